@@ -1,0 +1,57 @@
+"""vision_attn: spatial multi-head attention for convolutional networks.
+
+The letters, in einx strings, einsum strings and docstrings alike:
+
+===  =====================================
+b    batch
+c    channels
+h w  height and width of a map
+n    heads (``h`` never means heads)
+i    query token
+j    key token
+d    width of queries and keys in one head
+e    width of values in one head
+===  =====================================
+
+Importing this package is light: einx, timm, matplotlib and accelerate are loaded by what needs them.
+"""
+
+import importlib
+
+from vision_attn.attend import IMPLS, attend
+from vision_attn.blocks import Attention2d, AttentionBlock2d, ConvBlock2d, set_impl, use_impl
+from vision_attn.capture import AttentionMap, capture
+from vision_attn.checkpoints import CheckpointError, LoadReport, load_checkpoint
+from vision_attn.insertion import InsertionReport, SiteError, insert_, inserted, remove_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMPLS",
+    "Attention2d",
+    "AttentionBlock2d",
+    "AttentionMap",
+    "CheckpointError",
+    "ConvBlock2d",
+    "InsertionReport",
+    "LoadReport",
+    "SiteError",
+    "attend",
+    "capture",
+    "figures",
+    "insert_",
+    "inserted",
+    "load_checkpoint",
+    "models",
+    "remove_",
+    "set_impl",
+    "training",
+    "use_impl",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Rooms with heavy dependencies are imported when they are first named."""
+    if name in ("figures", "models", "training"):
+        return importlib.import_module(f"vision_attn.{name}")
+    raise AttributeError(f"module 'vision_attn' has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""What a network attends to: the attention maps of a forward pass, whatever implementation runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.blocks import Attention2d, attention_modules
+
+__all__ = ["AttentionMap", "capture"]
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Where the queries of one attention module looked, in its last forward pass."""
+
+    #: ``(b, heads, queries, h, w)``: for each query the weights over the map, which sum to one
+    weights: Tensor
+    #: row and column of each query, in cells of the map
+    cells: tuple[tuple[int, int], ...]
+    #: rows and columns of the image
+    image_size: tuple[int, int]
+
+
+@contextmanager
+def capture(model: nn.Module, queries: Sequence[tuple[float, float]] | None = None) -> Iterator[dict[str, AttentionMap]]:
+    """Record the attention maps of every forward pass inside a ``with`` block.
+
+    The network computes what it always does; the weights of the chosen queries are computed beside it from the same
+    input, so that a fused kernel can be looked into as well. Only the chosen queries take memory:
+    ``heads · queries · tokens`` a module and image.
+
+    Args:
+        model: a network with :class:`vision_attn.Attention2d` modules in it.
+        queries: points ``(y, x)`` in pixels of the image to look from; every cell of the map when None.
+
+    Yields:
+        A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order of running.
+
+    Raises:
+        ValueError: the model has no attention module, or a point lies outside the image.
+
+    >>> from vision_attn.blocks import AttentionBlock2d
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), AttentionBlock2d(8, 2))
+    >>> with capture(model, queries=[(0, 0), (15, 8)]) as maps:
+    ...     _ = model(torch.randn(1, 3, 16, 16))
+    >>> maps["1.attn"].weights.shape
+    torch.Size([1, 2, 2, 8, 8])
+    """
+    modules = attention_modules(model)
+    if not modules:
+        raise ValueError(
+            f"model has no Attention2d to capture: {type(model).__name__} holds none; insert one with insert_(model, …)"
+        )
+    maps: dict[str, AttentionMap] = {}
+    paths = {module: path for path, module in modules.items()}
+    image_size: tuple[int, int] | None = None
+
+    def remember_image(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal image_size
+        image_size = (args[0].shape[-2], args[0].shape[-1])
+        for y, x in queries or ():
+            if not (0 <= y < image_size[0] and 0 <= x < image_size[1]):
+                raise ValueError(
+                    f"queries must be points (y, x) in pixels of the image, {image_size[0]}×{image_size[1]}; got {(y, x)}"
+                )
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+        assert isinstance(module, Attention2d) and image_size is not None
+        x = args[0] if args else kwargs["x"]
+        mask = args[1] if len(args) > 1 else kwargs.get("mask")
+        rows, columns = x.shape[2:]
+        if queries is None:
+            cells = [(row, column) for row in range(rows) for column in range(columns)]
+        else:
+            cells = [(int(y * rows / image_size[0]), int(x * columns / image_size[1])) for y, x in queries]
+        tokens = torch.tensor([row * columns + column for row, column in cells], device=x.device)
+        with torch.no_grad():
+            weights = module.attention_weights(x, mask, tokens)
+        maps[paths[module]] = AttentionMap(weights.unflatten(-1, (rows, columns)), tuple(cells), image_size)
+
+    handles = [model.register_forward_pre_hook(remember_image)]
+    handles += [module.register_forward_hook(record, with_kwargs=True) for module in paths]
+    try:
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,154 @@
+"""The command line, ``vision-attn``: each command is one function of the library, each flag one of its settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+
+import vision_attn
+from vision_attn.attend import IMPLS
+from vision_attn.checkpoints import CheckpointError
+
+__all__ = ["main"]
+
+#: Exit codes: what was asked for cannot be done as asked; it was tried and failed; it was interrupted.
+BAD_USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except KeyboardInterrupt:
+        print("vision-attn: interrupted; a run goes on from the last.pth in its folder with --resume", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        code = exit_code(error)
+        if code is None or options.traceback:
+            traceback.print_exc()
+            return code or FAILURE
+        print(f"vision-attn: error: {error}", file=sys.stderr)
+        return code
+    return 0
+
+
+def exit_code(error: Exception) -> int | None:
+    """What an error means to a person; None where it is a fault of the program's own."""
+    from vision_attn.training.data import DataError
+    from vision_attn.training.loop import TrainingError
+
+    if isinstance(error, ValueError):
+        return BAD_USAGE
+    if isinstance(error, (CheckpointError, DataError, TrainingError, OSError)):
+        return FAILURE
+    return None
+
+
+def train(options: argparse.Namespace) -> None:
+    from vision_attn.training.loop import train
+    from vision_attn.training.settings import Settings
+
+    given = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
+    train(Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}))
+
+
+def demo(options: argparse.Namespace) -> None:
+    from vision_attn.training.demo import demo
+
+    demo(options.output, epochs=options.epochs, seed=options.seed)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="version", version=f"vision-attn {vision_attn.__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    add_demo(commands.add_parser("demo", parents=[common], allow_abbrev=False, help="what attention is for, in minutes"))
+    add_train(
+        commands.add_parser(
+            "train",
+            parents=[common],
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            help="train, fine-tune or evaluate an image classifier, with attention inserted or not",
+        )
+    )
+    return top
+
+
+def add_demo(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command=demo)
+    command.add_argument("--output", default="demo-output", help="folder for what it makes (default: %(default)s)")
+    command.add_argument("--epochs", type=int, default=5, help="epochs of each arm (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="seed of each arm (default: %(default)s)")
+
+
+def add_train(command: argparse.ArgumentParser) -> None:
+    """The flags of :class:`vision_attn.training.settings.Settings`; one that is not given keeps its default there."""
+    from vision_attn.training.settings import Settings
+
+    defaults = Settings(dataset="digit-pairs")
+    command.set_defaults(command=train, traceback=False)
+
+    def add(group: argparse._ArgumentGroup, flag: str, text: str, **options: object) -> None:
+        default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
+        if default not in (None, False, ()):
+            text = f"{text} (default: {default})"
+        group.add_argument(flag, help=text, **options)  # type: ignore[arg-type]
+
+    group = command.add_argument_group("data")
+    add(group, "--data", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or the folder that CIFAR is in")
+    add(group, "--dataset", "kind of data", choices=("folder", "cifar10", "cifar100", "digit-pairs"))
+    group.set_defaults(dataset="folder")
+    add(group, "--dataset-download", "fetch CIFAR into --data if it is not there", action="store_true")
+    add(group, "--img-size", "side of the images in pixels", type=int)
+    add(group, "--mean", "mean of each channel, of pixels in 0…1", type=float, nargs="+")
+    add(group, "--std", "standard deviation of each channel", type=float, nargs="+")
+    add(group, "--crop-padding", "pixels of padding that random crops are cut from", type=int)
+    add(group, "--hflip", "probability of a horizontal flip", type=float)
+
+    group = command.add_argument_group("network")
+    add(group, "--model", "a name that timm knows, or one of ours: resnet20, resnet20_a, …")
+    add(group, "--pretrained", "load the weights that come with the name", action="store_true")
+    add(group, "--weights", "checkpoint to begin from: .pth, .pt, .th, .safetensors")
+    add(group, "--weights-ema", "take the moving average in that checkpoint", action="store_true")
+    add(group, "--reset-head", "begin with a new classifier, for other classes", action="store_true")
+    add(group, "--insert", "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index", nargs="+")
+    add(group, "--block", "what is inserted", choices=("attention", "conv"))
+    add(group, "--num-heads", "heads of the attention", type=int)
+    add(group, "--impl", "implementation of the attention", choices=IMPLS)
+    add(group, "--gate-init", "gate that an inserted block begins with", type=float)
+
+    group = command.add_argument_group("recipe")
+    add(group, "--epochs", "passes over the training images", type=int)
+    add(group, "--batch-size", "images in a step, over all processes together", type=int)
+    add(group, "--opt", "optimiser", choices=("sgd", "adamw"))
+    add(group, "--lr", "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights)", type=float)
+    add(group, "--momentum", "of sgd", type=float)
+    add(group, "--weight-decay", "of all but biases, norms and gates", type=float)
+    add(group, "--warmup-epochs", "epochs of linear warm-up before the cosine", type=float)
+    add(group, "--min-lr", "rate that the cosine ends at", type=float)
+    add(group, "--clip-grad", "norm that gradients are clipped to", type=float)
+    add(group, "--label-smoothing", "share of the label spread over all classes", type=float)
+    add(group, "--model-ema", "keep a moving average of the weights, evaluate and save it", action="store_true")
+    add(group, "--model-ema-decay", "of that average, in each step", type=float)
+    add(group, "--seed", "of everything random", type=int)
+
+    group = command.add_argument_group("machine")
+    add(group, "--device", "cpu or cuda (default: cuda where there is one)", choices=("cpu", "cuda"))
+    add(group, "--amp", "bfloat16 where it is safe", action="store_true")
+    add(group, "--channels-last", "keep maps in the channels-last memory format", action="store_true")
+    add(group, "--compile", "compile the training step", action="store_true")
+
+    group = command.add_argument_group("run")
+    add(group, "--output", "folder of the run")
+    add(group, "--resume", "go on with an interrupted run from its last.pth")
+    add(group, "--tensorboard", "write TensorBoard events too", action="store_true")
+    add(group, "--test-only", "evaluate, do not train", action="store_true")

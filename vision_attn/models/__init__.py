@@ -1,0 +1,33 @@
+"""Networks of our own, registered with timm: importing this room makes ``timm.create_model`` know them.
+
+>>> import timm
+>>> timm.create_model("resnet20", num_classes=100).num_features
+64
+"""
+
+from vision_attn.models.cifar_resnet import (
+    CifarResNet,
+    resnet20,
+    resnet20_a,
+    resnet32,
+    resnet32_a,
+    resnet44,
+    resnet44_a,
+    resnet56,
+    resnet56_a,
+)
+
+__all__ = [
+    "CifarResNet",
+    "DigitPairsNet",
+    "create_model",
+    "resnet20",
+    "resnet20_a",
+    "resnet32",
+    "resnet32_a",
+    "resnet44",
+    "resnet44_a",
+    "resnet56",
+    "resnet56_a",
+    "weights_folder",
+]

@@ -1,0 +1,92 @@
+"""How well a network does on a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vision_attn.insertion import quiet_eval
+from vision_attn.training.data import ImageSet
+
+__all__ = ["Evaluation", "Normalize", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean cross-entropy over a data set, and the share of its images, in percent, that are classified right."""
+
+    loss: float
+    #: the right class is the first choice
+    top1: float
+    #: the right class is among the first five choices
+    top5: float
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}"
+
+
+class Normalize(nn.Module):
+    """Pixels of 0…255 to what a network expects: ``(x / 255 - mean) / std`` in each channel.
+
+    Args:
+        mean: a value for each channel, of pixels in 0…1.
+        std: likewise.
+        channels: of the images; statistics of colour serve grey images by their average.
+
+    Raises:
+        ValueError: another number of values than channels.
+
+    >>> Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), channels=3)(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape
+    torch.Size([2, 3, 8, 8])
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], channels: int) -> None:
+        super().__init__()
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) != channels and channels == 1:
+                values = [sum(values) / len(values)]
+            if len(values) != channels:
+                raise ValueError(f"{name} must have a value for each of the {channels} channels; got {tuple(values)}")
+            self.register_buffer(name, torch.tensor(tuple(values)).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.float() / 255 - self.mean) / self.std
+
+
+def evaluate(
+    model: nn.Module,
+    normalize: Callable[[Tensor], Tensor],
+    data: ImageSet,
+    *,
+    batch_size: int = 500,
+    accelerator: Accelerator | None = None,
+) -> Evaluation:
+    """Accuracy and loss over a whole data set; the model is in evaluation mode meanwhile.
+
+    Args:
+        model: the network.
+        normalize: pixels to network input.
+        data: images on the device of the network.
+        batch_size: images at a time.
+        accelerator: of a run, for its precision and to share the work among its processes.
+    """
+    accelerator = accelerator or Accelerator(cpu=data.images.device.type == "cpu")
+    totals = torch.zeros(4, dtype=torch.float64, device=data.images.device)
+    with quiet_eval(model), accelerator.autocast():
+        for index, (images, labels) in enumerate(data.batches(batch_size)):
+            if index % accelerator.num_processes != accelerator.process_index:
+                continue
+            logits = model(normalize(images)).float()
+            right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum(), labels.new_tensor(len(labels))])
+    loss, top1, top5, count = accelerator.reduce(totals).tolist()
+    return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count)

@@ -1,0 +1,359 @@
+"""The training loop: one run, from settings to a folder of results, on one process or many."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from tqdm import tqdm
+
+from vision_attn.checkpoints import CheckpointError, read_checkpoint, unwrap
+from vision_attn.training.data import DataError, ImageSet, Source, augment, draw_augmentation, open_data
+from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
+from vision_attn.training.network import Network, build_network
+from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.settings import Settings
+
+__all__ = ["Result", "TrainingError", "train"]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; what was saved before is whole."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    network: Network
+    #: the network with the weights that were evaluated last: its own, or their moving average
+    model: nn.Module
+    normalize: Normalize
+    #: after the last epoch, or of the weights as they were where nothing was trained
+    final: Evaluation
+    #: of the best epoch
+    best: Evaluation
+    #: wall-clock of training, without evaluation
+    seconds: float
+
+
+def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
+    """Train a network, or evaluate it where ``settings.test_only``.
+
+    Every epoch's order, crops and flips follow from the seed and the epoch alone, so that a run that was interrupted and
+    resumed ends with the weights of one that was not, and the same run on more processes sees the same batches.
+
+    Args:
+        settings: what to do.
+        say: told each line of the log, on the main process.
+
+    Returns:
+        The network and how well it does.
+
+    Raises:
+        ValueError: settings that name what does not exist.
+        DataError: the data is missing, empty or damaged.
+        CheckpointError: weights or the run to resume cannot be read or do not fit.
+        TrainingError: the loss is no longer a number.
+        OSError: the output folder cannot be written.
+    """
+    accelerator = make_accelerator(settings)
+    log = say if accelerator.is_main_process else (lambda line: None)
+    set_seed(settings.seed)
+
+    source = open_data(settings, train=False)
+    train_source = None if settings.test_only else open_data(settings, train=True)
+    if train_source is not None:
+        check_halves(train_source, source, settings, accelerator.num_processes)
+
+    network = build_network(settings, source, log)
+    model = network.model
+    model.to(accelerator.device, memory_format=torch.channels_last if settings.channels_last else torch.preserve_format)
+    mean, std = settings.mean or model.pretrained_cfg["mean"], settings.std or model.pretrained_cfg["std"]
+    normalize = Normalize(mean, std, source.channels).to(accelerator.device)
+    log(
+        f"{settings.model}: {network.parameters:,} parameters, {len(source.classes)} classes, images of "
+        f"{'×'.join(map(str, network.size))}, mean {rounded(mean)}, std {rounded(std)}, on {accelerator.device}"
+    )
+
+    data = source.read(network.size).to(accelerator.device)
+    log(f"evaluation: {len(data):,} images of {source.name}")
+    if train_source is None:
+        score = evaluate(model, normalize, data, accelerator=accelerator)
+        log(str(score))
+        return Result(network, model, normalize, final=score, best=score, seconds=0.0)
+    train_data = train_source.read(network.size).to(accelerator.device)
+    log(f"training: {len(train_data):,} images of {train_source.name}")
+    if len(train_data) < settings.batch_size:
+        raise ValueError(f"batch_size must be at most the {len(train_data)} training images; got {settings.batch_size}")
+    return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go()
+
+
+class Run:
+    """One run of training, from its first or a later epoch to its last."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        accelerator: Accelerator,
+        log: Callable[[str], None],
+        network: Network,
+        normalize: Normalize,
+        classes: tuple[str, ...],
+        train_data: ImageSet,
+        eval_data: ImageSet,
+    ) -> None:
+        self.settings = settings
+        self.accelerator = accelerator
+        self.log = log
+        self.network = network
+        self.normalize = normalize
+        self.classes = classes
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.folder = RunFolder(Path(settings.output))
+        self.steps = len(train_data) // settings.batch_size
+
+        self.model = model = network.model
+        self.ema = ModelEmaV3(model, decay=settings.model_ema_decay) if settings.model_ema else None
+        optimizer = create_optimizer_v2(
+            model, opt=settings.opt, lr=settings.base_lr, weight_decay=settings.weight_decay, momentum=settings.momentum
+        )
+        warmup = round(settings.warmup_epochs * self.steps)
+        self.schedule = CosineLRScheduler(
+            optimizer,
+            t_initial=max(1, settings.epochs * self.steps - warmup),
+            lr_min=settings.min_lr,
+            warmup_t=warmup,
+            warmup_lr_init=settings.base_lr / 100,
+            warmup_prefix=True,
+            t_in_epochs=False,
+        )
+        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
+
+        self.epoch = 0
+        self.rows: list[dict[str, object]] = []
+        self.best = Evaluation(math.inf, -1.0, -1.0)
+        self.seconds = 0.0
+
+    def go(self) -> Result:
+        settings = self.settings
+        if settings.resume:
+            self.restore(settings.resume)
+        if self.accelerator.is_main_process:
+            self.folder.open()
+            self.folder.write_settings(settings.as_dict())
+            if self.network.inserted is not None:
+                self.folder.write_text("inserted.txt", f"{self.network.inserted}\n")
+        self.accelerator.wait_for_everyone()
+        if settings.tensorboard:
+            self.accelerator.init_trackers("tensorboard")
+
+        final = self.best
+        if self.epoch == 0:
+            final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
+            self.log(f"before training: {final}")
+        elif self.rows:
+            last = self.rows[-1]
+            final = Evaluation(*(float(str(last[key])) for key in ("eval_loss", "eval_top1", "eval_top5")))
+        while self.epoch < settings.epochs:
+            loss = self.train_epoch()
+            final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
+            self.record(loss, final)
+        if settings.tensorboard:
+            self.accelerator.end_training()  # type: ignore[no-untyped-call]
+        self.log(f"best {self.best}: {self.folder.path / 'best.pth'}")
+        return Result(self.network, self.evaluated, self.normalize, final, self.best, self.seconds)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that count: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.module  # type: ignore[no-any-return]
+
+    def train_epoch(self) -> float:
+        """One pass over the training images; returns the mean loss."""
+        settings, accelerator, epoch = self.settings, self.accelerator, self.epoch
+        device, batch = accelerator.device, settings.batch_size
+        share = batch // accelerator.num_processes
+        mine = slice(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+        seed = settings.seed * 1_000_003 + epoch
+        order = torch.randperm(len(self.train_data), generator=torch.Generator().manual_seed(seed)).to(device)
+        generator = torch.Generator(device).manual_seed(seed)
+        torch.manual_seed(seed + 7919 * accelerator.process_index)  # dropout
+
+        self.model.train()
+        total = torch.zeros((), device=device)
+        begin = time.perf_counter()
+        bar = tqdm(
+            range(self.steps),
+            f"epoch {epoch + 1}/{settings.epochs}",
+            leave=False,
+            disable=None if accelerator.is_main_process else True,  # None: off where there is no terminal
+        )
+        for step in bar:
+            # The choices are made for the whole batch on every process, which then takes its share.
+            choice = draw_augmentation(batch, padding=settings.crop_padding, hflip=settings.hflip, generator=generator)
+            chosen = order[step * batch : (step + 1) * batch][mine]
+            images = augment(self.train_data.images[chosen], choice[mine], settings.crop_padding)
+            labels = self.train_data.labels[chosen]
+            images = self.normalize(images).contiguous(
+                memory_format=torch.channels_last if settings.channels_last else torch.contiguous_format
+            )
+            self.schedule.step_update(epoch * self.steps + step)
+            logits = self.forward(images).float()
+            loss = F.cross_entropy(logits, labels, label_smoothing=settings.label_smoothing)
+            self.optimizer.zero_grad()
+            accelerator.backward(loss)
+            if settings.clip_grad is not None:
+                accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
+            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update(self.model, step=epoch * self.steps + step)
+            total += loss.detach()
+            if not bar.disable and step % 50 == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}")
+        mean = accelerator.reduce(total, "mean").item() / self.steps
+        self.epoch_seconds = time.perf_counter() - begin
+        if not math.isfinite(mean):
+            raise TrainingError(
+                f"the loss of epoch {epoch + 1} is {mean}, at a learning rate of {self.rate:.3g}: lower --lr, lengthen "
+                f"--warmup-epochs or set --clip-grad. {self.last_good()}"
+            )
+        return mean
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def last_good(self) -> str:
+        last = self.folder.path / "last.pth"
+        return f"The last good checkpoint is {last}" if self.epoch and last.exists() else "Nothing was saved yet"
+
+    def record(self, loss: float, score: Evaluation) -> None:
+        """Close an epoch: log it, and save what is needed to go on from here."""
+        self.epoch += 1
+        self.seconds += self.epoch_seconds
+        images = self.steps * self.settings.batch_size / self.epoch_seconds
+        self.rows.append(
+            {
+                "epoch": self.epoch,
+                "lr": f"{self.rate:.6g}",
+                "train_loss": f"{loss:.6f}",
+                "eval_loss": f"{score.loss:.6f}",
+                "eval_top1": f"{score.top1:.4f}",
+                "eval_top5": f"{score.top5:.4f}",
+                "seconds": f"{self.epoch_seconds:.2f}",
+                "images_per_second": f"{images:.0f}",
+            }
+        )
+        self.log(
+            f"epoch {self.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}, "
+            f"{self.epoch_seconds:.0f} s, {images:.0f} images/s"
+        )
+        if self.settings.tensorboard:
+            values = {key: float(str(value)) for key, value in self.rows[-1].items() if key != "epoch"}
+            self.accelerator.log(values, step=self.epoch)
+        improved = score.top1 > self.best.top1
+        if improved:
+            self.best = score
+        if self.accelerator.is_main_process:
+            if improved:
+                self.folder.save("best.pth", {"model": weights(self.evaluated), **self.about(), "epoch": self.epoch})
+            self.folder.save("last.pth", self.state())
+            self.folder.write_metrics(self.rows)
+
+    def about(self) -> dict[str, object]:
+        return {
+            "settings": self.settings.as_dict(),
+            "classes": list(self.classes),
+            "mean": self.normalize.mean.flatten().tolist(),
+            "std": self.normalize.std.flatten().tolist(),
+            "sites": [block.site for block in self.network.inserted.blocks] if self.network.inserted else [],
+        }
+
+    def state(self) -> dict[str, object]:
+        """All that the next epoch depends on."""
+        state = {
+            "model": weights(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "rows": self.rows,
+            "best": [self.best.loss, self.best.top1, self.best.top5],
+            "seconds": self.seconds,
+            **self.about(),
+        }
+        if self.ema is not None:
+            state["model_ema"] = weights(self.ema.module)
+        return state
+
+    def restore(self, path: str) -> None:
+        """Go on from a checkpoint of :meth:`state`, if it is of the same run."""
+        state = read_checkpoint(path)
+        needed = {"model", "optimizer", "epoch", "rows", "best", "settings"} | ({"model_ema"} if self.ema else set())
+        if not needed <= set(state):
+            raise CheckpointError(
+                f"{path} is not the last.pth of such a run (it lacks {', '.join(sorted(needed - set(state)))}): "
+                "to begin a new run from its weights, give it to --weights"
+            )
+        differences = self.settings.differences(state["settings"])  # type: ignore[arg-type]
+        if differences:
+            raise ValueError(
+                f"resume goes on with the same run, but {', '.join(differences)} differ from {path}: give the same "
+                "settings, or begin a new run from its weights with --weights"
+            )
+        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
+        if self.ema is not None:
+            self.ema.module.load_state_dict(state["model_ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch = int(state["epoch"])  # type: ignore[call-overload]
+        self.rows = list(state["rows"])  # type: ignore[call-overload]
+        self.best = Evaluation(*state["best"])  # type: ignore[misc]
+        self.seconds = float(state["seconds"])  # type: ignore[arg-type]
+        self.log(f"resumed after epoch {self.epoch} from {path}")
+
+
+def make_accelerator(settings: Settings) -> Accelerator:
+    if settings.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda; got {settings.device!r}")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
+    # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
+    AcceleratorState._reset_state()
+    return Accelerator(
+        cpu=settings.device == "cpu",
+        mixed_precision="bf16" if settings.amp else "no",
+        log_with="tensorboard" if settings.tensorboard else None,
+        project_dir=settings.output if settings.tensorboard else None,
+    )
+
+
+def check_halves(train: Source, evaluation: Source, settings: Settings, processes: int) -> None:
+    if train.classes != evaluation.classes:
+        only = sorted(set(train.classes) ^ set(evaluation.classes))
+        raise DataError(
+            f"{train.name} and {evaluation.name} hold other classes; in one of them only: {', '.join(only[:6])}"
+        )
+    if settings.batch_size % processes:
+        raise ValueError(f"batch_size must be a multiple of the {processes} processes; got {settings.batch_size}")
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state dict on the CPU, of plain names."""
+    return {key: value.detach().cpu().clone() for key, value in unwrap(model).state_dict().items()}
+
+
+def rounded(values: object) -> str:
+    return "/".join(f"{value:.4g}" for value in values)  # type: ignore[attr-defined]

@@ -1,0 +1,139 @@
+"""The settings of a training run: one name for each, in the words of timm's and torchvision's scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+__all__ = ["Settings"]
+
+#: Settings that may differ between a run and the one it resumes, because they do not change its result.
+MACHINE_SETTINGS = frozenset({"data", "dataset_download", "device", "output", "resume", "tensorboard", "compile", "test_only"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does.
+
+    Raises:
+        ValueError: a value is out of range, or two settings exclude each other.
+
+    >>> Settings(model="resnet20", dataset="digit-pairs", lr=0.1).opt
+    'sgd'
+    """
+
+    #: folder of the data: with ``train`` and ``val`` (or ``validation``, ``test``) inside, or where CIFAR lies
+    data: str | None = None
+    #: ``folder``, ``cifar10``, ``cifar100`` or ``digit-pairs``
+    dataset: str = "folder"
+    #: fetch CIFAR if it is not in ``data``
+    dataset_download: bool = False
+    #: side of the images in pixels; None for the data's own or, where images differ in size, the model's
+    img_size: int | None = None
+
+    #: any name that timm knows, ours among them
+    model: str = "resnet20"
+    #: load the weights that come with the model's name
+    pretrained: bool = False
+    #: checkpoint file to begin from
+    weights: str | None = None
+    #: take the moving average of the weights in that file
+    weights_ema: bool = False
+    #: begin with a new classifier, for other classes than the checkpoint's
+    reset_head: bool = False
+    #: sites to insert a block at: globs on module paths, or indices of stages
+    insert: tuple[str, ...] = ()
+    #: ``attention``, or ``conv`` for the convolutional control of as many parameters
+    block: str = "attention"
+    num_heads: int = 8
+    impl: str = "sdpa"
+    #: gate that a block begins with; 0 leaves the network's output as it is, and is meant for trained networks
+    gate_init: float = 0.0
+
+    epochs: int = 30
+    #: images in one step of the optimiser, over all processes together
+    batch_size: int = 128
+    #: ``sgd`` (with Nesterov momentum) or ``adamw``
+    opt: str = "sgd"
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    #: epochs of linear warm-up from a hundredth of the rate, before the cosine
+    warmup_epochs: float = 0.0
+    #: rate that the cosine ends at
+    min_lr: float = 0.0
+    #: norm that gradients are clipped to; None for no clipping
+    clip_grad: float | None = None
+    label_smoothing: float = 0.0
+    #: pixels of padding that random crops are cut from
+    crop_padding: int = 4
+    #: probability of a horizontal flip
+    hflip: float = 0.5
+    #: mean and standard deviation of the channels, of pixels in 0…1; None for the model's own
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    #: keep a moving average of the weights, evaluate and save it as the best
+    model_ema: bool = False
+    model_ema_decay: float = 0.999
+    seed: int = 0
+
+    #: ``cpu``, ``cuda``, or None for the best there is
+    device: str | None = None
+    #: bfloat16 where it is safe
+    amp: bool = False
+    channels_last: bool = False
+    compile: bool = False
+
+    #: folder of the run
+    output: str = "runs/train"
+    #: checkpoint of an interrupted run to go on from
+    resume: str | None = None
+    tensorboard: bool = False
+    #: evaluate, do not train
+    test_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("dataset", ("folder", "cifar10", "cifar100", "digit-pairs")),
+            ("opt", ("sgd", "adamw")),
+            ("block", ("attention", "conv")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name, lowest in (("epochs", 1), ("batch_size", 2), ("crop_padding", 0), ("warmup_epochs", 0), ("min_lr", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}")
+        for name in ("hflip", "label_smoothing", "model_ema_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}")
+        for name in ("lr", "clip_grad"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ValueError(f"{name} must be positive; got {value}")
+        if self.dataset != "digit-pairs" and self.data is None:
+            raise ValueError(f"data must name the folder of the data set {self.dataset!r}")
+        if self.dataset == "digit-pairs" and self.img_size is not None:
+            raise ValueError("img_size does not apply to digit-pairs, whose canvases have a size of their own")
+        if self.warmup_epochs >= self.epochs and self.warmup_epochs:
+            raise ValueError(f"warmup_epochs must be fewer than epochs={self.epochs}; got {self.warmup_epochs}")
+        if self.weights and self.pretrained:
+            raise ValueError("weights and pretrained exclude each other: choose where the weights come from")
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std go together: give both, or neither for the model's own")
+
+    @property
+    def base_lr(self) -> float:
+        """The rate given, or the usual one of the optimiser: a tenth of it when training begins from weights."""
+        if self.lr is not None:
+            return self.lr
+        scratch = {"sgd": 0.1, "adamw": 1e-3}[self.opt]
+        return scratch / 10 if self.weights or self.pretrained else scratch
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, as they are written to ``settings.yaml``."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def differences(self, other: dict[str, object]) -> list[str]:
+        """Names of the settings in which another run would give another result."""
+        own = self.as_dict()
+        names = [field.name for field in fields(self) if field.name not in MACHINE_SETTINGS]
+        return [name for name in names if own[name] != other.get(name)]
