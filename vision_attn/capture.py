@@ -27,7 +27,9 @@ class AttentionMap:
 
 
 @contextmanager
-def capture(model: nn.Module, queries: Sequence[tuple[float, float]] | None = None) -> Iterator[dict[str, AttentionMap]]:
+def capture(
+    model: nn.Module, queries: Sequence[tuple[float, float]] | None = None
+) -> Iterator[dict[str, AttentionMap]]:
     """Record the attention maps of every forward pass inside a ``with`` block.
 
     The network computes what it always does; the weights of the chosen queries are computed beside it from the same
@@ -63,14 +65,16 @@ def capture(model: nn.Module, queries: Sequence[tuple[float, float]] | None = No
     def remember_image(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal image_size
         image_size = (args[0].shape[-2], args[0].shape[-1])
+        rows, columns = image_size
         for y, x in queries or ():
-            if not (0 <= y < image_size[0] and 0 <= x < image_size[1]):
+            if not (0 <= y < rows and 0 <= x < columns):
                 raise ValueError(
-                    f"queries must be points (y, x) in pixels of the image, {image_size[0]}×{image_size[1]}; got {(y, x)}"
+                    f"queries must be points (y, x) in pixels of an image of {rows}×{columns}; got {(y, x)}"
                 )
 
     def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
-        assert isinstance(module, Attention2d) and image_size is not None
+        assert isinstance(module, Attention2d)
+        assert image_size is not None
         x = args[0] if args else kwargs["x"]
         mask = args[1] if len(args) > 1 else kwargs.get("mask")
         rows, columns = x.shape[2:]

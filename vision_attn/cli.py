@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import vision_attn
 from vision_attn.attend import IMPLS
@@ -49,11 +50,14 @@ def exit_code(error: Exception) -> int | None:
 
 
 def train(options: argparse.Namespace) -> None:
-    from vision_attn.training.loop import train
     from vision_attn.training.settings import Settings
+    from vision_attn.training.train import train
 
-    given = {field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)}
-    train(Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}))
+    given: dict[str, Any] = {
+        field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)
+    }
+    given.update({name: tuple(value) for name, value in given.items() if isinstance(value, list)})
+    train(Settings(**given))
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -70,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    add_demo(commands.add_parser("demo", parents=[common], allow_abbrev=False, help="what attention is for, in minutes"))
+    add_demo(
+        commands.add_parser("demo", parents=[common], allow_abbrev=False, help="what attention is for, in minutes")
+    )
     add_train(
         commands.add_parser(
             "train",
@@ -124,7 +130,6 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--block", "what is inserted", choices=("attention", "conv"))
     add(group, "--num-heads", "heads of the attention", type=int)
     add(group, "--impl", "implementation of the attention", choices=IMPLS)
-    add(group, "--gate-init", "gate that an inserted block begins with", type=float)
 
     group = command.add_argument_group("recipe")
     add(group, "--epochs", "passes over the training images", type=int)

@@ -93,9 +93,7 @@ def attention2d(
         heads = []
         for head in range(num_heads):
             # The channels of the projection are ordered (qkv, heads, head_dim), the tokens row by row.
-            q, k, v = (
-                qkv[part * c + head * d : part * c + (head + 1) * d].reshape(d, h * w).T for part in range(3)
-            )
+            q, k, v = (qkv[part * c + head * d : part * c + (head + 1) * d].reshape(d, h * w).T for part in range(3))
             y = attention(q, k, v, scale, None if mask is None else mask[image, head])
             heads.append(y.T.reshape(d, h, w))
         out.append(conv1x1(np.concatenate(heads), state["proj.weight"], state.get("proj.bias")))

@@ -16,11 +16,15 @@ from vision_attn.models.cifar_resnet import (
     resnet56,
     resnet56_a,
 )
+from vision_attn.models.digit_pairs import DigitPairsNet, digit_pairs, digit_pairs_attention
+from vision_attn.models.registry import create_model
 
 __all__ = [
     "CifarResNet",
     "DigitPairsNet",
     "create_model",
+    "digit_pairs",
+    "digit_pairs_attention",
     "resnet20",
     "resnet20_a",
     "resnet32",
@@ -29,5 +33,4 @@ __all__ = [
     "resnet44_a",
     "resnet56",
     "resnet56_a",
-    "weights_folder",
 ]

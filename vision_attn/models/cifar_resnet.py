@@ -10,8 +10,8 @@ A          every second cell, channels padded by zeros  ``linear.*``            
 B          1×1 convolution and batch norm               ``downsample.*``, ``fc.*``  ``resnet20``, …
 =========  ===========================================  ==========================  ============
 
-Checkpoints of family A (akamaster/pytorch_resnet_cifar10) expect ImageNet's mean and standard deviation, those of family
-B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20.cifar10`` and ``resnet20.cifar100``.
+Checkpoints of family A (akamaster/pytorch_resnet_cifar10) expect ImageNet's mean and standard deviation, those of
+family B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20.cifar10``, ``resnet20.cifar100``.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class BasicBlock(nn.Module):
             self.downsample = (
                 PadShortcut(channels - in_channels)
                 if option == "A"
-                else nn.Sequential(
-                    nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-                )
+                else nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,7 +195,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, depth: int, option: str, pretrained: bool, **kwargs: object) -> CifarResNet:
-    return build_model_with_cfg(  # type: ignore[no-any-return]
+    return build_model_with_cfg(
         CifarResNet, variant, pretrained, depth=depth, option=option, feature_cfg={"out_indices": (0, 1, 2)}, **kwargs
     )
 

@@ -1,24 +1,19 @@
-"""Models by name, and where the weights that come with this library lie."""
+"""Models by name, as timm knows them, with errors that help."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
+from typing import Any
 
 import timm
 from timm.models import get_arch_pretrained_cfgs
 from torch import nn
 
-import vision_attn
+from vision_attn.checkpoints import save_weights, write_atomically
 
-__all__ = ["create_model", "weights_folder"]
-
-
-def weights_folder() -> Path:
-    """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
-    package = Path(vision_attn.__file__).parent
-    installed = package / "weights"
-    return installed if installed.is_dir() else package.parent / "weights"
+__all__ = ["config_of", "create_model", "save_model"]
 
 
 def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False) -> nn.Module:
@@ -55,3 +50,39 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
         raise ValueError(f"model: {name!r} cannot be made ({error})") from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """timm's configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
+    return vars(model)["pretrained_cfg"]
+
+
+def save_model(model: nn.Module, folder: str | Path, *, architecture: str) -> Path:
+    """Write a network as a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
+
+    Args:
+        model: the network; it has a ``pretrained_cfg``, as every model of timm has.
+        folder: made if it is not there; ``model.safetensors`` and ``config.json`` are written into it.
+        architecture: the name under which timm makes this network.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: timm knows no such architecture.
+        OSError: the folder cannot be written.
+    """
+    if not timm.is_model(architecture):
+        raise ValueError(f"architecture must be a name that timm knows; got {architecture!r}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = ("input_size", "mean", "std", "num_classes", "first_conv", "classifier", "interpolation", "crop_pct")
+    config = {
+        "architecture": architecture,
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "pretrained_cfg": {key: value for key, value in config_of(model).items() if key in kept},
+    }
+    save_weights(model, folder / "model.safetensors")
+    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    return folder

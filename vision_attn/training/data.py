@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision import datasets
 from torchvision.transforms import functional as transforms
@@ -92,7 +92,11 @@ def open_data(settings: Settings, *, train: bool) -> Source:
 def digit_pairs(train: bool) -> Source:
     half = "training" if train else "held-out"
     return Source(
-        f"digit pairs ({half} digits)", digits.CLASSES, 1, digits.CANVAS, lambda size: ImageSet(*digits.digit_pairs(train))
+        f"digit pairs ({half} digits)",
+        digits.CLASSES,
+        1,
+        digits.CANVAS,
+        lambda size: ImageSet(*digits.digit_pairs(train)),
     )
 
 
@@ -124,12 +128,12 @@ def split_folder(root: Path, train: bool, test_only: bool) -> Path:
     if test_only:
         return root
     raise DataError(
-        f"{root} has no folder {' or '.join(map(repr, names))}: expected train/CLASS/IMAGE and val/CLASS/IMAGE inside it"
+        f"{root} has no folder {' or '.join(map(repr, names))}: expected train/CLASS/IMAGE and val/CLASS/IMAGE in it"
     )
 
 
 def image_folder(folder: Path) -> Source:
-    """A folder of class folders, ``CLASS/IMAGE``; read, the shorter side of each image is resized and the centre cut out.
+    """A folder of class folders, ``CLASS/IMAGE``; each image is resized by its shorter side and cropped to its centre.
 
     Raises:
         DataError: there are no images; on reading: one cannot be read, or all together do not fit into memory.
@@ -171,11 +175,8 @@ def decode(path: str, size: tuple[int, int]) -> np.ndarray:
             image = file.convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is damaged or no image ({error}): fetch it again or remove it") from error
-    columns, rows = image.size
-    if (rows, columns) != size:
-        scale = max(size[0] / rows, size[1] / columns)
-        image = image.resize((max(size[1], round(columns * scale)), max(size[0], round(rows * scale))), Image.BILINEAR)
-        image = transforms.center_crop(image, list(size))
+    if image.size != (size[1], size[0]):
+        image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
     return np.array(image)
 
 

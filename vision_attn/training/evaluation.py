@@ -23,11 +23,12 @@ class Evaluation:
     loss: float
     #: the right class is the first choice
     top1: float
-    #: the right class is among the first five choices
-    top5: float
+    #: the right class is among the first five choices; None where there are no more than five
+    top5: float | None
 
     def __str__(self) -> str:
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}"
+        top5 = "" if self.top5 is None else f"top-5 {self.top5:.2f} %, "
+        return f"top-1 {self.top1:.2f} %, {top5}loss {self.loss:.4f}"
 
 
 class Normalize(nn.Module):
@@ -79,14 +80,16 @@ def evaluate(
         accelerator: of a run, for its precision and to share the work among its processes.
     """
     accelerator = accelerator or Accelerator(cpu=data.images.device.type == "cpu")
+    classes = 0
     totals = torch.zeros(4, dtype=torch.float64, device=data.images.device)
     with quiet_eval(model), accelerator.autocast():
         for index, (images, labels) in enumerate(data.batches(batch_size)):
             if index % accelerator.num_processes != accelerator.process_index:
                 continue
             logits = model(normalize(images)).float()
-            right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            classes = logits.shape[1]
+            right = logits.topk(min(5, classes)).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum(), labels.new_tensor(len(labels))])
     loss, top1, top5, count = accelerator.reduce(totals).tolist()
-    return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count)
+    return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count if classes > 5 else None)

@@ -1,18 +1,16 @@
-"""The training loop: one run, from settings to a folder of results, on one process or many."""
+"""The training loop: from a network and its images to a folder of results, on one process or many."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
@@ -20,13 +18,13 @@ from torch import nn
 from tqdm import tqdm
 
 from vision_attn.checkpoints import CheckpointError, read_checkpoint, unwrap
-from vision_attn.training.data import DataError, ImageSet, Source, augment, draw_augmentation, open_data
+from vision_attn.training.data import ImageSet, augment, draw_augmentation
 from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
-from vision_attn.training.network import Network, build_network
+from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
-__all__ = ["Result", "TrainingError", "train"]
+__all__ = ["Result", "Run", "TrainingError"]
 
 
 class TrainingError(RuntimeError):
@@ -47,58 +45,6 @@ class Result:
     best: Evaluation
     #: wall-clock of training, without evaluation
     seconds: float
-
-
-def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
-    """Train a network, or evaluate it where ``settings.test_only``.
-
-    Every epoch's order, crops and flips follow from the seed and the epoch alone, so that a run that was interrupted and
-    resumed ends with the weights of one that was not, and the same run on more processes sees the same batches.
-
-    Args:
-        settings: what to do.
-        say: told each line of the log, on the main process.
-
-    Returns:
-        The network and how well it does.
-
-    Raises:
-        ValueError: settings that name what does not exist.
-        DataError: the data is missing, empty or damaged.
-        CheckpointError: weights or the run to resume cannot be read or do not fit.
-        TrainingError: the loss is no longer a number.
-        OSError: the output folder cannot be written.
-    """
-    accelerator = make_accelerator(settings)
-    log = say if accelerator.is_main_process else (lambda line: None)
-    set_seed(settings.seed)
-
-    source = open_data(settings, train=False)
-    train_source = None if settings.test_only else open_data(settings, train=True)
-    if train_source is not None:
-        check_halves(train_source, source, settings, accelerator.num_processes)
-
-    network = build_network(settings, source, log)
-    model = network.model
-    model.to(accelerator.device, memory_format=torch.channels_last if settings.channels_last else torch.preserve_format)
-    mean, std = settings.mean or model.pretrained_cfg["mean"], settings.std or model.pretrained_cfg["std"]
-    normalize = Normalize(mean, std, source.channels).to(accelerator.device)
-    log(
-        f"{settings.model}: {network.parameters:,} parameters, {len(source.classes)} classes, images of "
-        f"{'×'.join(map(str, network.size))}, mean {rounded(mean)}, std {rounded(std)}, on {accelerator.device}"
-    )
-
-    data = source.read(network.size).to(accelerator.device)
-    log(f"evaluation: {len(data):,} images of {source.name}")
-    if train_source is None:
-        score = evaluate(model, normalize, data, accelerator=accelerator)
-        log(str(score))
-        return Result(network, model, normalize, final=score, best=score, seconds=0.0)
-    train_data = train_source.read(network.size).to(accelerator.device)
-    log(f"training: {len(train_data):,} images of {train_source.name}")
-    if len(train_data) < settings.batch_size:
-        raise ValueError(f"batch_size must be at most the {len(train_data)} training images; got {settings.batch_size}")
-    return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go()
 
 
 class Run:
@@ -146,7 +92,7 @@ class Run:
 
         self.epoch = 0
         self.rows: list[dict[str, object]] = []
-        self.best = Evaluation(math.inf, -1.0, -1.0)
+        self.best: Evaluation | None = None
         self.seconds = 0.0
 
     def go(self) -> Result:
@@ -162,26 +108,22 @@ class Run:
         if settings.tensorboard:
             self.accelerator.init_trackers("tensorboard")
 
-        final = self.best
-        if self.epoch == 0:
-            final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
-            self.log(f"before training: {final}")
-        elif self.rows:
-            last = self.rows[-1]
-            final = Evaluation(*(float(str(last[key])) for key in ("eval_loss", "eval_top1", "eval_top5")))
+        final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
+        self.log(f"before epoch {self.epoch + 1}: {final}")
         while self.epoch < settings.epochs:
             loss = self.train_epoch()
             final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
             self.record(loss, final)
         if settings.tensorboard:
-            self.accelerator.end_training()  # type: ignore[no-untyped-call]
-        self.log(f"best {self.best}: {self.folder.path / 'best.pth'}")
-        return Result(self.network, self.evaluated, self.normalize, final, self.best, self.seconds)
+            self.accelerator.end_training()
+        best = self.best or final
+        self.log(f"best epoch: {best}, in {self.folder.path / 'best.pth'}")
+        return Result(self.network, self.evaluated, self.normalize, final, best, self.seconds)
 
     @property
     def evaluated(self) -> nn.Module:
         """The weights that count: the moving average where there is one."""
-        return self.model if self.ema is None else self.ema.module  # type: ignore[no-any-return]
+        return self.model if self.ema is None else self.ema.module
 
     def train_epoch(self) -> float:
         """One pass over the training images; returns the mean loss."""
@@ -254,7 +196,7 @@ class Run:
                 "train_loss": f"{loss:.6f}",
                 "eval_loss": f"{score.loss:.6f}",
                 "eval_top1": f"{score.top1:.4f}",
-                "eval_top5": f"{score.top5:.4f}",
+                "eval_top5": "" if score.top5 is None else f"{score.top5:.4f}",
                 "seconds": f"{self.epoch_seconds:.2f}",
                 "images_per_second": f"{images:.0f}",
             }
@@ -264,9 +206,9 @@ class Run:
             f"{self.epoch_seconds:.0f} s, {images:.0f} images/s"
         )
         if self.settings.tensorboard:
-            values = {key: float(str(value)) for key, value in self.rows[-1].items() if key != "epoch"}
+            values = {key: float(str(value)) for key, value in self.rows[-1].items() if key != "epoch" and value}
             self.accelerator.log(values, step=self.epoch)
-        improved = score.top1 > self.best.top1
+        improved = self.best is None or score.top1 > self.best.top1
         if improved:
             self.best = score
         if self.accelerator.is_main_process:
@@ -291,7 +233,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "epoch": self.epoch,
             "rows": self.rows,
-            "best": [self.best.loss, self.best.top1, self.best.top5],
+            "best": None if self.best is None else asdict(self.best),
             "seconds": self.seconds,
             **self.about(),
         }
@@ -320,40 +262,11 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch = int(state["epoch"])  # type: ignore[call-overload]
         self.rows = list(state["rows"])  # type: ignore[call-overload]
-        self.best = Evaluation(*state["best"])  # type: ignore[misc]
+        self.best = Evaluation(**state["best"])  # type: ignore[arg-type]
         self.seconds = float(state["seconds"])  # type: ignore[arg-type]
         self.log(f"resumed after epoch {self.epoch} from {path}")
-
-
-def make_accelerator(settings: Settings) -> Accelerator:
-    if settings.device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda; got {settings.device!r}")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
-    # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
-    AcceleratorState._reset_state()
-    return Accelerator(
-        cpu=settings.device == "cpu",
-        mixed_precision="bf16" if settings.amp else "no",
-        log_with="tensorboard" if settings.tensorboard else None,
-        project_dir=settings.output if settings.tensorboard else None,
-    )
-
-
-def check_halves(train: Source, evaluation: Source, settings: Settings, processes: int) -> None:
-    if train.classes != evaluation.classes:
-        only = sorted(set(train.classes) ^ set(evaluation.classes))
-        raise DataError(
-            f"{train.name} and {evaluation.name} hold other classes; in one of them only: {', '.join(only[:6])}"
-        )
-    if settings.batch_size % processes:
-        raise ValueError(f"batch_size must be a multiple of the {processes} processes; got {settings.batch_size}")
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A state dict on the CPU, of plain names."""
     return {key: value.detach().cpu().clone() for key, value in unwrap(model).state_dict().items()}
-
-
-def rounded(values: object) -> str:
-    return "/".join(f"{value:.4g}" for value in values)  # type: ignore[attr-defined]

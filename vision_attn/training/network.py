@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d
 from vision_attn.checkpoints import load_checkpoint
 from vision_attn.insertion import InsertionReport, insert_
-from vision_attn.models.registry import create_model
+from vision_attn.models.registry import config_of, create_model
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
 
@@ -50,14 +51,14 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
         settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=settings.pretrained
     )
     size = (settings.img_size, settings.img_size) if settings.img_size else source.size
-    size = size or tuple(model.pretrained_cfg["input_size"][1:])
+    size = size or tuple(config_of(model)["input_size"][1:])
     inserted = None
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
         say(str(inserted))
     if settings.weights:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        classifier = model.pretrained_cfg["classifier"]
+        classifier = config_of(model)["classifier"]
         heads = [classifier] if isinstance(classifier, str) else list(classifier)
         fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
         say(str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh)))
@@ -70,15 +71,12 @@ def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -
     names = [site for site in settings.insert if not re.fullmatch(r"-?\d+", site)]
     if stages and names:
         raise ValueError(f"insert takes stages by index or modules by name, not both; got {' '.join(settings.insert)}")
-    where = {"stages": stages} if stages else {"names": names}
-    if settings.block == "conv":
-        return insert_(model, ConvBlock2d, **where, example_input=shape, gate_init=settings.gate_init)  # type: ignore[arg-type]
+    attention: dict[str, Any] = {"num_heads": settings.num_heads, "impl": settings.impl}
     return insert_(
         model,
-        AttentionBlock2d,
-        **where,  # type: ignore[arg-type]
+        ConvBlock2d if settings.block == "conv" else AttentionBlock2d,
+        stages=stages or None,
+        names=names or None,
         example_input=shape,
-        num_heads=settings.num_heads,
-        impl=settings.impl,
-        gate_init=settings.gate_init,
+        **({} if settings.block == "conv" else attention),
     )

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import yaml
 
-__all__ = ["RunFolder", "write_atomically"]
+from vision_attn.checkpoints import write_atomically
 
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment it is either the old one or the new one, on disk and whole.
-
-    Raises:
-        OSError: the folder cannot be written; the old file, if any, is untouched.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+__all__ = ["RunFolder"]
 
 
 class RunFolder:

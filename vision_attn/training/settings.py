@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, fields
 __all__ = ["Settings"]
 
 #: Settings that may differ between a run and the one it resumes, because they do not change its result.
-MACHINE_SETTINGS = frozenset({"data", "dataset_download", "device", "output", "resume", "tensorboard", "compile", "test_only"})
+MACHINE_SETTINGS = frozenset(
+    {"data", "dataset_download", "device", "output", "resume", "tensorboard", "compile", "test_only"}
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,6 @@ class Settings:
     block: str = "attention"
     num_heads: int = 8
     impl: str = "sdpa"
-    #: gate that a block begins with; 0 leaves the network's output as it is, and is meant for trained networks
-    gate_init: float = 0.0
 
     epochs: int = 30
     #: images in one step of the optimiser, over all processes together
@@ -99,7 +99,13 @@ class Settings:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, lowest in (("epochs", 1), ("batch_size", 2), ("crop_padding", 0), ("warmup_epochs", 0), ("min_lr", 0)):
+        for name, lowest in (
+            ("epochs", 1),
+            ("batch_size", 2),
+            ("crop_padding", 0),
+            ("warmup_epochs", 0),
+            ("min_lr", 0),
+        ):
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}")
         for name in ("hflip", "label_smoothing", "model_ema_decay"):

@@ -1,18 +1,14 @@
-"""Attention as modules: the projections around an implementation, and the residual block that goes into a backbone."""
+"""Attention as a module: 1×1 projections around an implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attend import attend, attention_weights, check_impl
 from vision_attn.patterns import resolve_pattern
 
-__all__ = ["Attention2d", "AttentionBlock2d", "ConvBlock2d", "set_impl", "use_impl"]
+__all__ = ["Attention2d", "check_count"]
 
 
 class Attention2d(nn.Module):
@@ -148,165 +144,6 @@ class Attention2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"
-
-
-class LayerNorm2d(nn.LayerNorm):
-    """Layer normalisation over the channels of ``(b, c, h, w)``, at each position apart."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class GatedResidual2d(nn.Module):
-    """``x + gate · branch(norm(x))``, with one gate a channel. A gate of zero leaves ``x`` as it is, bit for bit."""
-
-    def __init__(
-        self,
-        channels: int,
-        gate_init: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
-        self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
-
-    def branch(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.gate.view(-1, 1, 1) * self.branch(self.norm(x))
-        # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
-        return x + y.to(x.dtype)
-
-
-class AttentionBlock2d(GatedResidual2d):
-    """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalised over channels, gated by channel.
-
-    With the gate at its initial zero the block is the identity, bit for bit, so that a pretrained network with the
-    block inserted computes what it computed before. The gate learns first; the attention behind it follows.
-
-    Args:
-        channels: channels of the map; divisible by ``num_heads``.
-        num_heads: number of heads.
-        gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
-        **attention: further arguments of :class:`Attention2d`.
-
-    Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
-    https://arxiv.org/abs/2103.17239, begun at zero as in Bachlechner et al., *ReZero*, 2020,
-    https://arxiv.org/abs/2003.04887
-
-    >>> x = torch.randn(2, 64, 7, 7)
-    >>> torch.equal(AttentionBlock2d(64)(x), x)
-    True
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        num_heads: int = 8,
-        *,
-        gate_init: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **attention: object,
-    ) -> None:
-        super().__init__(channels, gate_init, device, dtype)
-        self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)  # type: ignore[arg-type]
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.attn(x)
-
-
-class ConvBlock2d(GatedResidual2d):
-    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
-
-    ``x + gate · W₂ gelu(depthwise3×3(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
-    :class:`AttentionBlock2d`, to the nearest width.
-
-    Args:
-        channels: channels of the map.
-        gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
-
-    >>> count = lambda block: sum(p.numel() for p in block.parameters())
-    >>> count(ConvBlock2d(64)), count(AttentionBlock2d(64))
-    (16751, 16832)
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        *,
-        gate_init: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        check_count("channels", channels)
-        super().__init__(channels, gate_init, device, dtype)
-        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
-        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
-        self.expand = nn.Conv2d(channels, hidden, 1, device=device, dtype=dtype)
-        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
-        self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.project(F.gelu(self.depthwise(self.expand(x))))
-
-
-def set_impl(model: nn.Module, impl: str) -> int:
-    """Let every :class:`Attention2d` in a model run another implementation; the weights stay as they are.
-
-    Args:
-        model: any module.
-        impl: one of :data:`vision_attn.IMPLS`.
-
-    Returns:
-        How many modules run another implementation than before.
-
-    Raises:
-        ValueError: unknown ``impl``.
-
-    >>> set_impl(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
-    1
-    """
-    check_impl(impl)
-    changed = [block for block in attention_modules(model).values() if block.impl != impl]
-    for block in changed:
-        block.impl = impl
-    return len(changed)
-
-
-@contextmanager
-def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
-    """Run another implementation inside a ``with`` block; afterwards every module runs its own again.
-
-    >>> block = Attention2d(8, 2)
-    >>> with use_impl(block, "einx"):
-    ...     block(torch.randn(1, 8, 3, 4)).shape
-    torch.Size([1, 8, 3, 4])
-    >>> block.impl
-    'sdpa'
-    """
-    before = {block: block.impl for block in attention_modules(model).values()}
-    set_impl(model, impl)
-    try:
-        yield model
-    finally:
-        for block, name in before.items():
-            block.impl = name
-
-
-def attention_modules(model: nn.Module) -> dict[str, Attention2d]:
-    """Every :class:`Attention2d` of a model by its path.
-
-    >>> list(attention_modules(nn.ModuleDict({"a": AttentionBlock2d(8), "b": nn.ReLU()})))
-    ['a.attn']
-    """
-    return {name: module for name, module in model.named_modules() if isinstance(module, Attention2d)}
 
 
 def check_count(name: str, value: int) -> None:

@@ -1,0 +1,120 @@
+"""Blocks that go into a backbone: normalised, gated by channel, added to the map that came in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.blocks.attention import Attention2d, check_count
+
+__all__ = ["AttentionBlock2d", "ConvBlock2d", "GatedResidual2d", "LayerNorm2d"]
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer normalisation over the channels of ``(b, c, h, w)``, at each position apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class GatedResidual2d(nn.Module):
+    """``x + gate · branch(norm(x))``, with one gate a channel. A gate of zero leaves ``x`` as it is, bit for bit."""
+
+    def __init__(
+        self,
+        channels: int,
+        gate_init: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
+        self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
+
+    def branch(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate.view(-1, 1, 1) * self.branch(self.norm(x))
+        # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
+        return x + y.to(x.dtype)
+
+
+class AttentionBlock2d(GatedResidual2d):
+    """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalised over channels, gated by channel.
+
+    With the gate at its initial zero the block is the identity, bit for bit, so that a pretrained network with the
+    block inserted computes what it computed before. The gate learns first; the attention behind it follows.
+
+    Args:
+        channels: channels of the map; divisible by ``num_heads``.
+        num_heads: number of heads.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+        **attention: further arguments of :class:`Attention2d`.
+
+    Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
+    https://arxiv.org/abs/2103.17239, begun at zero as in Bachlechner et al., *ReZero*, 2020,
+    https://arxiv.org/abs/2003.04887
+
+    >>> x = torch.randn(2, 64, 7, 7)
+    >>> torch.equal(AttentionBlock2d(64)(x), x)
+    True
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__(channels, gate_init, device, dtype)
+        self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.attn(x)
+
+
+class ConvBlock2d(GatedResidual2d):
+    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
+
+    ``x + gate · W₂ gelu(depthwise3×3(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
+    :class:`AttentionBlock2d`, to the nearest width.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    >>> count = lambda block: sum(p.numel() for p in block.parameters())
+    >>> count(ConvBlock2d(64)), count(AttentionBlock2d(64))
+    (16797, 16832)
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_count("channels", channels)
+        super().__init__(channels, gate_init, device, dtype)
+        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
+        self.expand = nn.Conv2d(channels, hidden, 1, device=device, dtype=dtype)
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
+        self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.project(F.gelu(self.depthwise(self.expand(x))))
