@@ -12,12 +12,12 @@ from vision_attn import reference
 from vision_attn.attend import attend, attention_weights
 
 SHAPES = {
-    "square": dict(channels=32, num_heads=4, size=(6, 6), batch=2),
-    "non-square": dict(channels=24, num_heads=3, size=(3, 7), batch=2),
-    "batch of one": dict(channels=16, num_heads=2, size=(5, 4), batch=1),
-    "one head": dict(channels=16, num_heads=1, size=(4, 5), batch=2),
-    "heads = channels": dict(channels=8, num_heads=8, size=(4, 3), batch=2),
-    "one token": dict(channels=8, num_heads=2, size=(1, 1), batch=3),
+    "square": {"channels": 32, "num_heads": 4, "size": (6, 6), "batch": 2},
+    "non-square": {"channels": 24, "num_heads": 3, "size": (3, 7), "batch": 2},
+    "batch of one": {"channels": 16, "num_heads": 2, "size": (5, 4), "batch": 1},
+    "one head": {"channels": 16, "num_heads": 1, "size": (4, 5), "batch": 2},
+    "heads = channels": {"channels": 8, "num_heads": 8, "size": (4, 3), "batch": 2},
+    "one token": {"channels": 8, "num_heads": 2, "size": (1, 1), "batch": 3},
 }
 MASKS = ("none", "bool", "bool by head", "additive", "fully masked rows", "additive fully masked rows")
 
@@ -249,6 +249,8 @@ def test_attention_weights_sum_to_one_and_make_the_output():
     ("mask", "message"),
     [
         (torch.ones(9, 9), None),
+        (torch.ones(9), None),
+        (torch.ones(2, 1, 1, 9), None),
         (torch.ones(9, 9, dtype=torch.int64), r"mask must be bool .* got torch.int64.*mask.bool\(\)"),
         (torch.ones(4, 9, dtype=torch.bool), r"mask must broadcast to .*\(2, 2, 9, 9\); got \(4, 9\)"),
         (torch.ones(3, 1, 9, 9), r"mask must broadcast to .*; got \(3, 1, 9, 9\)"),
@@ -256,11 +258,13 @@ def test_attention_weights_sum_to_one_and_make_the_output():
         (torch.tensor(True), r"mask must broadcast to .*; got \(\)"),
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask, message):
+def test_a_mask_fits_by_broadcasting_or_is_refused(mask, message):
     block = va.Attention2d(8, 2)
     x = torch.randn(2, 8, 3, 3)
     if message is None:
-        block(x, mask)
+        for impl in va.IMPLS:
+            with va.use_impl(block, impl):
+                torch.testing.assert_close(block(x, mask), block(x))
         return
     with pytest.raises(ValueError, match=message):
         block(x, mask)

@@ -18,7 +18,7 @@ Importing this package is light: einx, timm, matplotlib and accelerate are loade
 
 import importlib
 
-from vision_attn.attend import IMPLS, attend
+from vision_attn.attend import IMPLS
 from vision_attn.blocks import Attention2d, AttentionBlock2d, ConvBlock2d, set_impl, use_impl
 from vision_attn.capture import AttentionMap, capture
 from vision_attn.checkpoints import CheckpointError, LoadReport, load_checkpoint
@@ -36,7 +36,6 @@ __all__ = [
     "InsertionReport",
     "LoadReport",
     "SiteError",
-    "attend",
     "capture",
     "figures",
     "insert_",

@@ -151,6 +151,8 @@ def attend(
     """
     check_impl(impl)
     check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _ATTEND[impl](q, k, v, scale=scale, mask=mask, dropout=dropout)
 

@@ -43,7 +43,7 @@ def attention_figure(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
         )
     rows, columns = images.shape[2:]
-    weights = attention.weights[:, :, query].mean(dim=1).float().cpu()
+    weights = attention.weights[:, :, query].mean(dim=1).float().cpu().numpy()
     row, column = attention.cells[query]
     cell = rows / weights.shape[1], columns / weights.shape[2]
 
@@ -62,7 +62,7 @@ def attention_figure(
         shown = right.imshow(
             weights[index],
             cmap="magma",
-            alpha=(0.25 + 0.6 * weights[index] / highest).numpy(),
+            alpha=0.25 + 0.6 * weights[index] / highest,
             vmin=0,
             vmax=highest,
             extent=(0, columns, rows, 0),

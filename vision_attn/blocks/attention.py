@@ -10,6 +10,10 @@ from vision_attn.patterns import resolve_pattern
 
 __all__ = ["Attention2d", "check_count"]
 
+# Calls that look at sizes and formats: torch.fx traces the block as one graph with these as nodes of it.
+for name in ("attend", "check_map", "in_format_of"):
+    torch.fx.wrap(name)
+
 
 class Attention2d(nn.Module):
     """Multi-head attention between the positions of a feature map, projected by 1×1 convolutions.
@@ -99,7 +103,7 @@ class Attention2d(nn.Module):
         Raises:
             ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` does not fit.
         """
-        self._check_map(x)
+        check_map(x, self.channels)
         size = (x.shape[2], x.shape[3])
         dropout = self.attn_drop if self.training else 0.0
 
@@ -114,7 +118,7 @@ class Attention2d(nn.Module):
             q, k, v = self.tokens.split_bmm(self.qkv(tokens_last), self.num_heads)
             y = attend(q, k, v, impl=self.impl, scale=self.scale, mask=mask, dropout=dropout)
             y = self.tokens.merge_bmm(y, size)
-        return self.proj_drop(self.proj(y)).contiguous(memory_format=memory_format(x))
+        return in_format_of(x, self.proj_drop(self.proj(y)))
 
     def attention_weights(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """How much every query attends to every key, for the map that :meth:`forward` would be given.
@@ -130,17 +134,13 @@ class Attention2d(nn.Module):
         >>> Attention2d(8, 2).attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        self._check_map(x)
+        check_map(x, self.channels)
         q, k, _ = self.tokens.split_bmm(self.qkv(x), self.num_heads)
         if queries is not None:
             q = q[:, :, queries]
             if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
                 mask = mask[..., queries, :]
         return attention_weights(q, k, scale=self.scale, mask=mask)
-
-    def _check_map(self, x: Tensor) -> None:
-        if x.dim() != 4 or x.shape[1] != self.channels:
-            raise ValueError(f"x must be maps of shape (batch, {self.channels}, height, width); got {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"
@@ -151,7 +151,12 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
-def memory_format(x: Tensor) -> torch.memory_format:
-    """The format of ``x``; where a map is both, as with a single channel, the default one."""
+def check_map(x: Tensor, channels: int) -> None:
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise ValueError(f"x must be maps of shape (batch, {channels}, height, width); got {tuple(x.shape)}")
+
+
+def in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` in the memory format of ``x``; where ``x`` is in both, as with a single channel, in the default one."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if channels_last else torch.contiguous_format
+    return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

@@ -80,17 +80,19 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
             return dict(load_file(path))
         with torch.serialization.safe_globals(HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(refusal(path, str(error))) from error
     except (
         SafetensorError,
         RuntimeError,
-        EOFError,
-        KeyError,
-        IndexError,
+        LookupError,
         ValueError,
         TypeError,
         AttributeError,
+        EOFError,
+        OSError,
     ) as error:
         raise CheckpointError(
             f"{path} is truncated or no checkpoint ({str(error).splitlines()[0] if str(error) else 'unexpected end'}): "
@@ -102,14 +104,10 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
 
 def refusal(path: Path, message: str) -> str:
-    wanted = re.search(
-        r"GLOBAL ([\w.]+) was not an allowed global|(?:Unsupported|unsupported) (?:global|class):? GLOBAL ([\w.]+)",
-        message,
-    )
-    name = next(filter(None, wanted.groups()), None) if wanted else None
-    if name:
+    wanted = re.search(r"GLOBAL ([\w.]+)", message)
+    if wanted:
         return (
-            f"{path} asks to run {name!r} on loading, and was not loaded: a checkpoint needs tensors and plain values "
+            f"{path} asks to run {wanted[1]!r} on loading, and was not loaded: a checkpoint needs tensors and plain values "
             "only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
         )
     return (

@@ -83,15 +83,13 @@ def insert_(
             host.register_forward_hook(run_inserted)
             attached[site] = new
         verify_reached(model, attached, example)
+        described = tuple(describe(site, new, maps[site]) for site, new in attached.items())
     except BaseException:
         for site in attached:
             detach(model.get_submodule(site))
         raise
 
-    report = InsertionReport(
-        blocks=tuple(describe(site, new, maps[site]) for site, new in attached.items()),
-        input_shape=tuple(example.shape),
-    )
+    report = InsertionReport(blocks=described, input_shape=tuple(example.shape))
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=2)
     return report

@@ -102,7 +102,13 @@ def describe(site: str, block: nn.Module, shape: tuple[int, ...]) -> InsertedBlo
     meta = copy.deepcopy(block).to("meta").eval()
     with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
         parameter = next(meta.parameters(), torch.empty(0))
-        meta(torch.empty(1, channels, height, width, device="meta", dtype=parameter.dtype))
+        x = torch.empty(1, channels, height, width, device="meta", dtype=parameter.dtype)
+        y = meta(x)
+    if y.shape != x.shape:
+        raise ValueError(
+            f"block must return maps of the shape it is given; {type(block).__name__} makes {tuple(y.shape)} "
+            f"of {tuple(x.shape)}"
+        )
     return InsertedBlock(
         site=site,
         block=type(block).__name__,

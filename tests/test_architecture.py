@@ -1,0 +1,93 @@
+"""Imports point one way: a room uses only the rooms below it, and importing the package loads nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vision_attn
+
+PACKAGE = Path(vision_attn.__file__).parent
+
+#: From the foundation up. A room that is new goes in here, and so decides what it may use.
+ROOMS = (
+    "reference",
+    "patterns",
+    "attend",
+    "blocks",
+    "insertion",
+    "checkpoints",
+    "models",
+    "capture",
+    "figures",
+    "training",
+    "cli",
+    "__main__",
+)
+#: What may be used by its name from any room, because it is the package itself: where it lies, and its version.
+ITSELF = ("vision_attn",)
+
+
+def imported_rooms(source):
+    """The rooms that a file imports, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module] if node.module != "vision_attn" else [f"vision_attn.{a.name}" for a in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("vision_attn."))
+
+
+def upward_imports(room, source):
+    allowed = ROOMS[: ROOMS.index(room) + 1] if room != "reference" else ()
+    return sorted(set(imported_rooms(source)) - set(allowed))
+
+
+def test_every_room_has_its_place():
+    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_import_points_up(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room != "__init__":
+        assert upward_imports(room, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "upward"),
+    [
+        ("attend", "from vision_attn.blocks import Attention2d", ["blocks"]),
+        ("attend", "import vision_attn.training.loop", ["training"]),
+        ("blocks", "def f():\n    from vision_attn import capture", ["capture"]),
+        ("reference", "import vision_attn.reference", ["reference"]),
+        ("blocks", "from vision_attn.attend import attend", []),
+    ],
+)
+def test_an_import_that_points_up_is_found(room, source, upward):
+    assert upward_imports(room, source) == upward
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    heavy = ("einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision")
+    code = f"import sys, vision_attn; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists():
+    for name in vision_attn.__all__:
+        assert getattr(vision_attn, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'atention'"):
+        vision_attn.atention  # noqa: B018
+
+
+def test_every_public_name_is_documented():
+    for name in vision_attn.__all__:
+        assert getattr(vision_attn, name).__doc__, name

@@ -1,0 +1,102 @@
+"""Attention maps of any implementation, and pictures of them."""
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+
+
+def network():
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20").eval()
+    va.insert_(model, names=["layer2", "layer3"], num_heads=4, gate_init=1.0)
+    return model
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_maps_are_the_weights_that_the_block_used(impl):
+    torch.manual_seed(0)
+    block = va.Attention2d(8, 2, impl=impl, dtype=torch.float64)
+    x = torch.randn(2, 8, 3, 5, dtype=torch.float64)
+    mask = torch.rand(15, 15) < 0.7
+    with va.capture(block) as maps:
+        y = block(x, mask=mask)
+    weights = maps[""].weights.flatten(3)
+    assert weights.shape == (2, 2, 15, 15)
+    assert (weights.flatten(0, 1)[:, ~mask] == 0).all()
+    v = block.qkv(x)[:, 16:].unflatten(1, (2, 4)).flatten(3).mT
+    torch.testing.assert_close(block.proj((weights @ v).mT.reshape(2, 8, 3, 5)), y)
+
+
+def test_queries_are_points_of_the_image():
+    model, x = network(), torch.randn(2, 3, 32, 32)
+    with va.capture(model) as everything:
+        expected = model(x)
+    with va.capture(model, queries=[(0, 0), (31, 8.5)]) as maps:
+        assert torch.equal(model(x), expected)
+    assert list(maps) == ["layer2.2.inserted.attn", "layer3.2.inserted.attn"]
+    assert maps["layer2.2.inserted.attn"].cells == ((0, 0), (15, 4))
+    assert maps["layer3.2.inserted.attn"].cells == ((0, 0), (7, 2))
+    for path, found in maps.items():
+        side = 16 if "layer2" in path else 8
+        assert found.weights.shape == (2, 4, 2, side, side)
+        rows = torch.tensor([row * side + column for row, column in found.cells])
+        torch.testing.assert_close(found.weights, everything[path].weights[:, :, rows])
+        torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
+
+
+def test_a_mask_for_each_query_is_followed():
+    block, x = va.Attention2d(8, 2), torch.randn(1, 8, 2, 2)
+    mask = torch.eye(4, dtype=torch.bool)
+    with va.capture(block, queries=[(1, 0)]) as maps:
+        block(x, mask)
+    assert maps[""].weights[0, 0, 0].flatten().tolist() == [0, 0, 1, 0]
+    with va.capture(block, queries=[(1, 0)]) as maps:
+        block(x, mask[0])
+    assert maps[""].weights[0, 0, 0].flatten().tolist() == [1, 0, 0, 0]
+
+
+def test_capturing_ends_with_the_block():
+    model, x = network(), torch.randn(1, 3, 32, 32)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="on purpose"), va.capture(model) as maps:
+        raise RuntimeError("on purpose")
+    model(x)
+    assert maps == {}
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_there_is_nothing_to_capture_in_a_plain_model():
+    with pytest.raises(ValueError, match="model has no Attention2d to capture"), va.capture(nn.ReLU()):
+        pass
+
+
+@pytest.mark.parametrize("query", [(-1, 0), (0, 32), (32, 0)])
+def test_a_point_outside_the_image_is_refused(query):
+    model = network()
+    with pytest.raises(ValueError, match=r"in pixels of an image of 32×32; got"), va.capture(model, [query]):
+        model(torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_figure_is_written_as_a_picture(channels, tmp_path):
+    model, x = network(), torch.rand(2, 3, 32, 32)
+    with va.capture(model, queries=[(4, 4), (20, 20)]) as maps:
+        model(x)
+    attention = maps["layer3.2.inserted.attn"]
+    figure = va.figures.attention_figure(x[:, :channels], attention, query=1, titles=["one", "two"])
+    # Two images, two panels each, and a bar; the last cell of the marked square is that of the query.
+    assert len(figure.axes) == 5
+    assert figure.axes[0].patches[0].get_xy() == (20, 20)
+    va.figures.save_figure(figure, tmp_path / "attention.png")
+    with Image.open(tmp_path / "attention.png") as picture:
+        assert picture.width > 500
+        assert len(set(picture.convert("L").tobytes())) > 50
+    with pytest.raises(ValueError, match=r"path must end in \.png"):
+        va.figures.save_figure(figure, tmp_path / "attention.jpg")
+    with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
+        va.figures.attention_figure(x[:1], attention)

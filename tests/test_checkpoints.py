@@ -1,0 +1,265 @@
+"""Checkpoints of every shape that circulates, and files that must not get in."""
+
+import argparse
+import os
+import pickle
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn.checkpoints import read_checkpoint, read_weights, save_weights, write_atomically
+
+
+def small_network(classes=3):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+    )
+
+
+@pytest.fixture
+def trained():
+    torch.manual_seed(1)
+    model = small_network()
+    model(torch.randn(4, 3, 8, 8))
+    return model.eval()
+
+
+def assert_loaded(model, trained):
+    theirs = trained.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in model.state_dict().items())
+
+
+def averaged(state):
+    return {key: value + 1 if value.is_floating_point() else value for key, value in state.items()}
+
+
+FORMS = {
+    "plain": (lambda state: state, ""),
+    "state_dict": (lambda state: {"state_dict": state, "epoch": 3, "best_prec1": 91.7}, "state_dict"),
+    "model": (lambda state: {"model": state, "optimizer": {"state": {}, "param_groups": []}}, "model"),
+    "model beside its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model"),
+    "average alone": (lambda state: {"model_ema": state}, "model_ema"),
+    "data parallel": (lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}, "state_dict"),
+    "compiled": (lambda state: {f"_orig_mod.{k}": v for k, v in state.items()}, ""),
+    "compiled and parallel": (lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}, ""),
+    "parallel and compiled": (lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()}, ""),
+    "torch's AveragedModel": (
+        lambda state: {"model": {"n_averaged": torch.tensor(3), **{f"module.{k}": v for k, v in state.items()}}},
+        "model",
+    ),
+    "with the settings of argparse": (lambda state: {"model": state, "args": argparse.Namespace(lr=0.1)}, "model"),
+    "with scores of numpy": (lambda state: {"model": state, "best": np.float64(91.7), "n": np.int64(3)}, "model"),
+    "from before batches were counted": (
+        lambda state: {k: v for k, v in state.items() if "num_batches_tracked" not in k},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_checkpoint_is_read(form, trained, tmp_path):
+    make, entry = FORMS[form]
+    torch.save(make(trained.state_dict()), tmp_path / "file.pth")
+    model = small_network()
+    report = va.load_checkpoint(model, tmp_path / "file.pth")
+    assert report.entry == entry
+    assert (report.new, report.missing, report.unexpected, report.mismatched) == ((), (), (), {})
+    model[1].num_batches_tracked.copy_(trained[1].num_batches_tracked)
+    assert_loaded(model, trained)
+
+
+@pytest.mark.parametrize("suffix", [".th", ".pt", ".pth", ".tar", ".bin", ".safetensors"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_ending_is_read(suffix, legacy, trained, tmp_path):
+    path = tmp_path / f"file{suffix}"
+    if suffix == ".safetensors":
+        save_file(trained.state_dict(), path)
+    else:
+        torch.save(trained.state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    model = small_network()
+    assert len(va.load_checkpoint(model, str(path)).loaded) == len(trained.state_dict())
+    assert_loaded(model, trained)
+
+
+def test_the_average_is_taken_on_request_only(trained, tmp_path):
+    state = trained.state_dict()
+    torch.save({"model": averaged(state), "model_ema": state}, tmp_path / "file.pth")
+    model = small_network()
+    assert va.load_checkpoint(model, tmp_path / "file.pth", ema=True).entry == "model_ema"
+    assert_loaded(model, trained)
+    torch.save({"model": state}, tmp_path / "plain.pth")
+    with pytest.raises(va.CheckpointError, match=r"ema=True asks for averaged weights under .*has model"):
+        va.load_checkpoint(model, tmp_path / "plain.pth", ema=True)
+
+
+def test_a_wrapped_model_is_loaded_into(trained, tmp_path):
+    torch.save(trained.state_dict(), tmp_path / "file.pth")
+    for wrap in (nn.DataParallel, torch.compile):
+        model = small_network()
+        va.load_checkpoint(wrap(model), tmp_path / "file.pth")
+        assert_loaded(model, trained)
+
+
+@pytest.mark.parametrize("name", ["resnet20", "resnet20_a"])
+def test_loading_before_or_after_insertion_gives_the_same_model(name, tmp_path):
+    torch.manual_seed(0)
+    source = timm.create_model(name, num_classes=10)
+    torch.save(source.state_dict(), tmp_path / "base.pth")
+    models = [timm.create_model(name, num_classes=10).eval() for _ in range(2)]
+    va.load_checkpoint(models[0], tmp_path / "base.pth")
+    va.insert_(models[0], stages=-1)
+    va.insert_(models[1], stages=-1)
+    report = va.load_checkpoint(models[1], tmp_path / "base.pth")
+    assert len(report.new) == 7
+    assert all(".inserted." in key for key in report.new)
+    assert not report.missing
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(models[0](x), models[1](x))
+    assert torch.equal(models[0](x), source.eval()(x))
+
+    # What was trained with blocks goes into a model with blocks, all of it.
+    nn.init.ones_(va.inserted(models[1])["layer3.2"].gate)
+    torch.save(models[1].state_dict(), tmp_path / "inserted.pth")
+    assert not va.load_checkpoint(models[0], tmp_path / "inserted.pth").new
+    assert torch.equal(models[0](x), models[1](x))
+    plain = timm.create_model(name, num_classes=10)
+    with pytest.raises(va.CheckpointError, match=r"saved with blocks inserted at 'layer3.2': insert_\(model, names="):
+        va.load_checkpoint(plain, tmp_path / "inserted.pth")
+
+
+def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape(trained, tmp_path):
+    state = trained.state_dict()
+    del state["0.bias"]
+    state["extra.weight"] = torch.zeros(2)
+    state["1.weight"] = torch.zeros(5)
+    torch.save(state, tmp_path / "file.pth")
+    model = small_network()
+    va.insert_(model, names="1", example_input=(1, 3, 8, 8))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(va.CheckpointError) as caught:
+        va.load_checkpoint(model, tmp_path / "file.pth")
+    for part in (
+        "nothing was loaded",
+        "7 new by design: 1.inserted.gate",
+        "1 missing in the checkpoint: 0.bias",
+        "1 unexpected in the checkpoint: extra.weight",
+        "1 of another shape: 1.weight (model (8,), checkpoint (5,))",
+        "strict=False",
+    ):
+        assert part in str(caught.value)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    report = va.load_checkpoint(model, tmp_path / "file.pth", strict=False)
+    assert report.missing == ("0.bias",)
+    assert report.unexpected == ("extra.weight",)
+    assert report.mismatched == {"1.weight": ((8,), (5,))}
+    assert len(report.new) == 7
+    assert set(report.loaded) == set(trained.state_dict()) - {"0.bias", "1.weight"}
+    assert torch.equal(model[0].weight, trained[0].weight)
+    assert torch.equal(model[0].bias, before["0.bias"])
+
+
+def test_another_class_count_is_refused_with_the_remedy_and_the_remedy_works(trained, tmp_path):
+    torch.save(trained.state_dict(), tmp_path / "file.pth")
+    model = small_network(classes=5)
+    with pytest.raises(va.CheckpointError, match=r'trained for 3 classes and the model has 5: .*fresh=\["4\.\*"\]'):
+        va.load_checkpoint(model, tmp_path / "file.pth")
+    head = model[4].weight.clone()
+    report = va.load_checkpoint(model, tmp_path / "file.pth", fresh=["4.*"])
+    assert report.new == ("4.weight", "4.bias")
+    assert torch.equal(model[4].weight, head)
+    assert torch.equal(model[0].weight, trained[0].weight)
+    with pytest.raises(ValueError, match="fresh: 'head"):
+        va.load_checkpoint(model, tmp_path / "file.pth", fresh=["head.*"])
+
+
+class RunsCode:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
+    witness = tmp_path / "witness"
+    for name, protocol in (("new.pth", None), ("legacy.pth", 2), ("bare.pkl", 4)):
+        content = {"weight": torch.zeros(1), "evil": RunsCode(f"touch {witness}")}
+        if name == "bare.pkl":
+            (tmp_path / name).write_bytes(pickle.dumps({"evil": content["evil"]}, protocol=2))
+        else:
+            torch.save(content, tmp_path / name, _use_new_zipfile_serialization=protocol is None)
+        with pytest.raises(va.CheckpointError, match=r"asks to run 'posix.system' on loading, and was not loaded"):
+            va.load_checkpoint(nn.Linear(1, 1), tmp_path / name)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused_with_a_remedy(suffix, legacy, share, trained, tmp_path):
+    path = tmp_path / f"file{suffix}"
+    if suffix == ".safetensors":
+        save_file(trained.state_dict(), path)
+    else:
+        torch.save(trained.state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    model = small_network()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(va.CheckpointError, match=r"truncated or no checkpoint.*fetch or save it again"):
+        va.load_checkpoint(model, path)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(1)], "holds a list, expected a dictionary of tensors"),
+        ({"epoch": 3, "names": ["a"]}, "holds no weights.*the file has epoch, names"),
+        (
+            {"other.weight": torch.zeros(1)},
+            "another architecture; the model has weight, bias; the checkpoint has other",
+        ),
+    ],
+)
+def test_a_file_of_something_else_is_refused(content, message, tmp_path):
+    torch.save(content, tmp_path / "file.pth")
+    with pytest.raises(va.CheckpointError, match=message):
+        va.load_checkpoint(nn.Linear(1, 1), tmp_path / "file.pth")
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
+        read_checkpoint(tmp_path / "nothing.pth")
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
+        read_checkpoint(tmp_path)
+
+
+def test_weights_are_written_whole_or_not_at_all(trained, tmp_path, monkeypatch):
+    path = tmp_path / "weights.safetensors"
+    save_weights(trained, path)
+    entry, weights = read_weights(path)
+    assert entry == ""
+    assert all(torch.equal(weights[key], value) for key, value in trained.state_dict().items())
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, b"half of")
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_weights_are_written_as_safetensors_only(trained, tmp_path):
+    with pytest.raises(ValueError, match=r"path must end in \.safetensors; got 'weights.pth'"):
+        save_weights(trained, tmp_path / "weights.pth")

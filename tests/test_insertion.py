@@ -1,0 +1,370 @@
+"""Into a backbone and out again: nothing changes until it is trained, and nothing is left afterwards."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torchvision.models.resnet import Bottleneck
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn.insertion import CHILD, inserted_keys
+
+BACKBONES = {
+    "torchvision resnet18": (lambda: torchvision.models.resnet18(), 64),
+    "torchvision with bottlenecks": (lambda: torchvision.models.ResNet(Bottleneck, [1, 1, 2, 1]), 64),
+    "timm resnet18": (lambda: timm.create_model("resnet18"), 64),
+    "timm resnet14t, with bottlenecks": (lambda: timm.create_model("resnet14t"), 64),
+    "cifar resnet20, option B": (lambda: timm.create_model("resnet20"), 32),
+    "cifar resnet20, option A": (lambda: timm.create_model("resnet20_a"), 32),
+}
+SELECTIONS = {
+    "last stage": {"stages": -1},
+    "every stage": {"where": lambda name, module: name in ("layer1", "layer2", "layer3", "layer4")},
+    "two by name": {"names": ["layer1", "layer2.0"]},
+}
+
+
+def network(name):
+    make, size = BACKBONES[name]
+    torch.manual_seed(0)
+    model = make()
+    # Statistics and scales as after training: some timm resnets begin with the last norm of each block at zero.
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.1)
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model.eval(), torch.randn(2, 3, size, size)
+
+
+def anatomy(model):
+    """Every module by identity, with its hooks, its mode and its tensors."""
+    return {
+        name: (id(module), list(module._forward_hooks), list(module._modules), module.training)
+        for name, module in model.named_modules()
+    }, {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def assert_same_anatomy(model, before):
+    modules, tensors = anatomy(model)
+    assert modules == before[0]
+    assert list(tensors) == list(before[1])
+    assert all(
+        now[0] == then[0] and torch.equal(now[1], then[1])
+        for now, then in zip(tensors.values(), before[1].values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.filterwarnings("ignore:the map at")
+def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone, selection):
+    model, x = network(backbone)
+    before = anatomy(model)
+    expected = model(x)
+    report = va.insert_(model, **SELECTIONS[selection], example_input=tuple(x.shape))
+    assert torch.equal(model(x), expected)
+    assert list(before[1]) == [key for key in model.state_dict() if f".{CHILD}." not in key]
+    new = {key for key in model.state_dict() if f".{CHILD}." in key}
+    assert new == inserted_keys(model)
+    assert len(new) == 7 * len(report)
+    assert report.parameters == sum(p.numel() for block in va.inserted(model).values() for p in block.parameters())
+    removed = va.remove_(model, example_input=tuple(x.shape))
+    assert removed.blocks == report.blocks
+    assert_same_anatomy(model, before)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.filterwarnings("ignore:the map at")
+def test_an_open_gate_takes_effect_and_learns(backbone):
+    model, x = network(backbone)
+    expected = model(x)
+    va.insert_(model, stages=-2, example_input=tuple(x.shape))
+    (block,) = va.inserted(model).values()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert block.gate.grad.abs().max() > 0
+        assert (block.attn.qkv.weight.grad.abs().max() > 0) == (step == 1)
+        optimizer.step()
+    assert not torch.equal(model(x), expected)
+
+
+def test_the_report_is_a_table_with_the_cost_of_each_block():
+    model, _ = network("torchvision resnet18")
+    report = va.insert_(model, stages=[2, -1], num_heads=4)
+    small, large = report.blocks
+    assert (small.site, small.channels, small.height, small.width, small.tokens) == ("layer2.1", 128, 28, 28, 784)
+    # 4c² + 4c of the attention, 2c of the norm, c of the gate.
+    assert small.parameters == 4 * 128**2 + 7 * 128
+    # The projections, 4c² a token, and the two products of attention, 2c a pair of tokens.
+    assert small.multiply_adds == 4 * 128**2 * 784 + 2 * 128 * 784**2
+    lines = str(report).splitlines()
+    assert lines[0] == "2 blocks inserted, for an input of 3×224×224"
+    assert lines[1].split() == ["where", "block", "channels", "map", "tokens", "parameters", "multiply-adds"]
+    assert lines[2].split() == ["layer2.1", "AttentionBlock2d", "128", "28×28", "784", "66,432", "208,732,160"]
+    assert lines[4].split() == ["together", f"{report.parameters:,}", f"{report.multiply_adds:,}"]
+    assert large.tokens == 49
+
+
+def test_a_map_of_two_by_two_is_warned_of():
+    model, _ = network("torchvision resnet18")
+    with pytest.warns(UserWarning, match=r"the map at 'layer4.1' is 2×2: .* earlier site or a larger input"):
+        report = va.insert_(model, stages=[-2, -1], example_input=(1, 3, 64, 64))
+    assert "'layer4.1' is 2×2" in str(report)
+    assert "'layer3.1'" not in "".join(report.warnings)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_dry_run_leaves_modes_and_statistics_alone(training):
+    model, _ = network("torchvision resnet18")
+    model.train(training)
+    model.layer1.eval()
+    before = anatomy(model)
+    va.insert_(model, stages=-1)
+    assert va.inserted(model)["layer4.1"].training is training
+    va.remove_(model)
+    assert_same_anatomy(model, before)
+
+
+def test_a_block_takes_the_type_and_device_of_the_model():
+    model = torchvision.models.resnet18().to(torch.bfloat16)
+    va.insert_(model, stages=-1)
+    assert {p.dtype for p in va.inserted(model)["layer4.1"].parameters()} == {torch.bfloat16}
+    model = torchvision.models.resnet18().to("meta")
+    va.insert_(model, stages=-1)
+    assert {p.device.type for p in va.inserted(model)["layer4.1"].parameters()} == {"meta"}
+
+
+def test_copies_and_pickles_run_their_own_blocks():
+    model, x = network("cifar resnet20, option B")
+    va.insert_(model, stages=-1)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+        (block,) = va.inserted(other).values()
+        nn.init.ones_(block.gate)
+        assert not torch.equal(other(x), model(x))
+        va.remove_(other)
+        assert torch.equal(other(x), model(x))
+
+
+def test_blocks_can_be_inserted_in_several_calls_and_by_any_class():
+    model, x = network("cifar resnet20, option B")
+    expected = model(x)
+    va.insert_(model, names="layer1", num_heads=2, impl="bmm")
+    va.insert_(model, va.ConvBlock2d, names="layer2")
+    va.insert_(model, lambda channels, device, dtype: nn.Identity(), names="layer3")
+    assert [type(block) for block in va.inserted(model).values()] == [va.AttentionBlock2d, va.ConvBlock2d, nn.Identity]
+    assert torch.equal(model(x), expected)
+    assert len(va.remove_(model)) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "sites"),
+    [
+        ("layer3", ["layer3.2"]),
+        ("layer3.*", ["layer3.0", "layer3.1", "layer3.2"]),
+        ("layer[12].0.bn?", ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2"]),
+        ("**.2.conv2", ["layer1.2.conv2", "layer2.2.conv2", "layer3.2.conv2"]),
+        (["layer1", "layer1.2"], ["layer1.2"]),
+    ],
+)
+def test_names_are_globs_on_module_paths(names, sites):
+    model, _ = network("cifar resnet20, option B")
+    assert [block.site for block in va.insert_(model, names=names).blocks] == sites
+
+
+@pytest.mark.parametrize(
+    ("stages", "sites"), [(0, ["layer1.2"]), ("layer2", ["layer2.2"]), ([-1, 0], ["layer3.2", "layer1.2"])]
+)
+def test_stages_are_indices_or_names(stages, sites):
+    model, _ = network("cifar resnet20, option B")
+    assert [block.site for block in va.insert_(model, stages=stages).blocks] == sites
+
+
+@pytest.mark.parametrize("stage", range(-5, 5))
+def test_torchvisions_stages_are_those_of_timms_twin(stage):
+    sites = []
+    with torch.device("meta"):
+        models = torchvision.models.resnet18(), timm.create_model("resnet18")
+    for model in models:
+        report = va.insert_(model, stages=stage)
+        sites.append((report.blocks[0].site.removeprefix("act1").removeprefix("relu"), report.blocks[0].channels))
+    assert sites[0] == sites[1]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.unused = nn.Conv2d(3, 3, 1)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.conv(self.conv(x)).mean((2, 3)))
+
+
+class Listing(nn.Module):
+    """Runs its children in a loop of its own, as a dense block does."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage = nn.ModuleDict({"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 8, 1)})
+        self.loop = Loop()
+
+    def forward(self, x):
+        return self.loop(x)
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 1)
+        self.b = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def test_a_block_that_changes_the_shape_is_refused():
+    model, _ = network("cifar resnet20, option B")
+    before = anatomy(model)
+    with pytest.raises(
+        ValueError, match=r"block must return maps of the shape it is given; Conv2d makes \(1, 5, 8, 8\)"
+    ):
+        va.insert_(model, lambda channels, device, dtype: nn.Conv2d(channels, 5, 1), stages=-1)
+    assert_same_anatomy(model, before)
+
+
+class Tuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Module()
+        self.pair.forward = lambda x: (x, x)
+
+    def forward(self, x):
+        return self.pair(x)[0]
+
+
+REFUSALS = {
+    "unknown stage": (
+        lambda: torchvision.models.resnet18(),
+        {"stages": 9},
+        "stages: there is no stage 9; the stages are 0 'relu', 1 'layer1'",
+    ),
+    "unknown stage name": (lambda: torchvision.models.resnet18(), {"stages": "layer9"}, "there is no stage 'layer9'"),
+    "no stages": (lambda: Twice(), {"stages": -1}, r"Twice does not say what its stages are .* names="),
+    "unknown name": (
+        lambda: torchvision.models.resnet18(),
+        {"names": "layr*"},
+        r"'layr\*' matches no module; at the top .*'layer1'",
+    ),
+    "nowhere": (
+        lambda: torchvision.models.resnet18(),
+        {"where": lambda name, module: False},
+        "where is true for no module",
+    ),
+    "called twice": (lambda: Twice(), {"names": "conv"}, "'conv' is called 2 times"),
+    "never called": (lambda: Twice(), {"names": "unused"}, "'unused' is not called"),
+    "a tuple": (lambda: Tuple(), {"names": "pair"}, "'pair' returns a tuple"),
+    "a vector": (
+        lambda: torchvision.models.resnet18(),
+        {"names": "fc"},
+        r"'fc' returns a tensor of shape \(1, 1000\), not maps",
+    ),
+    "channels last": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224"),
+        {"names": "layers.0"},
+        r"\(1, 56, 56, 96\) for an image of 224×224",
+    ),
+    "children in a loop": (lambda: Listing(), {"names": "loop"}, "would run 2 times"),
+    "children in a list": (
+        lambda: torchvision.models.DenseNet(8, (2, 2), 16),
+        {"names": "features.denseblock1", "example_input": (1, 3, 32, 32)},
+        "no longer runs with blocks at 'features.denseblock1'",
+    ),
+    "heads": (
+        lambda: torchvision.models.resnet18(),
+        {"names": ["layer1", "layer2"], "num_heads": 128},
+        "num_heads must divide channels",
+    ),
+    "no site": (lambda: torchvision.models.resnet18(), {}, "exactly one of stages, names and where"),
+    "two ways": (
+        lambda: torchvision.models.resnet18(),
+        {"stages": 1, "names": "layer1"},
+        "exactly one of stages, names and where",
+    ),
+    "shape": (
+        lambda: torchvision.models.resnet18(),
+        {"stages": 1, "example_input": (3, 32, 32)},
+        "example_input must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_done_is_refused_by_name_and_leaves_the_model_alone(case):
+    make, arguments, message = REFUSALS[case]
+    model = make()
+    before = anatomy(model)
+    with pytest.raises(ValueError, match=message):
+        va.insert_(model, **arguments)
+    assert_same_anatomy(model, before)
+
+
+def test_a_typo_in_an_option_is_refused_and_leaves_the_model_alone():
+    model, _ = network("cifar resnet20, option B")
+    before = anatomy(model)
+    with pytest.raises(TypeError, match="heads"):
+        va.insert_(model, names=["layer1", "layer2"], heads=4)
+    assert_same_anatomy(model, before)
+
+
+def test_a_site_takes_one_block():
+    model, _ = network("cifar resnet20, option B")
+    va.insert_(model, stages=-1)
+    with pytest.raises(va.SiteError, match=r"'layer3.2' has an inserted block already"):
+        va.insert_(model, names="layer3")
+    with pytest.raises(va.SiteError, match="matches no module"):
+        va.insert_(model, names=f"layer3.2.{CHILD}")
+
+
+def test_there_is_nothing_to_remove_from_a_plain_model():
+    with pytest.raises(ValueError, match="no inserted block"):
+        va.remove_(torchvision.models.resnet18())
+
+
+def test_a_dynamic_forward_compiles_whole_and_exports():
+    model, x = network("cifar resnet20, option B")
+    va.insert_(model, stages=-1, gate_init=0.5)
+    expected = model(x)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_feature_extraction_and_features_only_see_the_block():
+    model, x = network("cifar resnet20, option B")
+    features = timm.create_model("resnet20", features_only=True)
+    features.load_state_dict(model.state_dict(), strict=False)
+    features.eval()
+    plain = features(x)[-1]
+    va.insert_(features, names="layer3", gate_init=1.0, example_input=(1, 3, 32, 32))
+    assert not torch.equal(features(x)[-1], plain)
+    va.insert_(model, names="layer3", gate_init=1.0)
+    extractor = torchvision.models.feature_extraction.create_feature_extractor(model, ["layer3.2.inserted.attn.proj"])
+    assert extractor(x)["layer3.2.inserted.attn.proj"].shape == (2, 64, 8, 8)
