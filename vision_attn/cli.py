@@ -100,19 +100,18 @@ def add_train(command: argparse.ArgumentParser) -> None:
     """The flags of :class:`vision_attn.training.settings.Settings`; one that is not given keeps its default there."""
     from vision_attn.training.settings import Settings
 
-    defaults = Settings(dataset="digit-pairs")
+    defaults = Settings(data="")
     command.set_defaults(command=train, traceback=False)
 
     def add(group: argparse._ArgumentGroup, flag: str, text: str, **options: object) -> None:
         default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
-        if default not in (None, False, ()):
+        if default not in (None, False, (), ""):
             text = f"{text} (default: {default})"
         group.add_argument(flag, help=text, **options)  # type: ignore[arg-type]
 
     group = command.add_argument_group("data")
     add(group, "--data", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or the folder that CIFAR is in")
     add(group, "--dataset", "kind of data", choices=("folder", "cifar10", "cifar100", "digit-pairs"))
-    group.set_defaults(dataset="folder")
     add(group, "--dataset-download", "fetch CIFAR into --data if it is not there", action="store_true")
     add(group, "--img-size", "side of the images in pixels", type=int)
     add(group, "--mean", "mean of each channel, of pixels in 0…1", type=float, nargs="+")

@@ -107,8 +107,8 @@ def refusal(path: Path, message: str) -> str:
     wanted = re.search(r"GLOBAL ([\w.]+)", message)
     if wanted:
         return (
-            f"{path} asks to run {wanted[1]!r} on loading, and was not loaded: a checkpoint needs tensors and plain values "
-            "only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
+            f"{path} asks to run {wanted[1]!r} on loading, and was not loaded: a checkpoint needs tensors and plain "
+            "values only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
         )
     return (
         f"{path} is truncated or no checkpoint: fetch or save it again, and compare its size and checksum with the "

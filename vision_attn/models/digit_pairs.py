@@ -76,6 +76,8 @@ def weights_folder() -> Path:
 _CFG = {
     "num_classes": 2,
     "input_size": (1, 8, 44),
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
     "mean": (0.0,),
     "std": (1.0,),
     "first_conv": "stage1.0",

@@ -46,8 +46,9 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
         raise ValueError(f"model: {base!r} has no tag {tag!r}; it has {', '.join(configurations) or 'none'}")
     try:
         model = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans)
-    except RuntimeError as error:
-        raise ValueError(f"model: {name!r} cannot be made ({error})") from error
+    except (RuntimeError, FileNotFoundError) as error:
+        reason = str(error) or "its weights are not where they belong"
+        raise ValueError(f"model: {name!r} cannot be made ({reason})") from error
     assert isinstance(model, nn.Module)
     return model
 

@@ -51,7 +51,9 @@ ARMS: dict[str, dict[str, object]] = {
     "convolution": {"insert": (SITE,), "block": "conv"},
     "attention": {"insert": (SITE,), "block": "attention"},
 }
+#: How many pairs of either kind are drawn, and what the kinds are called.
 EXAMPLES = 3
+KINDS = ("different classes", "same class")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def draw(trained: Result, data: ImageSet, path: Path) -> None:
     with capture(trained.model, queries=[query]) as maps, quiet_eval(trained.model):
         answers = trained.model(trained.normalize(images)).argmax(1)
     titles = [
-        f"{CLASSES[label]} class; the network says {CLASSES[answer]}"
+        f"{KINDS[label]}; the network says {CLASSES[answer]}"
         for label, answer in zip(data.labels[chosen].tolist(), answers.tolist(), strict=True)
     ]
     (attention,) = maps.values()
@@ -159,14 +161,14 @@ def summary(results: dict[str, Result], agreements: list[Agreement], epochs: int
         "arms": {
             arm: {
                 "parameters": result.network.parameters,
-                "top1": result.final.top1,
-                "loss": result.final.loss,
+                "top1": round(result.final.top1, 4),
+                "loss": round(result.final.loss, 6),
                 "training_seconds": round(result.seconds, 1),
             }
             for arm, result in results.items()
         },
         "implementations": {
-            agreement.impl: {"top1": agreement.top1, "largest_logit_difference": agreement.difference}
+            agreement.impl: {"top1": round(agreement.top1, 4), "largest_logit_difference": agreement.difference}
             for agreement in agreements
         },
         "machine": {

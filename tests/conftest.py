@@ -1,0 +1,39 @@
+"""What several rooms' tests share: a small folder of images, and where real data lies if it is there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The tests' tensors are small: more threads than one are slower, and where cores are shared much slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory):
+    """Images of three classes that a small network learns at once: which colour they are, in noise."""
+    root = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 8)):
+        for channel, name in enumerate(("blue", "green", "red")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = generator.integers(0, 100, (32, 32, 3))
+                pixels[:, :, 2 - channel] += 120
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """The folder with CIFAR and zoo checkpoints, which lies beside the repository on some machines."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not (folder / "zoo").is_dir():
+        pytest.skip("the real images and zoo checkpoints are not on this machine")
+    return folder

@@ -1,0 +1,223 @@
+"""The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from vision_attn import cli
+from vision_attn.models import create_model
+from vision_attn.training.settings import Settings
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def train(capsys, image_folder, tmp_path, *arguments):
+    return run(
+        capsys, "train", "--data", image_folder, "--epochs", 1, "--batch-size", 16, "--device", "cpu",
+        "--output", tmp_path / "run", *arguments,
+    )  # fmt: skip
+
+
+def test_the_issue_of_the_library_in_one_command(capsys, image_folder, tmp_path):
+    torch.manual_seed(0)
+    torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
+    code, out, err = train(
+        capsys, image_folder, tmp_path, "--model", "resnet20", "--weights", tmp_path / "zoo.pth", "--insert", "layer3"
+    )
+    assert (code, err) == (0, "")
+    assert "layer3.2  AttentionBlock2d        64  8×8      64      16,832      1,572,864" in out
+    assert "128 tensors loaded" in out
+    assert "7 new by design" in out
+    assert "epoch 1/1: train loss" in out
+    assert (tmp_path / "run" / "best.pth").exists()
+    code, out, err = train(
+        capsys, image_folder, tmp_path / "elsewhere",
+        "--weights", tmp_path / "run" / "best.pth", "--insert", "layer3", "--test-only",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "top-1" in out
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_every_flag_sets_what_it_names():
+    arguments = {
+        "--data": "folder", "--dataset": "cifar10", "--dataset-download": None, "--img-size": "64",
+        "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--crop-padding": "1", "--hflip": "0.25",
+        "--model": "resnet32", "--pretrained": None, "--weights": "w.pth", "--weights-ema": None, "--reset-head": None,
+        "--insert": "layer1 layer2", "--block": "conv", "--num-heads": "2", "--impl": "bmm",
+        "--epochs": "7", "--batch-size": "10", "--opt": "adamw", "--lr": "0.5", "--momentum": "0.8",
+        "--weight-decay": "0.1", "--warmup-epochs": "1.5", "--min-lr": "0.01", "--clip-grad": "2.0",
+        "--label-smoothing": "0.2", "--model-ema": None, "--model-ema-decay": "0.5", "--seed": "3",
+        "--device": "cpu", "--amp": None, "--channels-last": None, "--compile": None,
+        "--output": "out", "--resume": "last.pth", "--tensorboard": None, "--test-only": None,
+    }  # fmt: skip
+    assert {flag.lstrip("-").replace("-", "_") for flag in arguments} == {field.name for field in fields(Settings)}
+    for flag, value in arguments.items():
+        line = ["train", flag, *(value.split() if value else [])]
+        options = vars(cli.parser().parse_args(line))
+        name = flag.lstrip("-").replace("-", "_")
+        assert options[name] != getattr(Settings(data=""), name)
+        assert set(options) == {"command", "traceback", name}, "a flag that is not given sets nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "resnet21"], "model: there is no 'resnet21'"),
+        (["--insert", "layer9"], "names: 'layer9' matches no module; at the top the model has 'conv1'"),
+        (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
+        (["--insert", "fc"], "'fc' returns a tensor of shape"),
+        (["--insert", "layer3", "--num-heads", "7"], "num_heads must divide channels"),
+        (["--lr", "0"], "lr must be positive; got 0.0"),
+        (["--batch-size", "1000"], "batch_size must be at most the 72 training images"),
+        (["--mean", "0.5"], "mean and std go together"),
+    ],
+)
+def test_bad_usage_exits_with_2(capsys, image_folder, tmp_path, arguments, message):
+    code, _, err = train(capsys, image_folder, tmp_path, *arguments)
+    assert code == 2
+    assert err.startswith("vision-attn: error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "--epoch", "3"], ["train", "--impl", "flash"]])
+def test_what_argparse_refuses_exits_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: vision-attn" in capsys.readouterr().err
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("echo this ran >&2",)
+
+
+def bad_checkpoint(kind, path):
+    model = create_model("resnet20", num_classes=7 if kind == "another class count" else 3)
+    if kind == "another architecture":
+        model = create_model("resnet20_a", num_classes=3)
+    torch.save(model.state_dict(), path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:1000])
+    if kind == "runs code":
+        torch.save({"model": RunsCode()}, path)
+    if kind == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "is truncated or no checkpoint"),
+        ("another architecture", "does not fit the model CifarResNet, nothing was loaded."),
+        ("another class count", "trained for 7 classes and the model has 3"),
+        ("runs code", "asks to run 'posix.system' on loading, and was not loaded"),
+        ("missing", "there is no such checkpoint file"),
+    ],
+)
+def test_a_bad_checkpoint_exits_with_1_and_writes_nothing(capsys, image_folder, tmp_path, kind, message):
+    bad_checkpoint(kind, tmp_path / "zoo.pth")
+    code, _, err = train(capsys, image_folder, tmp_path, "--weights", tmp_path / "zoo.pth")
+    assert code == 1
+    assert message in err
+    assert "this ran" not in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_exits_with_1(capsys, tmp_path):
+    code, _, err = train(capsys, tmp_path / "nothing", tmp_path)
+    assert (code, "there is no such folder of images" in err) == (1, True)
+    (tmp_path / "val").mkdir()
+    code, _, err = train(capsys, tmp_path, tmp_path)
+    assert (code, "has no class folders" in err) == (1, True)
+
+
+def test_an_output_that_cannot_be_written_is_said_before_training(capsys, image_folder, tmp_path):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    code, out, err = train(capsys, image_folder, tmp_path)
+    assert code == 1
+    assert "run" in err
+    assert "epoch 1" not in out
+    assert (tmp_path / "run").read_text() == "a file where the folder should be"
+
+
+def test_the_traceback_is_there_on_request(capsys, tmp_path):
+    code, _, err = run(capsys, "train", "--traceback", "--data", tmp_path / "nothing")
+    assert code == 1
+    assert "Traceback" in err
+
+
+def test_a_fault_of_the_program_is_not_hidden(capsys, monkeypatch, image_folder, tmp_path):
+    from vision_attn.training import train as room
+
+    def broken(*arguments):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(room, "build_network", broken)
+    code, _, err = train(capsys, image_folder, tmp_path)
+    assert code == 1
+    assert "Traceback" in err
+
+
+def test_an_interrupt_exits_with_130_and_says_how_to_go_on(capsys, monkeypatch, image_folder, tmp_path):
+    from vision_attn.training import train as room
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "build_network", interrupted)
+    code, _, err = train(capsys, image_folder, tmp_path)
+    assert code == 130
+    assert "--resume" in err
+
+
+def test_a_log_file_holds_lines_and_no_bars(image_folder, tmp_path):
+    command = [
+        sys.executable, "-W", "error", "-m", "vision_attn", "train", "--data", image_folder, "--epochs", "2",
+        "--batch-size", "16", "--device", "cpu", "--output", tmp_path / "run",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "\r" not in done.stdout
+    assert len(done.stdout.splitlines()) == 7
+
+
+def test_the_version_is_the_packages(capsys):
+    import vision_attn
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"vision-attn {vision_attn.__version__}\n"
+
+
+def test_two_processes_give_what_one_gives(image_folder, tmp_path):
+    """torchrun starts the same command; the global batch, and so the result, is the same."""
+    arguments = [
+        "--data", image_folder, "--epochs", "1", "--batch-size", "16", "--device", "cpu", "--lr", "0.01",
+        "--model", "resnet20", "--insert", "layer3",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    for launcher, output in (([sys.executable, "-m"], "one"), (launch, "two")):
+        command = [*launcher, "vision_attn", "train", *arguments, "--output", tmp_path / output]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("epoch 1/1") == 1
+    one, two = (torch.load(tmp_path / name / "last.pth", weights_only=True) for name in ("one", "two"))
+    # Batch norm takes the statistics of each process's share, so the weights are near and not the same.
+    assert two["epoch"] == one["epoch"] == 1
+    assert list(two["model"]) == list(one["model"])
+    assert float(two["rows"][0]["train_loss"]) == pytest.approx(float(one["rows"][0]["train_loss"]), rel=0.2)

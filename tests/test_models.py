@@ -1,0 +1,151 @@
+"""Our networks through timm, and the accuracies that zoo checkpoints were published with."""
+
+import json
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import vision_attn as va
+from vision_attn.models import CifarResNet, create_model
+from vision_attn.models.digit_pairs import weights_folder
+from vision_attn.models.registry import save_model
+from vision_attn.training.settings import Settings
+from vision_attn.training.train import train
+
+#: Parameters in thousands: for option A as He et al. count them, section 4.2, table 6; option B adds the projections.
+PARAMETERS = {"20": 0.27, "32": 0.46, "44": 0.66, "56": 0.85}
+
+
+@pytest.mark.parametrize("depth", PARAMETERS)
+def test_cifar_resnets_have_the_papers_size(depth):
+    plain = timm.create_model(f"resnet{depth}_a", num_classes=10)
+    assert round(sum(p.numel() for p in plain.parameters()) / 1e6, 2) == PARAMETERS[depth]
+    projected = timm.create_model(f"resnet{depth}", num_classes=10)
+    extra = 16 * 32 + 32 * 64 + 2 * (32 + 64)
+    assert sum(p.numel() for p in projected.parameters()) - sum(p.numel() for p in plain.parameters()) == extra
+
+
+def test_the_two_families_have_the_keys_of_their_zoos():
+    a, b = (set(timm.create_model(name, num_classes=10).state_dict()) for name in ("resnet20_a", "resnet20"))
+    assert {key for key in a if not key.startswith(("conv1", "bn1", "layer"))} == {"linear.weight", "linear.bias"}
+    assert {key for key in b if not key.startswith(("conv1", "bn1", "layer"))} == {"fc.weight", "fc.bias"}
+    assert not any("downsample" in key for key in a)
+    assert "layer2.0.downsample.0.weight" in b
+    assert "layer3.0.downsample.1.running_var" in b
+    assert "layer1.0.downsample.0.weight" not in b
+
+
+@pytest.mark.parametrize("name", ["resnet20", "resnet20_a"])
+def test_timms_ways_of_using_a_model_work(name):
+    model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.1).eval()
+    x = torch.randn(2, 1, 32, 32)
+    assert model(x).shape == (2, 7)
+    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 64)
+    model.reset_classifier(3)
+    assert model(x).shape == (2, 3)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, 64)
+    assert timm.create_model(name, num_classes=0, global_pool="")(torch.randn(2, 3, 32, 32)).shape == (2, 64, 8, 8)
+    features = timm.create_model(name, features_only=True, out_indices=(0, 2))
+    assert [tuple(f.shape) for f in features(torch.randn(1, 3, 32, 32))] == [(1, 16, 32, 32), (1, 64, 8, 8)]
+    assert features.feature_info.reduction() == [1, 4]
+
+
+def test_gradient_checkpointing_changes_nothing():
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20")
+    x = torch.randn(4, 3, 32, 32)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        gradients.append(model.conv1.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": 21}, "depth must be 6n \\+ 2"),
+        ({"depth": 2}, "depth must be 6n \\+ 2"),
+        ({"depth": 20, "option": "C"}, "option must be 'A' .* or 'B' .*; got 'C'"),
+        ({"depth": 20, "global_pool": "max"}, "global_pool must be 'avg' or ''; got 'max'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CifarResNet(**arguments)
+
+
+def test_a_name_without_a_tag_takes_the_one_for_its_classes():
+    assert create_model("resnet20", num_classes=100).pretrained_cfg["tag"] == "cifar100"
+    assert create_model("resnet20", num_classes=10).pretrained_cfg["tag"] == "cifar10"
+    assert create_model("resnet20.cifar100", num_classes=3).pretrained_cfg["mean"][0] == 0.5071
+    assert create_model("resnet18", num_classes=5).num_classes == 5
+
+
+def test_the_trained_network_is_loaded_by_name_and_does_what_its_card_says():
+    result = train(
+        Settings(dataset="digit-pairs", model="digit_pairs_attention", pretrained=True, test_only=True, device="cpu"),
+        lambda line: None,
+    )
+    card = (weights_folder() / "digit_pairs_attention" / "README.md").read_text()
+    assert f"{result.final.top1:.2f} %" in card
+    assert result.final.top1 > 95
+
+
+def test_the_trained_network_is_a_folder_that_timm_reads():
+    folder = weights_folder() / "digit_pairs_attention"
+    ours = timm.create_model("digit_pairs_attention", pretrained=True).eval()
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    x = torch.rand(4, 1, 8, 44)
+    assert torch.equal(ours(x), theirs(x))
+    assert theirs.pretrained_cfg["input_size"] == [1, 8, 44]
+    assert list(va.inserted(ours)) == ["stage3.1.2"]
+
+
+def test_a_network_is_saved_as_a_folder_that_timm_reads(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20.cifar100", num_classes=5).eval()
+    save_model(model, tmp_path / "saved", architecture="resnet20")
+    again = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(again(x), model(x))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (config["architecture"], config["num_classes"]) == ("resnet20", 5)
+    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got 'resnet21'"):
+        save_model(model, tmp_path / "other", architecture="resnet21")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "model", "weights", "top1"),
+    [
+        ("cifar10-test", "resnet20_a", "A_cifar10_resnet20-12fca82f.th", 91.73),
+        ("cifar10-test", "resnet20", "B_cifar10_resnet20.pth", 92.60),
+        ("cifar100-test", "resnet20", "B_cifar100_resnet20.pth", 68.83),
+        ("cifar100-test", "resnet56", "B_cifar100_resnet56.pth", 72.63),
+    ],
+)
+def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
+    data, model, weights, top1, real_data, tmp_path
+):
+    with zipfile.ZipFile(real_data / f"{data}.zip") as archive:
+        archive.extractall(tmp_path)
+    plain = Settings(
+        data=str(tmp_path / data.split("-")[0]),
+        model=model,
+        weights=str(real_data / "zoo" / weights),
+        test_only=True,
+        device="cpu",
+    )
+    before = train(plain, lambda line: None)
+    after = train(replace(plain, insert=("layer1", "layer2", "layer3")), lambda line: None)
+    assert np.round(before.final.top1, 2) == top1
+    assert after.final == before.final

@@ -1,0 +1,86 @@
+"""What the documentation says is so: its code runs, its output is the output, its links and commands lead somewhere."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vision_attn import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "weights").rglob("README.md"))]
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_runs_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
+    import timm
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(timm.create_model("resnet50", num_classes=5).state_dict(), "resnet.pth")
+    names = {}
+    for code in blocks(README, "python"):
+        exec(code, names)
+    shown = next(block for block in blocks(README, "text") if "blocks inserted" in block)
+    assert shown == capsys.readouterr().out
+    assert names["report"].new == ("fc.weight", "fc.bias")
+
+
+def test_the_two_forms_are_those_of_the_source():
+    source = {
+        line.strip()
+        for room in ("patterns", "attend")
+        for line in (ROOT / f"vision_attn/{room}.py").read_text().split("\n")
+    }
+    einx, bmm = blocks(README, "py")
+    for line in (einx + bmm).splitlines():
+        assert line in source
+
+
+def test_the_commands_are_commands():
+    lines = [line for block in blocks(README, "text") for line in block.splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("vision-attn ")]
+    assert len(commands) == 2
+    for arguments in commands:
+        cli.parser().parse_args(arguments)
+    for script in [line.split()[1] for line in lines if line.startswith("python ")]:
+        assert (ROOT / script).exists()
+
+
+def test_ci_runs_the_two_command_lines_of_the_readme():
+    commands = [block.strip() for block in blocks(README, "sh")]
+    assert len(commands) == 2
+    assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install ") for command in commands)
+    assert "/^```sh$/" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_table_of_implementations_is_complete():
+    import vision_attn
+
+    assert set(re.findall(r'^\| `"(\w+)"`', README, flags=re.MULTILINE)) == set(vision_attn.IMPLS)
+
+
+@pytest.mark.parametrize(
+    "weights", sorted((ROOT / "weights").rglob("*.safetensors")), ids=lambda path: path.parent.name
+)
+def test_a_card_names_the_file_it_belongs_to(weights):
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert f"`{digest}`" in (weights.parent / "README.md").read_text()
+
+
+def test_the_changelog_has_this_version():
+    import vision_attn
+
+    assert f"## {vision_attn.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,340 @@
+"""The trainer on small data: what it learns, what it leaves behind, and that a resumed run is the run."""
+
+import csv
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import vision_attn as va
+from vision_attn.checkpoints import CheckpointError, read_checkpoint
+from vision_attn.models import create_model
+from vision_attn.training.data import DataError, ImageSet, augment, draw_augmentation
+from vision_attn.training.data import image_folder as open_folder
+from vision_attn.training.evaluation import Normalize, evaluate
+from vision_attn.training.loop import Run, TrainingError
+from vision_attn.training.settings import Settings
+from vision_attn.training.train import train
+
+
+@pytest.fixture
+def base(image_folder, tmp_path):
+    """Settings of a short run in which everything random and everything with a state takes part."""
+    return Settings(
+        data=str(image_folder),
+        model="resnet20",
+        insert=("layer3",),
+        epochs=3,
+        batch_size=16,
+        lr=0.05,
+        crop_padding=2,
+        warmup_epochs=0.5,
+        label_smoothing=0.1,
+        clip_grad=5.0,
+        device="cpu",
+        output=str(tmp_path / "run"),
+    )
+
+
+def quiet(line):
+    pass
+
+
+def weights_of(folder):
+    return read_checkpoint(os.path.join(folder, "last.pth"))["model"]
+
+
+def equal(one, other):
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
+    lines = []
+    result = train(base, lines.append)
+    assert result.best.top1 > 90
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "best.pth",
+        "inserted.txt",
+        "last.pth",
+        "metrics.csv",
+        "settings.yaml",
+    ]
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert float(rows[-1]["eval_top1"]) == pytest.approx(result.final.top1, abs=1e-4)
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    assert yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["insert"] == ["layer3"]
+    assert (tmp_path / "run" / "inserted.txt").read_text().startswith("1 block inserted")
+    assert sum(line.startswith("epoch ") for line in lines) == 3
+
+    # The best weights, loaded by what a user has at hand, give the accuracy that was logged.
+    evaluated = train(
+        replace(base, weights=str(tmp_path / "run" / "best.pth"), test_only=True, output=str(tmp_path / "none")), quiet
+    )
+    assert evaluated.final == result.best
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"model_ema": True, "model_ema_decay": 0.9},
+        {"opt": "adamw", "lr": 1e-3},
+        {"amp": True, "channels_last": True},
+    ],
+    ids=["sgd", "ema", "adamw", "amp"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(base, options, tmp_path):
+    base = replace(base, **options)
+    train(base, quiet)
+    whole = read_checkpoint(tmp_path / "run" / "last.pth")
+
+    class KilledError(Exception):
+        pass
+
+    def kill_in_the_third_epoch(line):
+        if line.startswith("epoch 2/"):
+            raise KilledError
+
+    interrupted = replace(base, output=str(tmp_path / "interrupted"))
+    with pytest.raises(KilledError):
+        train(interrupted, kill_in_the_third_epoch)
+    # The second epoch was cut off before it was saved: only the first is behind the resumed run.
+    assert read_checkpoint(tmp_path / "interrupted" / "last.pth")["epoch"] == 1
+    train(replace(interrupted, resume=str(tmp_path / "interrupted" / "last.pth")), quiet)
+    resumed = read_checkpoint(tmp_path / "interrupted" / "last.pth")
+    assert equal(resumed["model"], whole["model"])
+    if base.model_ema:
+        assert equal(resumed["model_ema"], whole["model_ema"])
+        assert not equal(resumed["model_ema"], resumed["model"])
+    keys = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1")
+    assert [[row[key] for key in keys] for row in resumed["rows"]] == [
+        [row[key] for key in keys] for row in whole["rows"]
+    ]
+
+
+def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
+    base = replace(base, epochs=1, warmup_epochs=0)
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        train(replace(base, seed=seed, output=str(tmp_path / name)), quiet)
+    assert equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "same"))
+    assert not equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
+
+
+def test_resuming_refuses_another_run(base, tmp_path):
+    base = replace(base, epochs=1, warmup_epochs=0)
+    train(base, quiet)
+    last = str(tmp_path / "run" / "last.pth")
+    with pytest.raises(ValueError, match=r"but epochs, lr differ from .*--weights"):
+        train(replace(base, epochs=2, lr=0.1, resume=last), quiet)
+    with pytest.raises(CheckpointError, match=r"is not the last.pth of such a run \(it lacks best, optimizer, rows\)"):
+        train(replace(base, resume=str(tmp_path / "run" / "best.pth")), quiet)
+    # A run that is over stays as it is.
+    before = read_checkpoint(last)
+    train(replace(base, resume=last), quiet)
+    assert equal(weights_of(tmp_path / "run"), before["model"])
+
+
+def test_a_checkpoint_of_the_plain_network_is_a_beginning(base, tmp_path):
+    torch.manual_seed(5)
+    model = create_model("resnet20", num_classes=3)
+    torch.save(model.state_dict(), tmp_path / "base.pth")
+    lines = []
+    settings = replace(base, weights=str(tmp_path / "base.pth"), test_only=True)
+    inserted = train(settings, lines.append)
+    plain = train(replace(settings, insert=()), quiet)
+    assert inserted.final == plain.final
+    assert any("7 new by design" in line for line in lines)
+    assert settings.base_lr == 0.05
+    assert replace(settings, lr=None).base_lr == 0.01
+    assert replace(settings, lr=None, weights=None, opt="adamw").base_lr == 0.001
+
+
+def test_a_new_head_takes_other_classes(base, tmp_path):
+    torch.save(create_model("resnet20", num_classes=7).state_dict(), tmp_path / "base.pth")
+    settings = replace(base, weights=str(tmp_path / "base.pth"), test_only=True)
+    with pytest.raises(CheckpointError, match=r"trained for 7 classes and the model has 3.*--reset-head"):
+        train(settings, quiet)
+    lines = []
+    train(replace(settings, reset_head=True, insert=()), lines.append)
+    assert any("2 new by design: fc.weight, fc.bias" in line for line in lines)
+
+
+def test_the_average_is_what_is_evaluated_and_saved_as_best(base, tmp_path):
+    train(replace(base, epochs=1, warmup_epochs=0, model_ema=True, model_ema_decay=0.5), quiet)
+    last, best = (read_checkpoint(tmp_path / "run" / f"{name}.pth") for name in ("last", "best"))
+    assert equal(best["model"], last["model_ema"])
+    assert not equal(best["model"], last["model"])
+
+
+def test_every_way_to_run_the_machine_learns_too(base, tmp_path):
+    for options in ({"amp": True}, {"channels_last": True}, {"impl": "bmm"}, {"block": "conv"}, {"insert": ("-1",)}):
+        result = train(replace(base, output=str(tmp_path / "run"), **options), quiet)
+        assert result.best.top1 > 60, options
+    assert isinstance(va.inserted(result.model)["layer3.2"], va.AttentionBlock2d)
+
+
+def test_tensorboard_events_are_written_on_request(base, tmp_path):
+    train(replace(base, epochs=1, warmup_epochs=0, tensorboard=True), quiet)
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_the_same(base, tmp_path):
+    plain = train(replace(base, output=str(tmp_path / "plain")), quiet)
+    compiled = train(replace(base, compile=True), quiet)
+    assert compiled.final.loss == pytest.approx(plain.final.loss, rel=0.05)
+    assert list(weights_of(tmp_path / "run")) == list(weights_of(tmp_path / "plain"))
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing_of_it(base, tmp_path, monkeypatch):
+    settings = replace(base, warmup_epochs=0, clip_grad=None)
+    original = Run.train_epoch
+
+    def poisoned(run):
+        if run.epoch == 1:
+            with torch.no_grad():
+                run.model.fc.weight.fill_(torch.nan)
+        return original(run)
+
+    monkeypatch.setattr(Run, "train_epoch", poisoned)
+    with pytest.raises(TrainingError, match=r"the loss of epoch 2 is nan, at .* last good checkpoint is"):
+        train(settings, quiet)
+    last = read_checkpoint(tmp_path / "run" / "last.pth")
+    assert last["epoch"] == 1
+    assert all(torch.isfinite(value).all() for value in last["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "imagenet"}, "dataset must be one of folder, cifar10, cifar100, digit-pairs; got 'imagenet'"),
+        ({"opt": "lion"}, "opt must be one of sgd, adamw; got 'lion'"),
+        ({"block": "mlp"}, "block must be one of attention, conv; got 'mlp'"),
+        ({"epochs": 0}, "epochs must be at least 1; got 0"),
+        ({"batch_size": 1}, "batch_size must be at least 2; got 1"),
+        ({"hflip": 1.5}, "hflip must lie between 0 and 1; got 1.5"),
+        ({"lr": -1.0}, "lr must be positive; got -1.0"),
+        ({"warmup_epochs": 3}, "warmup_epochs must be fewer than epochs=3; got 3"),
+        ({"weights": "a.pth", "pretrained": True}, "weights and pretrained exclude each other"),
+        ({"mean": (0.5,)}, "mean and std go together"),
+        ({"data": None}, "data must name the folder of the data set 'folder'"),
+        ({"dataset": "digit-pairs", "img_size": 32}, "img_size does not apply to digit-pairs"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(base, options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(base, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "resnet21"}, "model: there is no 'resnet21'; close to it: .*resnet2"),
+        ({"model": "resnet20.imagenet"}, "model: 'resnet20' has no tag 'imagenet'; it has resnet20.cifar10"),
+        ({"model": "resnet20", "pretrained": True}, "model: 'resnet20' cannot be made .*No pretrained weights"),
+        ({"insert": ("layer9",)}, "'layer9' matches no module"),
+        ({"insert": ("layer3", "-1")}, "insert takes stages by index or modules by name, not both; got layer3 -1"),
+        ({"num_heads": 5}, "num_heads must divide channels; got channels=64 and num_heads=5"),
+        ({"impl": "flash"}, "impl must be one of"),
+        ({"batch_size": 100}, "batch_size must be at most the 72 training images; got 100"),
+        ({"mean": (0.5, 0.5), "std": (0.5, 0.5)}, "mean must have a value for each of the 3 channels; got"),
+        ({"device": "tpu"}, "device must be cpu or cuda; got 'tpu'"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_is_written(base, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(replace(base, **options), quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused(base):
+    with pytest.raises(ValueError, match="device: cuda was asked for and there is no CUDA device"):
+        train(replace(base, device="cuda"), quiet)
+
+
+def test_data_that_is_not_there_is_refused_with_what_was_expected(base, image_folder, tmp_path):
+    def attempt(folder, message, **options):
+        with pytest.raises(DataError, match=message):
+            train(replace(base, data=str(folder), **options), quiet)
+
+    attempt(tmp_path / "nothing", "there is no such folder of images")
+    attempt(tmp_path, "has no folder 'val' or 'validation' or 'valid' or 'test': expected train/CLASS/IMAGE")
+    (tmp_path / "val").mkdir()
+    attempt(tmp_path, "val has no class folders: expected CLASS/IMAGE inside it")
+    (tmp_path / "val" / "red").mkdir()
+    attempt(tmp_path, "val: no images in 'red': fill it or remove the folder")
+    (tmp_path / "val" / "red" / "notes.txt").write_text("not an image")
+    attempt(tmp_path, "val: no images in 'red': fill it or remove the folder")
+    os.symlink(image_folder / "train" / "red" / "0.png", tmp_path / "val" / "red" / "0.png")
+    attempt(tmp_path, "has no folder 'train'")
+    os.symlink(image_folder / "train", tmp_path / "train")
+    attempt(tmp_path, "hold other classes; in one of them only: blue, green")
+    attempt(tmp_path, "cifar10 is not in .* --dataset-download", dataset="cifar10")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_image_is_named(image_folder, tmp_path):
+    folder = tmp_path / "images" / "red"
+    folder.mkdir(parents=True)
+    whole = (image_folder / "train" / "red" / "0.png").read_bytes()
+    (folder / "0.png").write_bytes(whole)
+    (folder / "1.png").write_bytes(whole[: len(whole) // 2])
+    source = open_folder(tmp_path / "images")
+    with pytest.raises(DataError, match=r"1\.png is damaged or no image"):
+        source.read((32, 32))
+
+
+def test_images_of_any_size_and_mode_become_what_the_network_takes(tmp_path):
+    folder = tmp_path / "images" / "any"
+    folder.mkdir(parents=True)
+    for index, (mode, colour) in enumerate([("L", 200), ("RGBA", (200, 200, 200, 128)), ("P", 0), ("RGB", (200,) * 3)]):
+        Image.new(mode, (20 + 40 * index, 60), colour).save(folder / f"{index}.png")
+    images = open_folder(tmp_path / "images").read((32, 32))
+    assert images.images.shape == (4, 3, 32, 32)
+    assert images.images[[0, 1, 3]].unique().tolist() == [200]
+
+
+def test_a_folder_too_large_for_the_memory_is_refused_before_it_is_read(image_folder):
+    with pytest.raises(DataError, match=r"72 images of 1000000×1000000 take .* GiB .* choose a smaller --img-size"):
+        open_folder(image_folder / "train").read((1_000_000, 1_000_000))
+
+
+def test_crops_and_flips_are_those_of_numpy():
+    images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
+    generator = torch.Generator().manual_seed(0)
+    choice = draw_augmentation(2, padding=2, hflip=0.5, generator=generator)
+    found = augment(images, choice, padding=2)
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    for index in range(2):
+        top, left = int(choice.top[index]), int(choice.left[index])
+        expected = padded[index, :, top : top + 4, left : left + 5]
+        assert torch.equal(found[index], expected.flip(-1) if choice.flip[index] else expected)
+
+
+def test_every_crop_and_flip_is_drawn_equally_often():
+    choice = draw_augmentation(50_000, padding=2, hflip=0.3, generator=torch.Generator().manual_seed(0))
+    for offsets in (choice.top, choice.left):
+        torch.testing.assert_close(torch.bincount(offsets) / 50_000, torch.full((5,), 0.2), rtol=0, atol=0.01)
+    assert choice.flip.float().mean() == pytest.approx(0.3, abs=0.01)
+    assert not torch.equal(choice.top, choice.left)
+
+
+def test_evaluation_counts_every_image_once():
+    torch.manual_seed(0)
+    data = ImageSet(torch.randint(0, 256, (37, 3, 4, 4), dtype=torch.uint8), torch.randint(0, 8, (37,)))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 8)).train()
+    normalize = Normalize((0.5,) * 3, (0.2,) * 3, channels=3)
+    score = evaluate(model, normalize, data, batch_size=10)
+    logits = model((data.images / 255 - 0.5) / 0.2).detach()
+    assert score.top1 == pytest.approx(100 * float((logits.argmax(1) == data.labels).float().mean()))
+    top5 = (logits.argsort(1, descending=True)[:, :5] == data.labels[:, None]).any(1)
+    assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
+    assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, data.labels)), rel=1e-5)
+    assert model.training
