@@ -242,18 +242,19 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path):
         read_checkpoint(tmp_path)
 
 
-def test_weights_are_written_whole_or_not_at_all(trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_weights_are_written_whole_or_not_at_all(step, trained, tmp_path, monkeypatch):
     path = tmp_path / "weights.safetensors"
     save_weights(trained, path)
     entry, weights = read_weights(path)
     assert entry == ""
     assert all(torch.equal(weights[key], value) for key, value in trained.state_dict().items())
 
-    def full_disk(descriptor):
+    def full_disk(*arguments):
         raise OSError(28, "No space left on device")
 
     before = path.read_bytes()
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, step, full_disk)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(path, b"half of")
     assert path.read_bytes() == before

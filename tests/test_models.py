@@ -1,6 +1,7 @@
 """Our networks through timm, and the accuracies that zoo checkpoints were published with."""
 
 import json
+import os
 import zipfile
 from dataclasses import replace
 
@@ -37,6 +38,16 @@ def test_the_two_families_have_the_keys_of_their_zoos():
     assert "layer2.0.downsample.0.weight" in b
     assert "layer3.0.downsample.1.running_var" in b
     assert "layer1.0.downsample.0.weight" not in b
+
+
+def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_channels():
+    shortcut = timm.create_model("resnet20_a").layer2[0].downsample
+    x = torch.randn(2, 16, 6, 6)
+    y = shortcut(x)
+    assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2])
+    assert y.shape == (2, 32, 3, 3)
+    assert (y[:, :8] == 0).all()
+    assert (y[:, 24:] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["resnet20", "resnet20_a"])
@@ -136,6 +147,7 @@ def test_a_network_is_saved_as_a_folder_that_timm_reads(tmp_path):
 def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
     data, model, weights, top1, real_data, tmp_path
 ):
+    torch.set_num_threads(os.cpu_count())
     with zipfile.ZipFile(real_data / f"{data}.zip") as archive:
         archive.extractall(tmp_path)
     plain = Settings(
@@ -149,3 +161,4 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
     after = train(replace(plain, insert=("layer1", "layer2", "layer3")), lambda line: None)
     assert np.round(before.final.top1, 2) == top1
     assert after.final == before.final
+    torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The trainer on small data: what it learns, what it leaves behind, and that a resumed run is the run."""
 
 import csv
+import math
 import os
 from dataclasses import replace
 
@@ -53,6 +54,7 @@ def equal(one, other):
 
 def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
     lines = []
+    base = replace(base, epochs=6)
     result = train(base, lines.append)
     assert result.best.top1 > 90
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
@@ -64,12 +66,12 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
     ]
     with open(tmp_path / "run" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
     assert float(rows[-1]["eval_top1"]) == pytest.approx(result.final.top1, abs=1e-4)
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
     assert yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["insert"] == ["layer3"]
     assert (tmp_path / "run" / "inserted.txt").read_text().startswith("1 block inserted")
-    assert sum(line.startswith("epoch ") for line in lines) == 3
+    assert sum(line.startswith("epoch ") for line in lines) == 6
 
     # The best weights, loaded by what a user has at hand, give the accuracy that was logged.
     evaluated = train(
@@ -126,6 +128,20 @@ def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
     assert not equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
 
 
+def test_the_rate_warms_up_and_follows_the_cosine_over_the_whole_run(base, tmp_path):
+    def rates(name, **options):
+        train(replace(base, output=str(tmp_path / name), **options), quiet)
+        return [float(row["lr"]) for row in read_checkpoint(tmp_path / name / "last.pth")["rows"]]
+
+    # 72 images in batches of 16 are 4 steps an epoch; a row has the rate of the last of them.
+    cosine = [0.05 / 2 * (1 + math.cos(math.pi * step / 12)) for step in (3, 7, 11)]
+    assert rates("cosine", warmup_epochs=0) == pytest.approx(cosine, rel=1e-4)
+    # An epoch of warm-up from a hundredth of the rate, three quarters of it done; then the cosine over two epochs.
+    warm = 0.0005 + 0.75 * (0.05 - 0.0005)
+    cosine = [0.01 + 0.04 / 2 * (1 + math.cos(math.pi * step / 8)) for step in (3, 7)]
+    assert rates("warm", warmup_epochs=1, min_lr=0.01) == pytest.approx([warm, *cosine], rel=1e-4)
+
+
 def test_resuming_refuses_another_run(base, tmp_path):
     base = replace(base, epochs=1, warmup_epochs=0)
     train(base, quiet)
@@ -174,8 +190,8 @@ def test_the_average_is_what_is_evaluated_and_saved_as_best(base, tmp_path):
 
 def test_every_way_to_run_the_machine_learns_too(base, tmp_path):
     for options in ({"amp": True}, {"channels_last": True}, {"impl": "bmm"}, {"block": "conv"}, {"insert": ("-1",)}):
-        result = train(replace(base, output=str(tmp_path / "run"), **options), quiet)
-        assert result.best.top1 > 60, options
+        result = train(replace(base, epochs=6, output=str(tmp_path / "run"), **options), quiet)
+        assert result.best.top1 > 90, options
     assert isinstance(va.inserted(result.model)["layer3.2"], va.AttentionBlock2d)
 
 
