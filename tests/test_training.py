@@ -13,10 +13,12 @@ from PIL import Image
 import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, read_checkpoint
 from vision_attn.models import create_model
+from vision_attn.training import train as train_room
 from vision_attn.training.data import DataError, ImageSet, augment, draw_augmentation
 from vision_attn.training.data import image_folder as open_folder
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.loop import Run, TrainingError
+from vision_attn.training.network import build_network
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -88,11 +90,18 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
         {"model_ema": True, "model_ema_decay": 0.9},
         {"opt": "adamw", "lr": 1e-3},
         {"amp": True, "channels_last": True},
+        {"dropout": 0.5},
     ],
-    ids=["sgd", "ema", "adamw", "amp"],
+    ids=["sgd", "ema", "adamw", "amp", "dropout"],
 )
-def test_a_resumed_run_ends_with_the_same_bits(base, options, tmp_path):
-    base = replace(base, **options)
+def test_a_resumed_run_ends_with_the_same_bits(base, options, tmp_path, monkeypatch):
+    def with_dropout(*arguments):
+        network = build_network(*arguments)
+        network.model.head_drop.p = options.get("dropout", 0.0)
+        return network
+
+    monkeypatch.setattr(train_room, "build_network", with_dropout)
+    base = replace(base, **{key: value for key, value in options.items() if key != "dropout"})
     train(base, quiet)
     whole = read_checkpoint(tmp_path / "run" / "last.pth")
 
@@ -202,9 +211,12 @@ def test_tensorboard_events_are_written_on_request(base, tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_run_learns_the_same(base, tmp_path):
+    base = replace(base, epochs=6)
     plain = train(replace(base, output=str(tmp_path / "plain")), quiet)
     compiled = train(replace(base, compile=True), quiet)
-    assert compiled.final.loss == pytest.approx(plain.final.loss, rel=0.05)
+    # Fused arithmetic rounds otherwise, and training carries that on.
+    assert compiled.final.loss == pytest.approx(plain.final.loss, abs=0.05)
+    assert compiled.final.top1 > 90
     assert list(weights_of(tmp_path / "run")) == list(weights_of(tmp_path / "plain"))
 
 

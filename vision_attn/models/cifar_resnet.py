@@ -184,7 +184,7 @@ def _cfg(num_classes: int, mean: tuple[float, ...], std: tuple[float, ...], clas
 
 
 _CIFAR10 = partial(_cfg, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "fc")
-_CIFAR100 = partial(_cfg, 100, (0.5071, 0.4867, 0.4408), (0.2673, 0.2564, 0.2761), "fc")
+_CIFAR100 = partial(_cfg, 100, (0.5070, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761), "fc")
 _CIFAR10_A = partial(_cfg, 10, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "linear")
 
 default_cfgs = generate_default_cfgs(
