@@ -76,7 +76,7 @@ def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone, se
     assert new == inserted_keys(model)
     assert len(new) == 7 * len(report)
     assert report.parameters == sum(p.numel() for block in va.inserted(model).values() for p in block.parameters())
-    removed = va.remove_(model, example_input=tuple(x.shape))
+    removed = va.remove_(model)
     assert removed.blocks == report.blocks
     assert_same_anatomy(model, before)
     assert torch.equal(model(x), expected)

@@ -85,7 +85,10 @@ def test_gradient_checkpointing_changes_nothing():
         ({"depth": 21}, "depth must be 6n \\+ 2"),
         ({"depth": 2}, "depth must be 6n \\+ 2"),
         ({"depth": 20, "option": "C"}, "option must be 'A' .* or 'B' .*; got 'C'"),
-        ({"depth": 20, "global_pool": "max"}, "global_pool must be 'avg' or ''; got 'max'"),
+        (
+            {"depth": 20, "global_pool": "max"},
+            "global_pool must be 'avg', or '' with num_classes=0 for the map; got 'max'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -70,7 +70,7 @@ def attend_sdpa(
     # and its result is set to zero afterwards.
     allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
     reachable = allowed.any(dim=-1, keepdim=True)
-    mask = mask | ~reachable if mask.dtype == torch.bool else mask.masked_fill(~reachable, 0.0).to(q.dtype)
+    mask = mask | ~reachable if mask.dtype == torch.bool else in_range_of(q.dtype, mask.masked_fill(~reachable, 0.0))
     with kernels_for_masks(q):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return torch.where(reachable, y, torch.zeros((), dtype=y.dtype, device=y.device))
@@ -96,6 +96,19 @@ def apply_mask(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | No
 
 def zero_unreachable(weights: Tensor, reachable: Tensor | None) -> Tensor:
     return weights if reachable is None else weights.masked_fill(~reachable, 0.0)
+
+
+def in_range_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
+    """An additive mask in another type, in which a large finite value stays finite: it is no ``-inf``."""
+    limits = torch.finfo(dtype)
+    return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast would take the logits back to half precision."""
+    kind = x.device.type
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 
 def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
@@ -154,7 +167,8 @@ def attend(
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _ATTEND[impl](q, k, v, scale=scale, mask=mask, dropout=dropout)
+    with without_autocast(q):
+        return _ATTEND[impl](q, k, v, scale=scale, mask=mask, dropout=dropout)
 
 
 def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, mask: Tensor | None = None) -> Tensor:
@@ -174,9 +188,10 @@ def attention_weights(q: Tensor, k: Tensor, *, scale: float | None = None, mask:
     """
     check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = scale * at_least_float32(q) @ at_least_float32(k).mT
-    logits, reachable = apply_mask(logits, mask)
-    return zero_unreachable(torch.softmax(logits, dim=-1), reachable)
+    with without_autocast(q):
+        logits = scale * at_least_float32(q) @ at_least_float32(k).mT
+        logits, reachable = apply_mask(logits, mask)
+        return zero_unreachable(torch.softmax(logits, dim=-1), reachable)
 
 
 def check_impl(impl: str) -> None:

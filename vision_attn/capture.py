@@ -44,7 +44,8 @@ def capture(
         A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order of running.
 
     Raises:
-        ValueError: the model has no attention module, or a point lies outside the image.
+        ValueError: the model is compiled or has no attention module, or a point lies outside the image.
+        RuntimeError: a part of the model was called, not the model.
 
     >>> from vision_attn.blocks import AttentionBlock2d
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), AttentionBlock2d(8, 2))
@@ -53,6 +54,12 @@ def capture(
     >>> maps["1.attn"].weights.shape
     torch.Size([1, 2, 2, 8, 8])
     """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "model is compiled, and a compiled graph keeps its weights to itself: capture the model it is of"
+        )
+    if queries is not None and not len(queries):
+        raise ValueError("queries must be points (y, x) of the image, or None for every cell; got none")
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
@@ -62,9 +69,10 @@ def capture(
     paths = {module: path for path, module in modules.items()}
     image_size: tuple[int, int] | None = None
 
-    def remember_image(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def remember_image(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         nonlocal image_size
-        image_size = (args[0].shape[-2], args[0].shape[-1])
+        image = args[0] if args else next(iter(kwargs.values()))
+        image_size = (image.shape[-2], image.shape[-1])
         rows, columns = image_size
         for y, x in queries or ():
             if not (0 <= y < rows and 0 <= x < columns):
@@ -74,7 +82,8 @@ def capture(
 
     def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
         assert isinstance(module, Attention2d)
-        assert image_size is not None
+        if image_size is None:
+            raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         x = args[0] if args else kwargs["x"]
         mask = args[1] if len(args) > 1 else kwargs.get("mask")
         rows, columns = x.shape[2:]
@@ -87,7 +96,7 @@ def capture(
             weights = module.attention_weights(x, mask, tokens)
         maps[paths[module]] = AttentionMap(weights.unflatten(-1, (rows, columns)), tuple(cells), image_size)
 
-    handles = [model.register_forward_pre_hook(remember_image)]
+    handles = [model.register_forward_pre_hook(remember_image, with_kwargs=True)]
     handles += [module.register_forward_hook(record, with_kwargs=True) for module in paths]
     try:
         yield maps

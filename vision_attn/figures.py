@@ -50,7 +50,7 @@ def attention_figure(
     panel = width / 2 * rows / columns
     figure = Figure(figsize=(width, len(images) * (panel + 0.3) + 0.3), layout="constrained")
     axes = figure.subplots(len(images), 2, squeeze=False)
-    highest = float(weights.max())
+    highest = float(weights.max()) or 1.0  # a query that may attend to nothing has no weights
     for index, (left, right) in enumerate(axes):
         picture = images[index].permute(1, 2, 0).float().cpu().numpy()
         for axis in (left, right):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.checkpoints.read import CheckpointError, read_weights, shorten
@@ -58,7 +59,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     ema: bool = False,
-    fresh: Iterable[str] = (),
+    fresh: str | Iterable[str] = (),
 ) -> LoadReport:
     """Load a checkpoint file into a model, before or after blocks are inserted.
 
@@ -79,6 +80,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
+        ValueError: the model is on the meta device, or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -90,8 +92,11 @@ def load_checkpoint(
     """
     path = Path(path)
     model = unwrap(model)
-    entry, weights = read_weights(path, ema=ema)
-    report = compare(model, weights, path=path, entry=entry, fresh=tuple(fresh))
+    own = model.state_dict()
+    if any(value.is_meta for value in own.values()):
+        raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
+    entry, weights = read_weights(path, ema=ema, own=own)
+    report = compare(model, weights, path=path, entry=entry, fresh=(fresh,) if isinstance(fresh, str) else tuple(fresh))
     if not report.loaded:
         raise CheckpointError(
             f"{path}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
@@ -109,6 +114,12 @@ def compare(
     model: nn.Module, weights: Mapping[str, Tensor], *, path: Path, entry: str, fresh: tuple[str, ...]
 ) -> LoadReport:
     own = model.state_dict()
+    for key, value in weights.items():
+        if key in own and kind(value) != kind(own[key]):
+            raise CheckpointError(
+                f"{path}: {key} is {kind(value)} and the model's is {kind(own[key])}, nothing was loaded: save it as "
+                "the model's kind"
+            )
     kept = {key for key in own if any(fnmatchcase(key, pattern) for pattern in fresh)}
     for pattern in fresh:
         if not any(fnmatchcase(key, pattern) for key in own):
@@ -131,6 +142,13 @@ def compare(
         unexpected=tuple(key for key in given if key not in own),
         mismatched=shapes,
     )
+
+
+def kind(tensor: Tensor) -> str:
+    """What a tensor must have in common with another to be copied into it without loss of meaning."""
+    numbers = "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
+    form = "quantised" if tensor.is_quantized else "dense" if tensor.layout == torch.strided else "sparse"
+    return f"a {form} {numbers} tensor"
 
 
 def advise(report: LoadReport) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -40,8 +38,13 @@ class CheckpointError(RuntimeError):
     """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was."""
 
 
-def read_weights(path: str | Path, *, ema: bool = False) -> tuple[str, dict[str, Tensor]]:
+def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = ()) -> tuple[str, dict[str, Tensor]]:
     """The weights of a checkpoint file, and the entry they were found under; prefixes of wrappers are taken off.
+
+    Args:
+        path: the file.
+        ema: take the moving average of the weights that the file holds.
+        own: names that the model uses itself, and which are no prefix then.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -51,14 +54,14 @@ def read_weights(path: str | Path, *, ema: bool = False) -> tuple[str, dict[str,
     order = AVERAGED if ema else WEIGHTS + AVERAGED
     for entry in order:
         if is_state_dict(content.get(entry)):
-            return entry, without_prefixes(content[entry])
+            return entry, without_prefixes(content[entry], own)
     if ema:
         raise CheckpointError(
             f"{path}: ema=True asks for averaged weights under one of {', '.join(AVERAGED)}; "
             f"the file has {shorten(tuple(map(str, content)))}"
         )
     if is_state_dict(content):
-        return "", without_prefixes(content)
+        return "", without_prefixes(content, own)
     raise CheckpointError(
         f"{path} holds no weights: expected tensors by name, at the top or under one of "
         f"{', '.join(WEIGHTS + AVERAGED)}; the file has {shorten(tuple(map(str, content)))}"
@@ -82,34 +85,23 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # a damaged file can make the readers fail in any way
         raise CheckpointError(refusal(path, str(error))) from error
-    except (
-        SafetensorError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        OSError,
-    ) as error:
-        raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({str(error).splitlines()[0] if str(error) else 'unexpected end'}): "
-            "fetch or save it again, and compare its size and checksum with the source's"
-        ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
     return dict(content)
 
 
 def refusal(path: Path, message: str) -> str:
+    """Why a file was not loaded, from what its reader said."""
     wanted = re.search(r"GLOBAL ([\w.]+)", message)
     if wanted:
         return (
             f"{path} asks to run {wanted[1]!r} on loading, and was not loaded: a checkpoint needs tensors and plain "
             "values only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
         )
+    if "TorchScript" in message:
+        return f"{path} is a TorchScript archive, a program: load it with torch.jit.load and save its state dict"
     return (
         f"{path} is truncated or no checkpoint: fetch or save it again, and compare its size and checksum with the "
         "source's"
@@ -125,14 +117,15 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def without_prefixes(weights: object) -> dict[str, Tensor]:
+def without_prefixes(weights: object, own: Collection[str]) -> dict[str, Tensor]:
     assert isinstance(weights, Mapping)
     named = {key.replace("_orig_mod.", ""): value for key, value in weights.items() if isinstance(value, Tensor)}
-    # torch's AveragedModel counts its updates beside the module that it wraps.
-    counted = [key for key in named if key != "n_averaged"]
-    while counted and all(key.startswith("module.") for key in counted):
-        named = {key.removeprefix("module."): named[key] for key in counted}
-        counted = list(named)
+    while not any(key in own for key in named):
+        # torch's AveragedModel counts its updates beside the module that it wraps.
+        inner = [key for key in named if key != "n_averaged"]
+        if not inner or not all(key.startswith("module.") for key in inner):
+            break
+        named = {key.removeprefix("module."): named[key] for key in inner}
     return named
 
 

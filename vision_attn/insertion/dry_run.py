@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.insertion.sites import SiteError
 
-__all__ = ["example_images", "quiet_eval", "trace_maps", "verify_reached"]
+__all__ = ["FeatureMap", "example_images", "quiet_eval", "trace_maps", "verify_reached"]
 
 
 def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | None) -> Tensor:
@@ -27,8 +28,34 @@ def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | N
     return torch.zeros(example_input, device=reference.device, dtype=reference.dtype)
 
 
-def trace_maps(model: nn.Module, sites: list[str], example: Tensor) -> dict[str, tuple[int, ...]]:
-    """The shape of the map at each site, by one forward of the model."""
+@dataclass(frozen=True)
+class FeatureMap:
+    """A map that a module gives, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def trace_maps(model: nn.Module, sites: list[str], example: Tensor) -> dict[str, FeatureMap]:
+    """The map at each site, by one forward of the model.
+
+    Raises:
+        SiteError: the model does not run on the example, or a site gives no map.
+    """
+    maps = {site: one_map(site, outputs) for site, outputs in run_and_record(model, sites, example).items()}
+    for site, found in maps.items():
+        check_layout(site, found, example)
+    if any(len(set(found.shape[1:])) == 1 for found in maps.values()):
+        # As many channels as rows and columns: a wider image tells which axis is which.
+        wider = torch.cat([example, example], dim=3)
+        for site, outputs in run_and_record(model, sites, wider).items():
+            check_layout(site, one_map(site, outputs), wider)
+    return {site: FeatureMap(tuple(found.shape), found.dtype, found.device) for site, found in maps.items()}
+
+
+def run_and_record(model: nn.Module, sites: list[str], example: Tensor) -> dict[str, list[object]]:
+    """What the modules at the sites return, a list for each, in one forward."""
     outputs: dict[str, list[object]] = {site: [] for site in sites}
     handles = [
         model.get_submodule(site).register_forward_hook(
@@ -39,13 +66,18 @@ def trace_maps(model: nn.Module, sites: list[str], example: Tensor) -> dict[str,
     try:
         with quiet_eval(model):
             model(example)
+    except Exception as error:
+        raise SiteError(
+            f"the model does not run on an example of shape {tuple(example.shape)} ({type(error).__name__}: {error}): "
+            "give one that it takes as example_input"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
-    return {site: check_map(site, found, example) for site, found in outputs.items()}
+    return outputs
 
 
-def check_map(site: str, outputs: list[object], example: Tensor) -> tuple[int, ...]:
+def one_map(site: str, outputs: list[object]) -> Tensor:
     if not outputs:
         raise SiteError(f"{site!r} is not called in the forward pass of the model: choose a module that is")
     if len(outputs) > 1:
@@ -61,6 +93,10 @@ def check_map(site: str, outputs: list[object], example: Tensor) -> tuple[int, .
             f"{site!r} returns a tensor of shape {tuple(output.shape)}, not maps (batch, channels, height, width): "
             "choose an earlier module"
         )
+    return output
+
+
+def check_layout(site: str, output: Tensor, example: Tensor) -> None:
     # A map keeps the aspect of the image, give or take a cell of rounding on either side. What does not has its
     # channels elsewhere, as in networks that work on (batch, height, width, channels).
     height, width = output.shape[2:]
@@ -70,7 +106,6 @@ def check_map(site: str, outputs: list[object], example: Tensor) -> tuple[int, .
             f"{site!r} returns {tuple(output.shape)} for an image of {rows}×{columns}: that is not "
             "(batch, channels, height, width), the only layout that blocks are inserted in"
         )
-    return tuple(output.shape)
 
 
 def verify_reached(model: nn.Module, blocks: Mapping[str, nn.Module], example: Tensor) -> None:
@@ -103,7 +138,10 @@ def verify_reached(model: nn.Module, blocks: Mapping[str, nn.Module], example: T
             del vars(block)["forward"]
     for site, times in calls.items():
         if times != 1:
-            raise SiteError(f"the block at {site!r} would run {times} times in a forward pass: choose another module")
+            raise SiteError(
+                f"the block at {site!r} would run {times} times in a forward pass: "
+                "choose the modules inside or around it"
+            )
 
 
 @contextmanager

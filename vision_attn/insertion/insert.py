@@ -6,10 +6,12 @@ that module returns. No module of the model is renamed or wrapped, so its checkp
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import AttentionBlock2d
@@ -18,6 +20,9 @@ from vision_attn.insertion.report import InsertionReport, describe
 from vision_attn.insertion.sites import CHILD, select_sites
 
 __all__ = ["insert_", "inserted", "inserted_keys", "remove_"]
+
+#: The attribute in which an inserted block keeps what it is, for the report of its removal.
+RECORD = "insertion"
 
 
 def insert_(
@@ -65,42 +70,37 @@ def insert_(
     example = example_images(model, example_input)
     maps = trace_maps(model, sites, example)
 
-    reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     make = AttentionBlock2d if block is None else block
     attached: dict[str, nn.Module] = {}
     try:
         for site in sites:
-            shape = maps[site]
+            found = maps[site]
             host = model.get_submodule(site)
-            new = make(
-                shape[1],
-                device=None if reference is None else reference.device,
-                dtype=None if reference is None else reference.dtype,
-                **block_options,
-            )
+            new = make(found.shape[1], device=found.device, dtype=found.dtype, **block_options)
             new.train(host.training)
             host.add_module(CHILD, new)
             host.register_forward_hook(run_inserted)
             attached[site] = new
         verify_reached(model, attached, example)
-        described = tuple(describe(site, new, maps[site]) for site, new in attached.items())
+        for site, new in attached.items():
+            vars(new)[RECORD] = describe(site, new, maps[site].shape, tuple(example.shape))
     except BaseException:
         for site in attached:
             detach(model.get_submodule(site))
         raise
 
-    report = InsertionReport(blocks=described, input_shape=tuple(example.shape))
+    forget_compiled_graphs()
+    report = InsertionReport(tuple(vars(new)[RECORD] for new in attached.values()))
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=2)
     return report
 
 
-def remove_(model: nn.Module, *, example_input: Tensor | tuple[int, ...] | None = None) -> InsertionReport:
+def remove_(model: nn.Module) -> InsertionReport:
     """Take every inserted block out again; what is left is the model as it was, object for object.
 
     Args:
         model: a model that :func:`insert_` worked on.
-        example_input: as in :func:`insert_`, for the figures in the report.
 
     Returns:
         A report of what was removed.
@@ -118,16 +118,10 @@ def remove_(model: nn.Module, *, example_input: Tensor | tuple[int, ...] | None 
     blocks = inserted(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    example = example_images(model, example_input)
-    maps = trace_maps(model, list(blocks), example)
-    report = InsertionReport(
-        blocks=tuple(describe(site, block, maps[site]) for site, block in blocks.items()),
-        input_shape=tuple(example.shape),
-        verb="removed",
-    )
     for site in blocks:
         detach(model.get_submodule(site))
-    return report
+    forget_compiled_graphs()
+    return InsertionReport(tuple(vars(block).pop(RECORD) for block in blocks.values()), verb="removed")
 
 
 def inserted(model: nn.Module) -> dict[str, nn.Module]:
@@ -162,3 +156,9 @@ def detach(host: nn.Module) -> None:
         if hook is run_inserted:
             del host._forward_hooks[key]
     delattr(host, CHILD)
+
+
+def forget_compiled_graphs() -> None:
+    """A model that was compiled runs the graph it had, and does not look whether its hooks are still the same."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

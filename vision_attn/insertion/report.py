@@ -29,6 +29,8 @@ class InsertedBlock:
     parameters: int
     #: multiply-adds of one forward of one image
     multiply_adds: int
+    #: the images that the map's size is for: batch, channels, rows, columns
+    input_shape: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
@@ -41,7 +43,6 @@ class InsertionReport:
     """What was inserted or removed; prints as a table."""
 
     blocks: tuple[InsertedBlock, ...]
-    input_shape: tuple[int, ...]
     verb: str = "inserted"
 
     def __len__(self) -> int:
@@ -71,9 +72,11 @@ class InsertionReport:
             ).rstrip()
             for row in table
         ]
-        size = "×".join(map(str, self.input_shape[1:]))
+        sizes = dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks)
         noun = "block" if len(self) == 1 else "blocks"
-        return "\n".join([f"{len(self)} {noun} {self.verb}, for an input of {size}", *lines, *self.warnings])
+        return "\n".join(
+            [f"{len(self)} {noun} {self.verb}, for an input of {' and '.join(sizes)}", *lines, *self.warnings]
+        )
 
     @property
     def parameters(self) -> int:
@@ -96,7 +99,7 @@ class InsertionReport:
         )
 
 
-def describe(site: str, block: nn.Module, shape: tuple[int, ...]) -> InsertedBlock:
+def describe(site: str, block: nn.Module, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> InsertedBlock:
     _, channels, height, width = shape
     # Counted on the form whose every product is a matrix product that the counter knows.
     meta = copy.deepcopy(block).to("meta").eval()
@@ -117,4 +120,5 @@ def describe(site: str, block: nn.Module, shape: tuple[int, ...]) -> InsertedBlo
         width=width,
         parameters=sum(p.numel() for p in block.parameters()),
         multiply_adds=counter.get_total_flops() // 2,
+        input_shape=input_shape,
     )

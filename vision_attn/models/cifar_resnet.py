@@ -82,7 +82,7 @@ class CifarResNet(nn.Module):
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
         drop_rate: dropout before the classifier.
-        global_pool: ``"avg"``, or ``""`` for the map of the last stage.
+        global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map of the last stage.
 
     Raises:
         ValueError: an argument is out of range.
@@ -106,8 +106,6 @@ class CifarResNet(nn.Module):
             raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …; got {depth}")
         if option not in ("A", "B"):
             raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts); got {option!r}")
-        if global_pool not in ("avg", ""):
-            raise ValueError(f"global_pool must be 'avg' or ''; got {global_pool!r}")
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = 64
         self.global_pool = global_pool
@@ -140,9 +138,18 @@ class CifarResNet(nn.Module):
         return self.get_submodule(self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        global_pool = self.global_pool if global_pool is None else global_pool
+        if global_pool != "avg" and (global_pool or num_classes):
+            raise ValueError(
+                f"global_pool must be 'avg', or '' with num_classes=0 for the map; got {global_pool!r} with "
+                f"num_classes={num_classes}"
+            )
         self.num_classes = num_classes
-        self.global_pool = self.global_pool if global_pool is None else global_pool
-        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.global_pool = global_pool
+        weight = self.conv1.weight
+        head: nn.Module = nn.Identity()
+        if num_classes:
+            head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
         self.add_module(self.classifier_name, head)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
