@@ -26,8 +26,6 @@ ROOMS = (
     "cli",
     "__main__",
 )
-#: What may be used by its name from any room, because it is the package itself: where it lies, and its version.
-ITSELF = ("vision_attn",)
 
 
 def imported_rooms(source):

@@ -274,3 +274,33 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones():
     q = torch.ones(1, 1, 1, 1)
     with pytest.raises(ValueError, match="impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'; got 'flash'"):
         attend(q, q, q, impl="flash")
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_autocast_does_not_take_the_logits_to_half_precision(impl):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 30, 16, dtype=torch.bfloat16) for _ in range(3))
+    q *= 10
+    exact = attend(q.double(), k.double(), v.double(), impl=impl)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(q, k, v, impl=impl)
+        weights = attention_weights(q, k)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() < 0.03
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, attention_weights(q, k))
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lowest", [-1e5, float(torch.finfo(torch.float32).min)])
+def test_a_large_finite_mask_value_is_not_minus_infinity(impl, dtype, lowest):
+    # A row of one and the same finite value masks nothing: the softmax is that of the logits alone.
+    torch.manual_seed(0)
+    q, k = (torch.zeros(1, 1, 4, 2, dtype=dtype) for _ in range(2))
+    v = torch.randn(1, 1, 4, 2, dtype=dtype)
+    mask = torch.full((4, 4), lowest)
+    mask[1] = torch.tensor([0.0, lowest, lowest, lowest])
+    y = attend(q, k, v, impl=impl, mask=mask)
+    torch.testing.assert_close(y[0, 0, 0], v.float().mean((0, 1, 2)).to(dtype), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(y[0, 0, 1], v[0, 0, 0])

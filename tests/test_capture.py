@@ -100,3 +100,14 @@ def test_a_figure_is_written_as_a_picture(channels, tmp_path):
         va.figures.save_figure(figure, tmp_path / "attention.jpg")
     with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
         va.figures.attention_figure(x[:1], attention)
+
+
+def test_the_ways_to_call_a_network_are_followed_or_refused():
+    model, x = network(), torch.randn(1, 3, 32, 32)
+    with va.capture(model) as maps:
+        model(x=x)
+    assert len(maps) == 2
+    with pytest.raises(RuntimeError, match="call the model itself"), va.capture(model):
+        model.forward_features(x)
+    with pytest.raises(ValueError, match="or None for every cell; got none"), va.capture(model, queries=[]):
+        pass

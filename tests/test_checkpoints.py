@@ -264,3 +264,52 @@ def test_weights_are_written_whole_or_not_at_all(step, trained, tmp_path, monkey
 def test_weights_are_written_as_safetensors_only(trained, tmp_path):
     with pytest.raises(ValueError, match=r"path must end in \.safetensors; got 'weights.pth'"):
         save_weights(trained, tmp_path / "weights.pth")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(3, 2).to_sparse(), "weight is a sparse floating-point tensor and the model's is a dense"),
+        (torch.zeros(3, 2, dtype=torch.int8), "weight is a dense whole-number tensor"),
+        (torch.zeros(3, 2, dtype=torch.complex64), "weight is a dense complex tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on reading a sparse tensor
+def test_tensors_of_another_kind_are_refused_before_anything_is_loaded(value, message, tmp_path):
+    torch.save({"bias": torch.ones(3), "weight": value}, tmp_path / "file.pth")
+    model = nn.Linear(2, 3)
+    before = model.bias.clone()
+    with pytest.raises(va.CheckpointError, match=message):
+        va.load_checkpoint(model, tmp_path / "file.pth")
+    assert torch.equal(model.bias, before)
+
+
+def test_a_model_without_storage_is_refused(trained, tmp_path):
+    torch.save(trained.state_dict(), tmp_path / "file.pth")
+    with pytest.raises(ValueError, match="model is on the meta device"):
+        va.load_checkpoint(small_network().to("meta"), tmp_path / "file.pth")
+
+
+def test_a_models_own_name_is_not_taken_for_a_prefix(tmp_path):
+    model = nn.ModuleDict({"module": nn.Linear(2, 3)})
+    torch.save(model.state_dict(), tmp_path / "file.pth")
+    assert va.load_checkpoint(model, tmp_path / "file.pth").loaded == ("module.weight", "module.bias")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_damaged_file_is_refused_however_the_reader_fails(legacy, trained, tmp_path):
+    path = tmp_path / "file.pth"
+    torch.save(trained.state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    content = path.read_bytes()
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        for position in generator.integers(0, len(content), 4):
+            damaged[position] = generator.integers(256)
+        path.write_bytes(damaged)
+        try:
+            read_checkpoint(path)
+        except va.CheckpointError:
+            refused += 1
+    assert refused > 20

@@ -368,3 +368,46 @@ def test_feature_extraction_and_features_only_see_the_block():
     va.insert_(model, names="layer3", gate_init=1.0)
     extractor = torchvision.models.feature_extraction.create_feature_extractor(model, ["layer3.2.inserted.attn.proj"])
     assert extractor(x)["layer3.2.inserted.attn.proj"].shape == (2, 64, 8, 8)
+
+
+def test_removal_needs_no_forward_and_says_what_was_there():
+    model = timm.create_model("resnet18", in_chans=1)
+    with pytest.raises(va.SiteError, match=r"does not run on an example of shape \(1, 3, 224, 224\).*example_input"):
+        va.insert_(model, stages=-1)
+    report = va.insert_(model, stages=-2, example_input=(1, 1, 64, 64))
+    assert va.remove_(model).blocks == report.blocks
+    assert report.blocks[0].input_shape == (1, 1, 64, 64)
+
+
+def test_a_map_with_as_many_channels_as_rows_is_told_apart():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 16, 1))
+        assert len(va.insert_(model, names="0", example_input=(1, 3, 16, 16))) == 1
+        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, strict_img_size=False)
+    with pytest.raises(va.SiteError, match=r"'layers.0'|does not run"):
+        va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384))
+    assert va.inserted(swin) == {}
+
+
+def test_a_model_that_ran_compiled_runs_its_new_blocks():
+    model, x = network("cifar resnet20, option B")
+    compiled = torch.compile(model, backend="eager")
+    expected = compiled(x)
+    va.insert_(compiled, names="_orig_mod.layer3", gate_init=1.0, example_input=(2, 3, 32, 32))
+    assert not torch.equal(compiled(x), expected)
+    with pytest.raises(ValueError, match="model is compiled"), va.capture(compiled):
+        pass
+    va.remove_(compiled)
+    assert torch.equal(compiled(x), expected)
+
+
+def test_a_block_has_the_type_of_the_map_it_follows():
+    class ToDouble(nn.Module):
+        def forward(self, x):
+            return x.double()
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), ToDouble(), nn.Conv2d(8, 8, 1, dtype=torch.float64))
+    x = torch.randn(1, 3, 4, 4)
+    expected = model(x)
+    va.insert_(model, names="2", example_input=(1, 3, 4, 4))
+    assert torch.equal(model(x), expected)

@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,20 +15,20 @@ import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, read_checkpoint
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
-from vision_attn.training.data import DataError, ImageSet, augment, draw_augmentation
+from vision_attn.training.data import ImageSet, augment, draw_augmentation
 from vision_attn.training.data import image_folder as open_folder
+from vision_attn.training.errors import DataError, TrainingError
 from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.loop import Run, TrainingError
+from vision_attn.training.loop import Run
 from vision_attn.training.network import build_network
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
 
-@pytest.fixture
-def base(image_folder, tmp_path):
+def short_run(data, output):
     """Settings of a short run in which everything random and everything with a state takes part."""
     return Settings(
-        data=str(image_folder),
+        data=str(data),
         model="resnet20",
         insert=("layer3",),
         epochs=3,
@@ -38,8 +39,13 @@ def base(image_folder, tmp_path):
         label_smoothing=0.1,
         clip_grad=5.0,
         device="cpu",
-        output=str(tmp_path / "run"),
+        output=str(output),
     )
+
+
+@pytest.fixture
+def base(image_folder, tmp_path):
+    return short_run(image_folder, tmp_path / "run")
 
 
 def quiet(line):
@@ -199,7 +205,7 @@ def test_the_average_is_what_is_evaluated_and_saved_as_best(base, tmp_path):
 
 def test_every_way_to_run_the_machine_learns_too(base, tmp_path):
     for options in ({"amp": True}, {"channels_last": True}, {"impl": "bmm"}, {"block": "conv"}, {"insert": ("-1",)}):
-        result = train(replace(base, epochs=6, output=str(tmp_path / "run"), **options), quiet)
+        result = train(replace(base, epochs=6, overwrite=True, **options), quiet)
         assert result.best.top1 > 90, options
     assert isinstance(va.inserted(result.model)["layer3.2"], va.AttentionBlock2d)
 
@@ -366,3 +372,132 @@ def test_evaluation_counts_every_image_once():
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
     assert score.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, data.labels)), rel=1e-5)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"opt": "adamw"},
+        {"lr": 0.04},
+        {"momentum": 0.5},
+        {"weight_decay": 0.1},
+        {"warmup_epochs": 0.0},
+        {"min_lr": 0.02},
+        {"clip_grad": 0.01},
+        {"label_smoothing": 0.0},
+        {"crop_padding": 0},
+        {"hflip": 0.0},
+        {"batch_size": 8},
+        {"amp": True},
+        {"block": "conv"},
+        {"insert": ()},
+        {"num_heads": 4},
+        {"img_size": 24},
+        {"mean": (0.5,) * 3, "std": (0.5,) * 3},
+    ],
+    ids=str,
+)
+def test_every_setting_of_the_recipe_changes_the_result(base, change, tmp_path, reference_run):
+    train(replace(base, **change), quiet)
+    changed = weights_of(tmp_path / "run")
+    assert not torch.equal(changed["conv1.weight"], reference_run["conv1.weight"])
+
+
+@pytest.fixture(scope="module")
+def reference_run(image_folder, tmp_path_factory):
+    output = tmp_path_factory.mktemp("reference") / "run"
+    train(short_run(image_folder, output), quiet)
+    return weights_of(output)
+
+
+def test_the_reference_run_is_the_base_run(base, tmp_path, reference_run):
+    train(base, quiet)
+    assert equal(weights_of(tmp_path / "run"), reference_run)
+
+
+def test_inputs_are_channels_last_on_request(base, monkeypatch):
+    seen = []
+
+    def watching(*arguments):
+        network = build_network(*arguments)
+        network.model.conv1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        return network
+
+    monkeypatch.setattr(train_room, "build_network", watching)
+    train(replace(base, epochs=1, warmup_epochs=0, channels_last=True), quiet)
+    training = [x for x in seen if len(x) == 16]
+    assert len(training) == 4
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in training)
+
+
+def test_a_run_leaves_other_runs_alone(base, tmp_path):
+    base = replace(base, epochs=1, warmup_epochs=0)
+    train(base, quiet)
+    before = (tmp_path / "run" / "last.pth").read_bytes()
+    with pytest.raises(ValueError, match=r"holds a run already: choose another --output.*--resume.*--overwrite"):
+        train(replace(base, seed=1), quiet)
+    assert (tmp_path / "run" / "last.pth").read_bytes() == before
+    train(replace(base, seed=1, insert=(), overwrite=True), quiet)
+    assert (tmp_path / "run" / "last.pth").read_bytes() != before
+    assert not (tmp_path / "run" / "inserted.txt").exists()
+    with pytest.raises(ValueError, match="output: a run goes on in its own folder"):
+        replace(base, resume=str(tmp_path / "elsewhere" / "last.pth"))
+    assert replace(base, output=None, resume="elsewhere/last.pth").folder.name == "elsewhere"
+
+
+def test_a_checkpoint_brings_its_statistics_and_is_held_to_its_classes(base, image_folder, tmp_path):
+    statistics = {"mean": (0.2, 0.3, 0.4), "std": (0.5, 0.6, 0.7)}
+    first = train(replace(base, epochs=1, warmup_epochs=0, **statistics), quiet)
+    again = replace(base, weights=str(tmp_path / "run" / "best.pth"), test_only=True)
+    assert train(again, quiet).final == first.best
+    assert train(replace(again, mean=(0.9,) * 3, std=(0.1,) * 3), quiet).final != first.best
+    renamed = tmp_path / "renamed" / "val"
+    renamed.mkdir(parents=True)
+    for old, new in (("blue", "zebra"), ("green", "green"), ("red", "red")):
+        os.symlink(image_folder / "val" / old, renamed / new)
+    with pytest.raises(CheckpointError, match="for the classes blue, green, red; the data has green, red, zebra"):
+        train(replace(again, data=str(renamed.parent)), quiet)
+    train(replace(again, data=str(renamed.parent), reset_head=True), quiet)
+
+
+def test_a_run_in_half_precision_leaves_a_plain_network_behind(base):
+    result = train(replace(base, epochs=1, warmup_epochs=0, amp=True), quiet)
+    seen = []
+    result.model.layer1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    data = ImageSet(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
+    result.model(torch.zeros(2, 3, 32, 32))
+    evaluate(result.model, result.normalize, data)
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_images_of_sixteen_bits_keep_their_upper_eight(tmp_path):
+    folder = tmp_path / "images" / "deep"
+    folder.mkdir(parents=True)
+    Image.fromarray(np.full((32, 32), 100 * 256 + 7, dtype=np.uint16)).save(folder / "0.png")
+    assert open_folder(tmp_path / "images").read((32, 32)).images.unique().tolist() == [100]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": 0}, "img_size must be positive; got 0"),
+        ({"img_size": -5}, "img_size must be positive; got -5"),
+        ({"min_lr": float("nan")}, "min_lr must be at least 0; got nan"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0; got -1.0"),
+        ({"mean": (0.0,) * 3, "std": (0.0,) * 3}, "std must be positive; got 0.0"),
+        ({"seed": -1}, "seed must be at least 0; got -1"),
+        ({"num_heads": 0}, "num_heads must be at least 1; got 0"),
+        ({"block": "conv", "num_heads": 4}, "num_heads applies to inserted attention, and block is 'conv'"),
+        ({"insert": (), "impl": "bmm"}, "impl applies to inserted blocks, and insert is empty"),
+        ({"reset_head": True}, "reset_head applies to weights, and none are given"),
+    ],
+)
+def test_values_out_of_range_and_settings_without_effect_are_refused(base, options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(base, **options)
+
+
+def test_a_model_that_does_not_take_the_images_is_refused_before_anything_is_written(base, tmp_path):
+    with pytest.raises(ValueError, match=r"model: 'vit_tiny_patch16_224' does not run on images of 64×64.*--img-size"):
+        train(replace(base, model="vit_tiny_patch16_224", img_size=64, insert=()), quiet)
+    assert not (tmp_path / "run").exists()

@@ -12,11 +12,18 @@ from typing import Any
 import vision_attn
 from vision_attn.attend import IMPLS
 from vision_attn.checkpoints import CheckpointError
+from vision_attn.training.errors import DataError, TrainingError
 
 __all__ = ["main"]
 
 #: Exit codes: what was asked for cannot be done as asked; it was tried and failed; it was interrupted.
 BAD_USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+#: Packages that commands need beyond what the library itself does, by the extra that brings them.
+EXTRAS = {
+    "train": ("accelerate", "psutil", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "viz": ("matplotlib",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,28 +32,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
     except KeyboardInterrupt:
-        print("vision-attn: interrupted; a run goes on from the last.pth in its folder with --resume", file=sys.stderr)
+        print("vision-attn: interrupted; a run that has saved its last.pth goes on with --resume", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         code = exit_code(error)
         if code is None or options.traceback:
             traceback.print_exc()
             return code or FAILURE
-        print(f"vision-attn: error: {error}", file=sys.stderr)
+        print(f"vision-attn: error: {explain(error)}", file=sys.stderr)
         return code
     return 0
 
 
 def exit_code(error: Exception) -> int | None:
     """What an error means to a person; None where it is a fault of the program's own."""
-    from vision_attn.training.data import DataError
-    from vision_attn.training.loop import TrainingError
-
     if isinstance(error, ValueError):
         return BAD_USAGE
-    if isinstance(error, (CheckpointError, DataError, TrainingError, OSError)):
+    if isinstance(error, (CheckpointError, DataError, TrainingError, OSError)) or missing_extra(error):
         return FAILURE
     return None
+
+
+def missing_extra(error: Exception) -> str | None:
+    """The extra that a package which is not installed belongs to."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+
+
+def explain(error: Exception) -> str:
+    extra = missing_extra(error)
+    return f"{error}: this command needs pip install 'vision-attn[{extra}]'" if extra else str(error)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -152,7 +167,8 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--compile", "compile the training step", action="store_true")
 
     group = command.add_argument_group("run")
-    add(group, "--output", "folder of the run")
+    add(group, "--output", "folder of the run (default: runs/train)")
+    add(group, "--overwrite", "begin anew in a folder that holds a run", action="store_true")
     add(group, "--resume", "go on with an interrupted run from its last.pth")
     add(group, "--tensorboard", "write TensorBoard events too", action="store_true")
     add(group, "--test-only", "evaluate, do not train", action="store_true")

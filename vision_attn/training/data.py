@@ -20,16 +20,13 @@ from torchvision.transforms import functional as transforms
 from tqdm import tqdm
 
 from vision_attn.training import digits
+from vision_attn.training.errors import DataError
 from vision_attn.training.settings import Settings
 
-__all__ = ["DataError", "ImageSet", "Source", "augment", "draw_augmentation", "image_folder", "open_data"]
+__all__ = ["ImageSet", "Source", "augment", "draw_augmentation", "image_folder", "open_data"]
 
 #: Names that the evaluation half of an image folder goes by.
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
-
-
-class DataError(RuntimeError):
-    """The data is not there, is damaged or does not fit."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,7 @@ class Source:
         channels: of its images.
         size: rows and columns of its images in pixels, where they have one of their own.
         read: reads it at a size.
+        count: of its images.
     """
 
     name: str
@@ -72,6 +70,10 @@ class Source:
     channels: int
     size: tuple[int, int] | None
     read: Callable[[tuple[int, int]], ImageSet]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
 
 
 def open_data(settings: Settings, *, train: bool) -> Source:
@@ -91,13 +93,12 @@ def open_data(settings: Settings, *, train: bool) -> Source:
 
 def digit_pairs(train: bool) -> Source:
     half = "training" if train else "held-out"
-    return Source(
-        f"digit pairs ({half} digits)",
-        digits.CLASSES,
-        1,
-        digits.CANVAS,
-        lambda size: ImageSet(*digits.digit_pairs(train)),
-    )
+    count = digits.TRAIN_CANVASES if train else digits.EVAL_CANVASES
+
+    def read(size: tuple[int, int]) -> ImageSet:
+        return ImageSet(*digits.digit_pairs(train))
+
+    return Source(f"digit pairs ({half} digits)", digits.CLASSES, 1, digits.CANVAS, read, count)
 
 
 def cifar(dataset: str, root: Path, train: bool, download: bool) -> Source:
@@ -115,7 +116,9 @@ def cifar(dataset: str, root: Path, train: bool, download: bool) -> Source:
             images = transforms.resize(images, list(size), antialias=True)
         return ImageSet(images, torch.tensor(found.targets))
 
-    return Source(f"{dataset} ({'train' if train else 'test'})", tuple(found.classes), 3, (32, 32), read)
+    return Source(
+        f"{dataset} ({'train' if train else 'test'})", tuple(found.classes), 3, (32, 32), read, len(found.data)
+    )
 
 
 def split_folder(root: Path, train: bool, test_only: bool) -> Path:
@@ -166,14 +169,17 @@ def image_folder(folder: Path) -> Source:
                 images[index] = torch.from_numpy(pixels).permute(2, 0, 1)
         return ImageSet(images, labels)
 
-    return Source(str(folder), tuple(listing.classes), 3, None, read)
+    return Source(str(folder), tuple(listing.classes), 3, None, read, len(paths))
 
 
 def decode(path: str, size: tuple[int, int]) -> np.ndarray:
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16 bits a pixel, of which the upper 8 are kept
+                image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+            image = image.convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is damaged or no image ({error}): fetch it again or remove it") from error
     if image.size != (size[1], size[0]):
         image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)

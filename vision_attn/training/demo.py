@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import einx
+import matplotlib
 import numpy as np
 import timm
 import torch
@@ -43,13 +44,13 @@ RECIPE = {
     "warmup_epochs": 0.5,
     "crop_padding": 0,
     "hflip": 0.0,
-    "num_heads": 4,
     "device": "cpu",
+    "overwrite": True,
 }
 ARMS: dict[str, dict[str, object]] = {
     "plain": {},
     "convolution": {"insert": (SITE,), "block": "conv"},
-    "attention": {"insert": (SITE,), "block": "attention"},
+    "attention": {"insert": (SITE,), "block": "attention", "num_heads": 4},
 }
 #: How many pairs of either kind are drawn, and what the kinds are called.
 EXAMPLES = 3
@@ -176,6 +177,9 @@ def summary(results: dict[str, Result], agreements: list[Agreement], epochs: int
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
             "platform": platform.platform(),
-            **{package.__name__: package.__version__ for package in (torch, torchvision, timm, einx, np, vision_attn)},
+            **{
+                package.__name__: package.__version__
+                for package in (torch, torchvision, timm, einx, np, matplotlib, vision_attn)
+            },
         },
     }

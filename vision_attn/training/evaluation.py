@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -79,17 +80,16 @@ def evaluate(
         batch_size: images at a time.
         accelerator: of a run, for its precision and to share the work among its processes.
     """
-    accelerator = accelerator or Accelerator(cpu=data.images.device.type == "cpu")
+    share, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
     totals = torch.zeros(4, dtype=torch.float64, device=data.images.device)
-    with quiet_eval(model), accelerator.autocast():
-        for index, (images, labels) in enumerate(data.batches(batch_size)):
-            if index % accelerator.num_processes != accelerator.process_index:
-                continue
+    with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext():
+        for whole_images, whole_labels in data.batches(batch_size):
+            images, labels = whole_images[share::processes], whole_labels[share::processes]
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
             right = logits.topk(min(5, classes)).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum(), labels.new_tensor(len(labels))])
-    loss, top1, top5, count = accelerator.reduce(totals).tolist()
+    loss, top1, top5, count = (accelerator.reduce(totals) if accelerator else totals).tolist()
     return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count if classes > 5 else None)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +18,13 @@ from tqdm import tqdm
 
 from vision_attn.checkpoints import CheckpointError, read_checkpoint, unwrap
 from vision_attn.training.data import ImageSet, augment, draw_augmentation
+from vision_attn.training.errors import TrainingError
 from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
 from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
-__all__ = ["Result", "Run", "TrainingError"]
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved before is whole."""
+__all__ = ["Result", "Run"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Run:
         self.classes = classes
         self.train_data = train_data
         self.eval_data = eval_data
-        self.folder = RunFolder(Path(settings.output))
+        self.folder = RunFolder(settings.folder)
         self.steps = len(train_data) // settings.batch_size
 
         self.model = model = network.model
@@ -99,8 +95,10 @@ class Run:
         settings = self.settings
         if settings.resume:
             self.restore(settings.resume)
+        final = self.evaluate()
+        self.log(f"before epoch {self.epoch + 1}: {final}")
         if self.accelerator.is_main_process:
-            self.folder.open()
+            self.folder.open(clear=not settings.resume)
             self.folder.write_settings(settings.as_dict())
             if self.network.inserted is not None:
                 self.folder.write_text("inserted.txt", f"{self.network.inserted}\n")
@@ -108,22 +106,30 @@ class Run:
         if settings.tensorboard:
             self.accelerator.init_trackers("tensorboard")
 
-        final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
-        self.log(f"before epoch {self.epoch + 1}: {final}")
         while self.epoch < settings.epochs:
             loss = self.train_epoch()
-            final = evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
+            final = self.evaluate()
             self.record(loss, final)
         if settings.tensorboard:
             self.accelerator.end_training()
         best = self.best or final
         self.log(f"best epoch: {best}, in {self.folder.path / 'best.pth'}")
+        # Without the wrapper that let it run in half precision: what leaves the run is the plain network.
+        self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
         return Result(self.network, self.evaluated, self.normalize, final, best, self.seconds)
 
     @property
     def evaluated(self) -> nn.Module:
         """The weights that count: the moving average where there is one."""
         return self.model if self.ema is None else self.ema.module
+
+    def evaluate(self) -> Evaluation:
+        if self.accelerator.num_processes > 1:
+            # Each process has seen other images, and its batch norms have other statistics: those of the first, which
+            # are the ones that are saved, are the network's.
+            for buffer in (*self.model.buffers(), *(self.ema.module.buffers() if self.ema else ())):
+                torch.distributed.broadcast(buffer, src=0)
+        return evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
 
     def train_epoch(self) -> float:
         """One pass over the training images; returns the mean loss."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d
-from vision_attn.checkpoints import load_checkpoint
-from vision_attn.insertion import InsertionReport, insert_
+from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint
+from vision_attn.insertion import InsertionReport, insert_, quiet_eval
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
@@ -26,6 +27,9 @@ class Network:
     model: nn.Module
     #: rows and columns of its images, in pixels
     size: tuple[int, int]
+    #: of the channels of its images, of pixels in 0…1
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     #: what was inserted; None where nothing was
     inserted: InsertionReport | None
 
@@ -56,13 +60,52 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
         say(str(inserted))
+    config = config_of(model)
+    notes: Mapping[str, Any] = {}
     if settings.weights:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        classifier = config_of(model)["classifier"]
+        classifier = config["classifier"]
         heads = [classifier] if isinstance(classifier, str) else list(classifier)
         fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
         say(str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh)))
-    return Network(model, size, inserted)
+        notes = notes_of(settings, source)
+    try_out(model, settings.model, (1, source.channels, *size))
+    return Network(
+        model,
+        size,
+        mean=settings.mean or tuple(notes.get("mean", config["mean"])),
+        std=settings.std or tuple(notes.get("std", config["std"])),
+        inserted=inserted,
+    )
+
+
+def notes_of(settings: Settings, source: Source) -> Mapping[str, Any]:
+    """What a checkpoint of one of our runs says of its images, if the file is one and its classes are the data's."""
+    assert settings.weights is not None
+    content = read_checkpoint(settings.weights)
+    notes: dict[str, Any] = {key: content[key] for key in ("mean", "std", "classes") if key in content}
+    if len(notes) < 3:
+        return {}
+    if not settings.reset_head and notes["classes"] != list(source.classes):
+        raise CheckpointError(
+            f"{settings.weights} was trained for the classes {shorten(notes['classes'])}; the data has "
+            f"{shorten(source.classes)}: name the folders alike, or begin a new classifier with --reset-head"
+        )
+    return notes
+
+
+def try_out(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    """One image through the network, before anything long begins."""
+    try:
+        with quiet_eval(model):
+            model(torch.zeros(shape))
+    except Exception as error:
+        size = "×".join(map(str, shape[2:]))
+        raise ValueError(f"model: {name!r} does not run on images of {size} ({error}): see --img-size") from error
+
+
+def shorten(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f", … ({len(names) - 6} more)" if len(names) > 6 else "")
 
 
 def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -> InsertionReport:

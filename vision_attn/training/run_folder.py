@@ -15,6 +15,10 @@ from vision_attn.checkpoints import write_atomically
 __all__ = ["RunFolder"]
 
 
+#: What a run leaves.
+FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt")
+
+
 class RunFolder:
     """Where a run leaves what it makes.
 
@@ -30,13 +34,31 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def open(self) -> None:
-        """Make the folder and prove that it can be written, before any work is done.
+    @property
+    def left(self) -> list[Path]:
+        """Files of a run that lie in the folder."""
+        return [self.path / name for name in FILES if (self.path / name).exists()]
+
+    def refuse_another_run(self) -> None:
+        """Raises ValueError if there is a run in the folder."""
+        if self.left:
+            raise ValueError(
+                f"output: {self.path} holds a run already: choose another --output, go on with it by "
+                f"--resume {self.path / 'last.pth'}, or begin anew with --overwrite"
+            )
+
+    def open(self, *, clear: bool) -> None:
+        """Make the folder and prove that it can be written, before any training is done.
+
+        Args:
+            clear: remove what is left of another run.
 
         Raises:
-            OSError: it cannot.
+            OSError: it cannot be made or written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        for path in self.left if clear else ():
+            path.unlink()
         probe = self.path / ".writable"
         write_atomically(probe, b"")
         probe.unlink()

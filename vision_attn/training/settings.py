@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 __all__ = ["Settings"]
 
 #: Settings that may differ between a run and the one it resumes, because they do not change its result.
 MACHINE_SETTINGS = frozenset(
-    {"data", "dataset_download", "device", "output", "resume", "tensorboard", "compile", "test_only"}
+    {"data", "dataset_download", "device", "output", "overwrite", "resume", "tensorboard", "compile", "test_only"}
 )
 
 
@@ -83,8 +85,10 @@ class Settings:
     channels_last: bool = False
     compile: bool = False
 
-    #: folder of the run
-    output: str = "runs/train"
+    #: folder of the run; None for ``runs/train``, or the folder of the run that is resumed
+    output: str | None = None
+    #: begin anew in a folder that holds a run
+    overwrite: bool = False
     #: checkpoint of an interrupted run to go on from
     resume: str | None = None
     tensorboard: bool = False
@@ -99,22 +103,27 @@ class Settings:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name, lowest in (
-            ("epochs", 1),
-            ("batch_size", 2),
-            ("crop_padding", 0),
-            ("warmup_epochs", 0),
-            ("min_lr", 0),
-        ):
-            if getattr(self, name) < lowest:
+        lowest_values = {
+            "epochs": 1,
+            "batch_size": 2,
+            "num_heads": 1,
+            "crop_padding": 0,
+            "warmup_epochs": 0,
+            "weight_decay": 0,
+            "min_lr": 0,
+            "seed": 0,
+        }
+        for name, lowest in lowest_values.items():
+            if not lowest <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}")
-        for name in ("hflip", "label_smoothing", "model_ema_decay"):
+        for name in ("hflip", "label_smoothing", "momentum", "model_ema_decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}")
-        for name in ("lr", "clip_grad"):
+        for name in ("lr", "clip_grad", "img_size", "std"):
             value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise ValueError(f"{name} must be positive; got {value}")
+            for part in value if isinstance(value, tuple) else (value,):
+                if part is not None and not 0.0 < part < math.inf:
+                    raise ValueError(f"{name} must be positive; got {part}")
         if self.dataset != "digit-pairs" and self.data is None:
             raise ValueError(f"data must name the folder of the data set {self.dataset!r}")
         if self.dataset == "digit-pairs" and self.img_size is not None:
@@ -123,8 +132,25 @@ class Settings:
             raise ValueError(f"warmup_epochs must be fewer than epochs={self.epochs}; got {self.warmup_epochs}")
         if self.weights and self.pretrained:
             raise ValueError("weights and pretrained exclude each other: choose where the weights come from")
+        for name in ("block", "num_heads", "impl"):
+            applies = self.insert and (self.block == "attention" or name == "block")
+            if getattr(self, name) != getattr(type(self), name) and not applies:
+                what = "attention, and block is 'conv'" if self.insert else "blocks, and insert is empty"
+                raise ValueError(f"{name} applies to inserted {what}")
+        for name in ("weights_ema", "reset_head"):
+            if getattr(self, name) and not self.weights:
+                raise ValueError(f"{name} applies to weights, and none are given")
+        if self.resume and self.output and Path(self.output).resolve() != Path(self.resume).resolve().parent:
+            raise ValueError(
+                f"output: a run goes on in its own folder, {Path(self.resume).parent}; got {self.output!r}"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together: give both, or neither for the model's own")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run leaves what it makes."""
+        return Path(self.resume).parent if self.resume else Path(self.output or "runs/train")
 
     @property
     def base_lr(self) -> float:

@@ -9,11 +9,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from vision_attn.models.registry import config_of
-from vision_attn.training.data import DataError, Source, open_data
+from vision_attn.training.data import Source, open_data
+from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.loop import Result, Run
 from vision_attn.training.network import build_network
+from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
 __all__ = ["train"]
@@ -43,22 +44,24 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
     log = say if accelerator.is_main_process else (lambda line: None)
     set_seed(settings.seed)
 
-    source = open_data(settings, train=False)
-    train_source = None if settings.test_only else open_data(settings, train=True)
-    if train_source is not None:
-        check_halves(train_source, source, settings, accelerator.num_processes)
+    with accelerator.main_process_first():  # what is downloaded is downloaded once
+        source = open_data(settings, train=False)
+        train_source = None if settings.test_only else open_data(settings, train=True)
+        if train_source is not None:
+            check_halves(train_source, source)
+            check_batch(settings.batch_size, len(train_source), accelerator.num_processes)
+            if not (settings.resume or settings.overwrite):
+                RunFolder(settings.folder).refuse_another_run()
+        network = build_network(settings, source, log)
 
-    network = build_network(settings, source, log)
-    model = network.model
-    model.to(accelerator.device)
+    model = network.model.to(accelerator.device)
     if settings.channels_last:
         model.to(memory_format=torch.channels_last)
-    config = config_of(model)
-    mean, std = settings.mean or config["mean"], settings.std or config["std"]
-    normalize = Normalize(mean, std, source.channels).to(accelerator.device)
+    normalize = Normalize(network.mean, network.std, source.channels).to(accelerator.device)
     log(
         f"{settings.model}: {network.parameters:,} parameters, {len(source.classes)} classes, images of "
-        f"{'×'.join(map(str, network.size))}, mean {rounded(mean)}, std {rounded(std)}, on {accelerator.device}"
+        f"{'×'.join(map(str, network.size))}, mean {rounded(network.mean)}, std {rounded(network.std)}, "
+        f"on {accelerator.device}"
     )
 
     data = source.read(network.size).to(accelerator.device)
@@ -69,8 +72,6 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         return Result(network, model, normalize, final=score, best=score, seconds=0.0)
     train_data = train_source.read(network.size).to(accelerator.device)
     log(f"training: {len(train_data):,} images of {train_source.name}")
-    if len(train_data) < settings.batch_size:
-        raise ValueError(f"batch_size must be at most the {len(train_data)} training images; got {settings.batch_size}")
     return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go()
 
 
@@ -80,23 +81,31 @@ def make_accelerator(settings: Settings) -> Accelerator:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
-    AcceleratorState._reset_state()
-    return Accelerator(
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    accelerator = Accelerator(
         cpu=settings.device == "cpu",
         mixed_precision="bf16" if settings.amp else "no",
         log_with="tensorboard" if settings.tensorboard else None,
-        project_dir=settings.output if settings.tensorboard else None,
+        project_dir=settings.folder if settings.tensorboard else None,
     )
+    if settings.device not in (None, accelerator.device.type):
+        raise ValueError(f"device must be {accelerator.device.type}, as the launcher chose it; got {settings.device!r}")
+    return accelerator
 
 
-def check_halves(train: Source, evaluation: Source, settings: Settings, processes: int) -> None:
+def check_halves(train: Source, evaluation: Source) -> None:
     if train.classes != evaluation.classes:
         only = sorted(set(train.classes) ^ set(evaluation.classes))
         raise DataError(
             f"{train.name} and {evaluation.name} hold other classes; in one of them only: {', '.join(only[:6])}"
         )
-    if settings.batch_size % processes:
-        raise ValueError(f"batch_size must be a multiple of the {processes} processes; got {settings.batch_size}")
+
+
+def check_batch(batch_size: int, images: int, processes: int) -> None:
+    if batch_size > images:
+        raise ValueError(f"batch_size must be at most the {images} training images; got {batch_size}")
+    if batch_size % processes:
+        raise ValueError(f"batch_size must be a multiple of the {processes} processes; got {batch_size}")
 
 
 def rounded(values: Sequence[float]) -> str:
