@@ -121,6 +121,7 @@ def bad_checkpoint(kind, path):
     [
         ("truncated", "is truncated or no checkpoint"),
         ("another architecture", "does not fit the model CifarResNet, nothing was loaded."),
+        ("another architecture", "Its keys are those of --model resnet20_a."),
         ("another class count", "trained for 7 classes and the model has 3"),
         ("runs code", "asks to run 'posix.system' on loading, and was not loaded"),
         ("missing", "there is no such checkpoint file"),

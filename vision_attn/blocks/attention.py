@@ -11,8 +11,9 @@ from vision_attn.patterns import resolve_pattern
 __all__ = ["Attention2d", "check_count"]
 
 # Calls that look at sizes and formats: torch.fx traces the block as one graph with these as nodes of it.
-for name in ("attend", "check_map", "in_format_of"):
-    torch.fx.wrap(name)
+torch.fx.wrap("attend")
+torch.fx.wrap("check_map")
+torch.fx.wrap("in_format_of")
 
 
 class Attention2d(nn.Module):

@@ -167,5 +167,5 @@ def advise(report: LoadReport) -> str:
             f'keep a new head with fresh=["{head}.*"] (on the command line: --reset-head).'
         )
     else:
-        lines.append("If it is the right file for this model, strict=False loads what fits and reports the rest.")
+        lines.append("If it is the right file for this model, load_checkpoint with strict=False loads what fits.")
     return "\n".join(lines)

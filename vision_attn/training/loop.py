@@ -89,7 +89,7 @@ class Run:
         self.epoch = 0
         self.rows: list[dict[str, object]] = []
         self.best: Evaluation | None = None
-        self.seconds = 0.0
+        self.seconds = self.epoch_seconds = 0.0
 
     def go(self) -> Result:
         settings = self.settings

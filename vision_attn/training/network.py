@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import timm
 import torch
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d
-from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint
-from vision_attn.insertion import InsertionReport, insert_, quiet_eval
+from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights
+from vision_attn.checkpoints.read import shorten
+from vision_attn.insertion import CHILD, InsertionReport, insert_, quiet_eval
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
@@ -67,7 +69,13 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
         classifier = config["classifier"]
         heads = [classifier] if isinstance(classifier, str) else list(classifier)
         fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
-        say(str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh)))
+        try:
+            say(str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh)))
+        except CheckpointError as error:
+            fitting = networks_of(settings.weights)
+            if not fitting or settings.model in fitting:
+                raise
+            raise CheckpointError(f"{error}\nIts keys are those of --model {' or '.join(fitting)}.") from error
         notes = notes_of(settings, source)
     try_out(model, settings.model, (1, source.channels, *size))
     return Network(
@@ -79,6 +87,20 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     )
 
 
+def networks_of(weights: str) -> list[str]:
+    """The networks of our own zoo whose keys a checkpoint has: two families circulate under one name."""
+    try:
+        _, found = read_weights(weights)
+    except CheckpointError:
+        return []
+    given = {key for key in found if not key.endswith("num_batches_tracked") and f".{CHILD}." not in key}
+    return [
+        name
+        for name in timm.list_models(module="cifar_resnet")
+        if given == {key for key in timm.create_model(name).state_dict() if not key.endswith("num_batches_tracked")}
+    ]
+
+
 def notes_of(settings: Settings, source: Source) -> Mapping[str, Any]:
     """What a checkpoint of one of our runs says of its images, if the file is one and its classes are the data's."""
     assert settings.weights is not None
@@ -88,7 +110,7 @@ def notes_of(settings: Settings, source: Source) -> Mapping[str, Any]:
         return {}
     if not settings.reset_head and notes["classes"] != list(source.classes):
         raise CheckpointError(
-            f"{settings.weights} was trained for the classes {shorten(notes['classes'])}; the data has "
+            f"{settings.weights} was trained for the classes {shorten(tuple(notes['classes']))}; the data has "
             f"{shorten(source.classes)}: name the folders alike, or begin a new classifier with --reset-head"
         )
     return notes
@@ -102,10 +124,6 @@ def try_out(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
     except Exception as error:
         size = "×".join(map(str, shape[2:]))
         raise ValueError(f"model: {name!r} does not run on images of {size} ({error}): see --img-size") from error
-
-
-def shorten(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f", … ({len(names) - 6} more)" if len(names) > 6 else "")
 
 
 def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -> InsertionReport:
