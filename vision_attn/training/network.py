@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,29 +62,34 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
         say(str(inserted))
-    config = config_of(model)
-    notes: Mapping[str, Any] = {}
+    statistics = config_of(model)
     if settings.weights:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        classifier = config["classifier"]
-        heads = [classifier] if isinstance(classifier, str) else list(classifier)
-        fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
-        try:
-            say(str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh)))
-        except CheckpointError as error:
-            fitting = networks_of(settings.weights)
-            if not fitting or settings.model in fitting:
-                raise
-            raise CheckpointError(f"{error}\nIts keys are those of --model {' or '.join(fitting)}.") from error
-        notes = notes_of(settings, source)
+        say(load_weights(model, settings))
+        statistics = notes_of(settings, source) or statistics
     try_out(model, settings.model, (1, source.channels, *size))
     return Network(
         model,
         size,
-        mean=settings.mean or tuple(notes.get("mean", config["mean"])),
-        std=settings.std or tuple(notes.get("std", config["std"])),
+        mean=settings.mean or tuple(statistics["mean"]),
+        std=settings.std or tuple(statistics["std"]),
         inserted=inserted,
     )
+
+
+def load_weights(model: nn.Module, settings: Settings) -> str:
+    """Load the checkpoint that settings name; returns the report."""
+    assert settings.weights is not None
+    classifier = config_of(model)["classifier"]
+    heads = [classifier] if isinstance(classifier, str) else list(classifier)
+    fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
+    try:
+        return str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh))
+    except CheckpointError as error:
+        fitting = networks_of(settings.weights)
+        if not fitting or settings.model in fitting:
+            raise
+        raise CheckpointError(f"{error}\nIts keys are those of --model {' or '.join(fitting)}.") from error
 
 
 def networks_of(weights: str) -> list[str]:
@@ -101,7 +106,7 @@ def networks_of(weights: str) -> list[str]:
     ]
 
 
-def notes_of(settings: Settings, source: Source) -> Mapping[str, Any]:
+def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
     """What a checkpoint of one of our runs says of its images, if the file is one and its classes are the data's."""
     assert settings.weights is not None
     content = read_checkpoint(settings.weights)
