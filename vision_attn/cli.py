@@ -72,7 +72,18 @@ def train(options: argparse.Namespace) -> None:
         field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)
     }
     given.update({name: tuple(value) for name, value in given.items() if isinstance(value, list)})
-    train(Settings(**given))
+    try:
+        train(Settings(**given))
+    finally:
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """A process that ends while its group's threads still run may be aborted by them after its work is done."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def demo(options: argparse.Namespace) -> None:
