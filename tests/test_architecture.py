@@ -15,7 +15,9 @@ PACKAGE = Path(vision_attn.__file__).parent
 ROOMS = (
     "reference",
     "patterns",
+    "equations",
     "attend",
+    "position",
     "blocks",
     "insertion",
     "checkpoints",

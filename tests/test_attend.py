@@ -10,6 +10,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn import reference
 from vision_attn.attend import attend, attention_weights
+from vision_attn.attend.registry import _ATTEND
 
 SHAPES = {
     "square": {"channels": 32, "num_heads": 4, "size": (6, 6), "batch": 2},
@@ -19,6 +20,8 @@ SHAPES = {
     "heads = channels": {"channels": 8, "num_heads": 8, "size": (4, 3), "batch": 2},
     "one token": {"channels": 8, "num_heads": 2, "size": (1, 1), "batch": 3},
 }
+#: FlexAttention has no backward pass on the CPU.
+DIFFERENTIABLE = tuple(impl for impl in va.IMPLS if impl != "flex")
 MASKS = ("none", "bool", "bool by head", "additive", "fully masked rows", "additive fully masked rows")
 
 
@@ -49,6 +52,9 @@ def make_block(shape, dtype):
 
 def forward_and_gradients(block, x, mask, impl):
     """The output, and the gradients of the input and of every parameter, for a fixed random cotangent."""
+    if impl not in DIFFERENTIABLE:
+        with va.use_impl(block, impl), torch.no_grad():
+            return {"output": block(x, mask)}
     x = x.clone().requires_grad_()
     with va.use_impl(block, impl):
         y = block(x, mask)
@@ -61,8 +67,8 @@ def forward_and_gradients(block, x, mask, impl):
 def worst(found, expected):
     """Largest difference, as a share of the largest value where that is above one."""
     return max(
-        float((found[name].double() - value.double()).abs().max() / max(1.0, float(value.abs().max())))
-        for name, value in expected.items()
+        float((value - expected[name].double()).abs().max() / max(1.0, float(expected[name].abs().max())))
+        for name, value in ((name, value.double()) for name, value in found.items())
     )
 
 
@@ -85,7 +91,7 @@ def test_implementations_equal_the_numpy_definition(impl, shape, mask):
     block, x = make_block(SHAPES[shape], torch.float64)
     mask = make_mask(mask, len(x), block.num_heads, x[0, 0].numel())
     state = {key: value.numpy() for key, value in block.state_dict().items()}
-    expected = reference.attention2d(x.numpy(), state, block.num_heads, None if mask is None else mask.numpy())
+    expected = reference.attention_map(x.numpy(), state, block.num_heads, mask=None if mask is None else mask.numpy())
     with va.use_impl(block, impl), torch.no_grad():
         found = block(x, mask).numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
@@ -98,11 +104,11 @@ def test_bfloat16_is_within_its_rounding_of_float32(impl, mask):
     mask = make_mask(mask, len(x), block.num_heads, x[0, 0].numel(), torch.bfloat16)
     found = forward_and_gradients(block, x, mask, impl)
     mask = mask.float() if mask is not None and mask.dtype != torch.bool else mask
-    expected = forward_and_gradients(block.float(), x.float(), mask, impl)
-    for name, value in expected.items():
-        assert found[name].dtype == torch.bfloat16
+    expected = forward_and_gradients(block.float(), x.float(), mask, "bmm")
+    for name, value in found.items():
+        assert value.dtype == torch.bfloat16
         # Every value on the way is rounded to eight bits once or twice.
-        assert (found[name].float() - value).abs().max() <= 4 * 2**-8 * value.abs().max(), name
+        assert (value.float() - expected[name]).abs().max() <= 4 * 2**-8 * expected[name].abs().max(), name
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,12 +131,12 @@ def test_any_shape_equals_the_numpy_definition(impl, batch, heads, width, height
         x = x.contiguous(memory_format=torch.channels_last)
     mask = make_mask(mask, batch, heads, height * columns)
     state = {key: value.numpy() for key, value in block.state_dict().items()}
-    expected = reference.attention2d(x.numpy(), state, heads, None if mask is None else mask.numpy())
+    expected = reference.attention_map(x.numpy(), state, heads, mask=None if mask is None else mask.numpy())
     with torch.no_grad():
         np.testing.assert_allclose(block(x, mask).numpy(), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", DIFFERENTIABLE)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_are_those_of_finite_differences(impl, masked):
     torch.manual_seed(0)
@@ -153,11 +159,13 @@ def test_the_block_is_torchs_multihead_attention_on_tokens(impl):
     allowed = make_mask("bool by head", 2, 3, 15)
     tokens = x.flatten(2).mT
     expected, weights = theirs(tokens, tokens, tokens, attn_mask=~allowed.flatten(0, 1), average_attn_weights=False)
-    torch.testing.assert_close(block(x, allowed), expected.mT.unflatten(2, (3, 5)), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        found = block(x, allowed)
+    torch.testing.assert_close(found, expected.mT.unflatten(2, (3, 5)), rtol=0, atol=1e-12)
     torch.testing.assert_close(block.attention_weights(x, allowed), weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", DIFFERENTIABLE)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_a_fully_masked_query_gives_zeros_and_finite_gradients(impl, dtype, kind):
@@ -194,7 +202,7 @@ def test_half_precision_holds_logits_that_it_cannot_itself(impl, dtype):
     assert attend(q, k, v, impl=impl, scale=1.0).flatten().tolist() == [expected, expected]
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", DIFFERENTIABLE)
 def test_an_additive_mask_has_a_gradient(impl):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
@@ -215,7 +223,7 @@ def test_dropout_drops_the_same_weights_in_the_implementations_that_hold_them():
     torch.testing.assert_close(outputs[2], outputs[0])
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", DIFFERENTIABLE)
 def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
     torch.manual_seed(0)
     block = va.Attention2d(8, 2, impl=impl, attn_drop=0.3)
@@ -230,7 +238,7 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", DIFFERENTIABLE)
 def test_dropping_every_weight_leaves_nothing(impl, probability):
     q = k = v = torch.ones(1, 1, 3, 2)
     y = attend(q, k, v, impl=impl, dropout=probability)
@@ -263,7 +271,7 @@ def test_a_mask_fits_by_broadcasting_or_is_refused(mask, message):
     x = torch.randn(2, 8, 3, 3)
     if message is None:
         for impl in va.IMPLS:
-            with va.use_impl(block, impl):
+            with va.use_impl(block, impl), torch.no_grad():
                 torch.testing.assert_close(block(x, mask), block(x))
         return
     with pytest.raises(ValueError, match=message):
@@ -272,7 +280,7 @@ def test_a_mask_fits_by_broadcasting_or_is_refused(mask, message):
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
     q = torch.ones(1, 1, 1, 1)
-    with pytest.raises(ValueError, match="impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'; got 'flash'"):
+    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex'.*; got 'flash'"):
         attend(q, q, q, impl="flash")
 
 
@@ -304,3 +312,80 @@ def test_a_large_finite_mask_value_is_not_minus_infinity(impl, dtype, lowest):
     y = attend(q, k, v, impl=impl, mask=mask)
     torch.testing.assert_close(y[0, 0, 0], v.float().mean((0, 1, 2)).to(dtype), rtol=0.02, atol=0.01)
     torch.testing.assert_close(y[0, 0, 1], v[0, 0, 0])
+
+
+def test_flex_refuses_by_name_what_it_cannot_do():
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="impl='flex' has no backward pass on the CPU: use impl='sdpa'"):
+        attend(q, q, q, impl="flex")
+    with pytest.raises(ValueError, match=r"attn_drop must be 0 with impl='flex'.*got 0.5: use impl='sdpa'"):
+        attend(q.detach(), q.detach(), q.detach(), impl="flex", dropout=0.5)
+    with pytest.raises(ValueError, match="attn_drop must be 0 with impl='flex'"):
+        va.Attention2d(8, 2, impl="flex", attn_drop=0.1)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, q, q, impl="flex"), attend(q, q, q))
+
+
+def test_flex_gives_zeros_for_a_fully_masked_query():
+    q = torch.randn(2, 2, 6, 4)
+    allowed = torch.ones(6, 6, dtype=torch.bool)
+    allowed[[0, 3]] = False
+    y = attend(q, q, q, impl="flex", mask=allowed)
+    assert (y[:, :, [0, 3]] == 0).all()
+    assert (y[:, :, [1, 2, 4, 5]] != 0).all()
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_causal_attention_is_torchs(impl):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 4, dtype=torch.float64) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attend(q, k, v, impl=impl, causal=True), expected, rtol=0, atol=1e-12)
+    allowed = torch.rand(2, 1, 7, 7) < 0.7
+    expected = attend(q, k, v, impl="bmm", mask=allowed & torch.ones(7, 7, dtype=torch.bool).tril())
+    torch.testing.assert_close(attend(q, k, v, impl=impl, mask=allowed, causal=True), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_shared_heads_are_torchs_grouped_heads(impl):
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 5, 4, dtype=torch.float64)
+    k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64) for _ in range(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, impl=impl), expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="q must have a multiple of the heads of k and v; got 6 and 4"):
+        attend(q, torch.randn(2, 4, 5, 4), torch.randn(2, 4, 5, 4), impl=impl)
+
+
+@pytest.fixture
+def registered():
+    """A further implementation, forgotten after the test."""
+
+    def twice(q, k, v, *, scale, mask, causal, dropout):
+        return 2 * attend(q, k, v, impl="bmm", scale=scale, mask=mask, causal=causal, dropout=dropout)
+
+    va.register_impl("twice", twice)
+    yield "twice"
+    del _ATTEND["twice"]
+
+
+def test_an_implementation_from_outside_is_available_to_every_block(registered):
+    model = torch.nn.Sequential(va.Attention2d(8, 2), va.AttentionBlock2d(8, 2, pattern=va.Window(2), gate_init=1.0))
+    assert va.set_impl(model, registered) == 2
+    block, x = model[0], torch.randn(1, 8, 3, 3)
+    torch.nn.init.zeros_(block.proj.bias)
+    found = block(x)
+    va.set_impl(model, "bmm")
+    torch.testing.assert_close(found, 2 * block(x))
+
+
+@pytest.mark.parametrize("name", ["", "bmm", None])
+def test_a_registered_name_must_be_new(name):
+    with pytest.raises(ValueError, match=r"name must be a new one, none of 'einx', 'bmm'.*; got"):
+        va.register_impl(name, lambda q, k, v, **options: v)
+
+
+def test_a_registered_function_must_take_the_arguments():
+    with pytest.raises(ValueError, match=r"function must take \(q, k, v, \*, scale, mask, causal, dropout\); got"):
+        va.register_impl("short", lambda q, k, v: v)
+    assert "short" not in _ATTEND

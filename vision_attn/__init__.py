@@ -18,30 +18,58 @@ Importing this package is light: einx, timm, matplotlib and accelerate are loade
 
 import importlib
 
-from vision_attn.attend import IMPLS
-from vision_attn.blocks import Attention2d, AttentionBlock2d, ConvBlock2d, set_impl, use_impl
+from vision_attn.attend import IMPLS, register_impl
+from vision_attn.blocks import (
+    Attention1d,
+    Attention2d,
+    Attention3d,
+    AttentionBlock2d,
+    AugmentedConv2d,
+    ConvBlock2d,
+    LinearAttention2d,
+    TransformerBlock2d,
+    set_impl,
+    use_impl,
+)
 from vision_attn.capture import AttentionMap, capture
 from vision_attn.checkpoints import CheckpointError, LoadReport, load_checkpoint
 from vision_attn.insertion import InsertionReport, SiteError, insert_, inserted, remove_
+from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
+from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
 __version__ = "0.1.0"
 
 __all__ = [
     "IMPLS",
+    "Attention1d",
     "Attention2d",
+    "Attention3d",
     "AttentionBlock2d",
     "AttentionMap",
+    "AugmentedConv2d",
     "CheckpointError",
+    "ConditionalPos",
     "ConvBlock2d",
+    "Grid",
     "InsertionReport",
+    "LinearAttention2d",
     "LoadReport",
+    "Neighborhood",
+    "Pattern",
+    "RelPosDecomposed",
+    "RelPosTable",
+    "Rope2d",
+    "SinCos",
     "SiteError",
+    "TransformerBlock2d",
+    "Window",
     "capture",
     "figures",
     "insert_",
     "inserted",
     "load_checkpoint",
     "models",
+    "register_impl",
     "remove_",
     "set_impl",
     "training",

@@ -60,7 +60,7 @@ def capture(
         )
     if queries is not None and not len(queries):
         raise ValueError("queries must be points (y, x) of the image, or None for every cell; got none")
-    modules = attention_modules(model)
+    modules = {path: module for path, module in attention_modules(model).items() if isinstance(module, Attention2d)}
     if not modules:
         raise ValueError(
             f"model has no Attention2d to capture: {type(model).__name__} holds none; insert one with insert_(model, …)"
@@ -86,6 +86,7 @@ def capture(
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         x = args[0] if args else kwargs["x"]
         mask = args[1] if len(args) > 1 else kwargs.get("mask")
+        context = args[2] if len(args) > 2 else kwargs.get("context")
         rows, columns = x.shape[2:]
         if queries is None:
             cells = [(row, column) for row in range(rows) for column in range(columns)]
@@ -93,8 +94,9 @@ def capture(
             cells = [(int(y * rows / image_size[0]), int(x * columns / image_size[1])) for y, x in queries]
         tokens = torch.tensor([row * columns + column for row, column in cells], device=x.device)
         with torch.no_grad():
-            weights = module.attention_weights(x, mask, tokens)
-        maps[paths[module]] = AttentionMap(weights.unflatten(-1, (rows, columns)), tuple(cells), image_size)
+            weights = module.attention_weights(x, mask, tokens, context)
+        weights = weights.unflatten(-1, module.keys_size(x, context))
+        maps[paths[module]] = AttentionMap(weights, tuple(cells), image_size)
 
     handles = [model.register_forward_pre_hook(remember_image, with_kwargs=True)]
     handles += [module.register_forward_hook(record, with_kwargs=True) for module in paths]

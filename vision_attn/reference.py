@@ -1,13 +1,32 @@
 """What the block computes, written once in NumPy: the definition that every implementation is tested against.
 
-It imports nothing of ours, works in float64, and is slow on purpose: one image and one head at a time.
+It imports nothing of ours, works in float64, and is slow on purpose: one image, one head and every pair of positions at
+a time. A pattern is a relation for each axis of the map; a pair of positions is in it if every axis says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["attention", "attention2d", "conv1x1", "softmax"]
+__all__ = [
+    "Relation",
+    "alike",
+    "along",
+    "attention",
+    "attention_map",
+    "conv1x1",
+    "grid",
+    "neighborhood",
+    "softmax",
+    "stretched",
+    "window",
+]
+
+
+# --- attention between tokens -----------------------------------------------------------------------------------------
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -46,55 +65,246 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: n
     return softmax(logits) @ v
 
 
+# --- patterns: for each axis, which places see each other and how far apart they are ----------------------------------
+
+
+class Relation(NamedTuple):
+    """Along one axis of the map."""
+
+    allowed: np.ndarray  # (query, key): whether they see each other
+    offset: np.ndarray  # (query, key): key less query, in steps of the pattern
+    extent: int  # how many places a group has
+
+
+def along(length: int) -> Relation:
+    """Every place sees every place of the axis.
+
+    >>> along(3).offset[0].tolist()
+    [0, 1, 2]
+    """
+    place = np.arange(length)
+    return Relation(np.ones((length, length), bool), place[None, :] - place[:, None], length)
+
+
+def alike(length: int, every: int | None = None) -> Relation:
+    """A place sees itself only; with ``every``, the places that leave the same remainder.
+
+    >>> alike(4, every=2).allowed[0].tolist()
+    [True, False, True, False]
+    """
+    place = np.arange(length)
+    kind, step = (place, place * 0) if every is None else (place % every, place // every)
+    return Relation(kind[None, :] == kind[:, None], step[None, :] - step[:, None], int(step.max()) + 1)
+
+
+def window(length: int, side: int, shift: int = 0) -> Relation:
+    """Windows of ``side`` places, the first whole one at ``shift``; no shift where one window holds the axis.
+
+    >>> window(5, 2, shift=1).allowed[1].tolist()
+    [False, True, True, False, False]
+    """
+    place = np.arange(length)
+    number = (place - (shift if length > side else 0)) // side
+    return Relation(number[None, :] == number[:, None], place[None, :] - place[:, None], side)
+
+
+def grid(length: int, side: int) -> Relation:
+    """Places that lie apart by as many steps as make ``side`` of them fill the axis.
+
+    >>> grid(6, 2).allowed[1].tolist()
+    [False, True, False, False, True, False]
+    """
+    steps = -(-length // side)
+    place = np.arange(length)
+    remainder, number = place % steps, place // steps
+    return Relation(remainder[None, :] == remainder[:, None], number[None, :] - number[:, None], side)
+
+
+def neighborhood(length: int, kernel: int, dilation: int = 1) -> Relation:
+    """The ``kernel`` places around each, ``dilation`` apart, shifted at the ends so that they lie on the axis.
+
+    >>> neighborhood(5, 3).allowed[0].tolist()
+    [True, True, True, False, False]
+    """
+    allowed = np.zeros((length, length), bool)
+    for query in range(length):
+        keys = np.arange(query % dilation, length, dilation)
+        first = min(max(query // dilation - kernel // 2, 0), max(len(keys) - kernel, 0))
+        allowed[query, keys[first : first + kernel]] = True
+    place = np.arange(length) // dilation
+    return Relation(allowed, place[None, :] - place[:, None], kernel)
+
+
+# --- position terms ---------------------------------------------------------------------------------------------------
+
+
+def stretched(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
+    """A table by offset, for groups of another extent: its ends and its middle stay, what is between is linear.
+
+    >>> stretched(np.array([0.0, 2.0, 4.0]), 3).tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    reach = (table.shape[axis] - 1) / 2
+    offsets = np.arange(1 - extent, extent) * (reach / (extent - 1) if extent > 1 else 0.0)
+    return np.apply_along_axis(lambda values: np.interp(offsets, np.arange(len(values)) - reach, values), axis, table)
+
+
+def turned(q: np.ndarray, places: np.ndarray, temperature: float) -> np.ndarray:
+    """Rotary positions: pairs of ``(i, d)`` as complex numbers, turned by the place ``(axes, i)`` of each token."""
+    pairs = q[:, 0::2] + 1j * q[:, 1::2]
+    each = pairs.shape[1] // len(places)
+    speed = temperature ** -(np.arange(each) / each)
+    angles = np.concatenate([place[:, None] * speed for place in places], axis=1)
+    pairs = pairs * np.exp(1j * angles)
+    return np.stack([pairs.real, pairs.imag], axis=-1).reshape(q.shape)
+
+
+def waves(channels: int, places: np.ndarray, temperature: float) -> np.ndarray:
+    """Sines and cosines of every place ``(axes, i)``, ``(channels, i)``."""
+    each = channels // (2 * len(places))
+    speed = temperature ** -(np.arange(each) / each)
+    angles = np.concatenate([speed[:, None] * place for place in places])
+    return np.concatenate([np.sin(angles), np.cos(angles)])
+
+
+def depthwise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """A convolution of each channel of a map by itself, with zeros around the map."""
+    reach = [side // 2 for side in weight.shape[2:]]
+    padded = np.pad(x, [(0, 0), *((by, by) for by in reach)])
+    y = np.zeros_like(x)
+    for tap in np.ndindex(*weight.shape[2:]):
+        part = padded[(slice(None), *(slice(at, at + length) for at, length in zip(tap, x.shape[1:], strict=True)))]
+        y += weight[(slice(None), 0, *tap)].reshape(-1, *(1,) * len(reach)) * part
+    return y + bias.reshape(-1, *(1,) * len(reach))
+
+
+# --- the block --------------------------------------------------------------------------------------------------------
+
+
 def conv1x1(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """A 1×1 convolution of one map ``(c, h, w)``: the same linear layer at every position.
 
     >>> conv1x1(np.ones((2, 4, 5)), np.ones((3, 2, 1, 1)), None).shape
     (3, 4, 5)
     """
-    y = np.tensordot(weight[:, :, 0, 0], x, axes=1)
-    return y if bias is None else y + bias[:, None, None]
+    y = np.tensordot(weight.reshape(weight.shape[:2]), x, axes=1)
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def attention2d(
+def attention_map(
     x: np.ndarray,
     state: dict[str, np.ndarray],
     num_heads: int,
-    mask: np.ndarray | None = None,
+    *,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    num_kv_heads: int | None = None,
     scale: float | None = None,
+    mask: np.ndarray | None = None,
+    causal: bool = False,
+    pattern: Sequence[Relation] | None = None,
+    position: str | None = None,
+    feat_size: Sequence[int] | None = None,
+    temperature: float = 10000.0,
 ) -> np.ndarray:
     """The block of :class:`vision_attn.Attention2d` on a batch of maps, from its state dict.
 
     Args:
-        x: maps, ``(b, c, h, w)``.
-        state: ``qkv.weight, qkv.bias, proj.weight, proj.bias`` (biases optional).
+        x: maps, ``(b, c, h, w)``, or with one axis or three.
+        state: ``qkv.weight, proj.weight`` and, where the block has them, ``qkv.bias, proj.bias, q_norm.*, k_norm.*,
+            gate.*, position.*``.
         num_heads: number of heads.
+        key_dim: width of queries and keys in a head; ``c / heads`` when None.
+        value_dim: width of values in a head; ``c / heads`` when None.
+        num_kv_heads: number of heads of keys and values; ``num_heads`` when None.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None.
         mask: broadcastable to ``(b, heads, tokens, tokens)``; bool (True = may attend) or additive.
-        scale: factor on the logits; ``head_dim ** -0.5`` when None.
+        causal: whether a position sees no later one.
+        pattern: a relation for each axis; every position sees every other when None.
+        position: ``"decomposed"``, ``"table"``, ``"rotary"``, ``"waves"``, ``"convolution"`` or None.
+        feat_size: for each axis, how many places a table of relative positions is for, or over how many rotary
+            positions are measured; as many as there are when None.
+        temperature: of rotary positions and of waves.
 
     Returns:
-        ``(b, c, h, w)`` in float64.
+        ``(b, out, h, w)`` in float64.
 
     >>> state = {"qkv.weight": np.ones((12, 4, 1, 1)), "proj.weight": np.ones((4, 4, 1, 1))}
-    >>> attention2d(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
+    >>> attention_map(np.ones((2, 4, 3, 5)), state, num_heads=2).shape
     (2, 4, 3, 5)
     """
     x = x.astype(np.float64)
     state = {key: value.astype(np.float64) for key, value in state.items()}
-    b, c, h, w = x.shape
-    d = c // num_heads
+    b, c, *size = x.shape
+    n, m = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    d, e = c // n if key_dim is None else key_dim, c // n if value_dim is None else value_dim
     scale = d**-0.5 if scale is None else scale
+    places = np.indices(size).reshape(len(size), -1)
+    tokens = places.shape[1]
+    pattern = [along(length) for length in size] if pattern is None else pattern
+    # One entry for each pair of positions, (axes, query, key) and (query, key).
+    offsets = np.stack([axis.offset[place][:, place] for axis, place in zip(pattern, places, strict=True)])
+    allowed = np.all([axis.allowed[place][:, place] for axis, place in zip(pattern, places, strict=True)], axis=0)
+    if causal:
+        allowed &= np.tri(tokens, dtype=bool)
     if mask is not None:
-        mask = np.broadcast_to(mask, (b, num_heads, h * w, h * w))
+        mask = np.broadcast_to(mask, (b, n, tokens, tokens))
+
+    def norm(tokens_of_head: np.ndarray, name: str) -> np.ndarray:
+        if f"{name}.weight" not in state:
+            return tokens_of_head
+        y = tokens_of_head - tokens_of_head.mean(1, keepdims=True)
+        y = y / np.sqrt((y**2).mean(1, keepdims=True) + 1e-5)
+        return y * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    def bias_of(q: np.ndarray, head: int) -> np.ndarray:
+        """What the term of positions adds to the logits of a head."""
+        bias = np.zeros((tokens, tokens))
+        if position == "decomposed":
+            for axis, name in enumerate(("depth", "height", "width")[-len(size) :]):
+                if f"position.{name}_rel" in state:
+                    extent = pattern[axis].extent
+                    table = stretched(state[f"position.{name}_rel"], extent)
+                    row = np.clip(offsets[axis], 1 - extent, extent - 1) + extent - 1
+                    bias += np.take_along_axis(q @ table.T, row, axis=1)
+        if position == "table":
+            table = state["position.relative_position_bias_table"][:, head]
+            extents = [axis.extent for axis in pattern]
+            table = table.reshape([2 * extent - 1 for extent in (extents if feat_size is None else feat_size)])
+            for axis, extent in enumerate(extents):
+                table = stretched(table, extent, axis)
+            row = [np.clip(-o, 1 - extent, extent - 1) + extent - 1 for o, extent in zip(offsets, extents, strict=True)]
+            bias += table[tuple(row)]
+        return bias
 
     out = []
     for image in range(b):
-        qkv = conv1x1(x[image], state["qkv.weight"], state.get("qkv.bias"))
+        one = x[image]
+        if position == "waves":
+            one = one + waves(c, places, temperature).reshape(one.shape)
+        if position == "convolution":
+            one = one + depthwise(one, state["position.conv.weight"], state["position.conv.bias"])
+        # The channels of the projection are ordered [heads·d, kv_heads·d, kv_heads·e], the tokens row by row.
+        qkv = conv1x1(one, state["qkv.weight"], state.get("qkv.bias")).reshape(-1, tokens)
+        queries, keys, values = (
+            part.reshape(-1, width, tokens).transpose(0, 2, 1)
+            for part, width in zip(np.split(qkv, [n * d, (n + m) * d]), (d, d, e), strict=True)
+        )
         heads = []
-        for head in range(num_heads):
-            # The channels of the projection are ordered (qkv, heads, head_dim), the tokens row by row.
-            q, k, v = (qkv[part * c + head * d : part * c + (head + 1) * d].reshape(d, h * w).T for part in range(3))
-            y = attention(q, k, v, scale, None if mask is None else mask[image, head])
-            heads.append(y.T.reshape(d, h, w))
-        out.append(conv1x1(np.concatenate(heads), state["proj.weight"], state.get("proj.bias")))
+        for head in range(n):
+            shared = head // (n // m)
+            q, k = norm(queries[head], "q_norm"), norm(keys[shared], "k_norm")
+            if position == "rotary":
+                measured = places * (np.ones(len(size)) if feat_size is None else np.divide(feat_size, size))[:, None]
+                q, k = turned(q, measured, temperature), turned(k, measured, temperature)
+            bias = bias_of(q, head)
+            if mask is not None:
+                given = mask[image, head]
+                bias = np.where(given, bias, -np.inf) if given.dtype == bool else bias + given
+            y = attention(q, k, values[shared], scale, np.where(allowed, bias, -np.inf))
+            heads.append(y.T)
+        y = np.concatenate(heads).reshape(n * e, *size)
+        if "gate.weight" in state:
+            y = y / (1 + np.exp(-conv1x1(x[image], state["gate.weight"], state.get("gate.bias"))))
+        out.append(conv1x1(y, state["proj.weight"], state.get("proj.bias")))
     return np.stack(out)

@@ -1,22 +1,335 @@
-"""Attention as a module: 1×1 projections around an implementation."""
+"""Attention as a module: 1×1 projections around a pattern, a position term and an implementation."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attend import attend, attention_weights, check_impl
-from vision_attn.patterns import resolve_pattern
+from vision_attn.attend import attend, attention_weights, check_impl, without_later_keys
+from vision_attn.attend.masks import check_mask
+from vision_attn.blocks.grouping import mask_of_groups, weights_on_map
+from vision_attn.blocks.maps import (
+    channels_innermost,
+    check_count,
+    check_divides,
+    check_flag,
+    check_map,
+    check_probability,
+    check_scale,
+    in_format_of,
+)
+from vision_attn.patterns import (
+    Specification,
+    heads_apart_bmm,
+    heads_apart_einx,
+    heads_bmm,
+    heads_einx,
+    join_bmm,
+    join_einx,
+    resolve_pattern,
+)
+from vision_attn.position import CONVOLUTIONS, BlockShape
+from vision_attn.position import Specification as Position
 
-__all__ = ["Attention2d", "check_count"]
+__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
 
-# Calls that look at sizes and formats: torch.fx traces the block as one graph with these as nodes of it.
-torch.fx.wrap("attend")
-torch.fx.wrap("check_map")
+#: By how many axes a map has: the functions that go with its convolution.
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+# torch.fx traces these as one node each: what they do inside depends on the size and the format of the map.
+torch.fx.wrap("attend_map")
 torch.fx.wrap("in_format_of")
 
 
-class Attention2d(nn.Module):
+class Attention(nn.Module):
+    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are; the last but one documents it."""
+
+    rank: int
+    check_impl = staticmethod(check_impl)
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        impl: str = "sdpa",
+        pattern: str | Specification = "full",
+        position: Position | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        out_channels: int | None = None,
+        context_channels: int | None = None,
+        scale: float | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        kv_stride: int = 1,
+        causal: bool = False,
+        output_gate: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "channels": channels,
+            "num_heads": num_heads,
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+            "num_kv_heads": num_kv_heads,
+            "out_channels": out_channels,
+            "context_channels": context_channels,
+            "kv_stride": kv_stride,
+        }
+        for name, count in counts.items():
+            if count is not None or name in ("channels", "num_heads", "kv_stride"):
+                check_count(name, count)  # type: ignore[arg-type]
+        flags = {
+            "qkv_bias": qkv_bias,
+            "proj_bias": proj_bias,
+            "qk_norm": qk_norm,
+            "causal": causal,
+            "output_gate": output_gate,
+        }
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        check_probability("attn_drop", attn_drop)
+        check_probability("proj_drop", proj_drop)
+        check_scale(scale)
+        check_impl(impl)
+        if impl == "flex" and attn_drop:
+            raise ValueError(f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {attn_drop}")
+        if key_dim is None or value_dim is None:
+            check_divides("num_heads", num_heads, "channels", channels)
+        self.channels = channels
+        self.num_heads = n = num_heads
+        self.num_kv_heads = m = num_heads if num_kv_heads is None else num_kv_heads
+        self.key_dim = d = channels // num_heads if key_dim is None else key_dim
+        self.value_dim = e = channels // num_heads if value_dim is None else value_dim
+        self.out_channels = channels if out_channels is None else out_channels
+        self.context_channels = context_channels
+        check_divides("num_kv_heads", m, "num_heads", n)
+        if causal and (kv_stride > 1 or context_channels is not None):
+            raise ValueError(
+                "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
+                "no order with them"
+            )
+
+        self.impl = impl
+        self.pattern = pattern
+        self.tiling = resolve_pattern(pattern).tiling(self.rank)
+        if kv_stride > 1 and not self.tiling.whole:
+            raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
+        self.scale = d**-0.5 if scale is None else scale
+        self.kv_stride = kv_stride
+        self.causal = causal
+        self.attn_drop = attn_drop
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv = CONVOLUTIONS[self.rank]
+        if context_channels is None:
+            self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
+        else:
+            self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj = conv(n * e, self.out_channels, 1, bias=proj_bias, **factory)
+        self.q_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.k_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
+        self.position = None
+        if position is not None:
+            if not hasattr(position, "build"):
+                raise ValueError(
+                    f"position must be None or a RelPosDecomposed, RelPosTable, Rope2d, ConditionalPos or SinCos; "
+                    f"got {position!r}"
+                )
+            self.position = position.build(BlockShape(channels, n, d, self.tiling), **factory)
+            if self.position.compares_places and (kv_stride > 1 or context_channels is not None):
+                raise ValueError(
+                    f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
+                    "context_channels): use Rope2d, ConditionalPos or SinCos"
+                )
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, keys)``, for the
+                tokens of the whole map, row-major, whatever the pattern.
+            context: maps to take keys and values from, ``(b, context_channels, …)``, or ``(b, c, …)`` where the block
+                has no ``context_channels``; of another size only with ``pattern="full"``. None: from ``x``.
+
+        Returns:
+            ``(b, out_channels, h, w)`` in the memory format of ``x``. A position that may attend to nothing gets
+            ``proj(0)``.
+
+        Raises:
+            ValueError: ``x`` or ``context`` is no batch of such maps, or ``mask`` does not fit.
+        """
+        y = attend_map(self, x, mask, context)
+        return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """How much every query attends to every key, for the map that :meth:`forward` would be given.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`forward`.
+            queries: indices of the tokens to look from, row-major, ``(i,)``; all when None.
+            context: as in :meth:`forward`.
+
+        Returns:
+            ``(b, heads, i, keys)``, float32 or float64, without dropout; zero outside of a query's group.
+
+        >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
+        torch.Size([1, 2, 12, 12])
+        """
+        q, k, _, scale, mask = tokens_of(self, x, mask, context)
+        if self.tiling.whole:
+            if self.causal:
+                mask = without_later_keys(mask, q.shape[2], k.shape[2], q.device)
+            if queries is not None:
+                q = q[:, :, queries]
+                if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+                    mask = mask[..., queries, :]
+            return attention_weights(q, k, scale=scale, mask=mask)
+        causal = self.causal and self.tiling.ordered
+        weights = attention_weights(q, k, scale=scale, mask=mask, causal=causal)
+        return weights_on_map(weights, self.tiling, x.shape[2:], queries)
+
+    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
+        """The size of the map that keys are taken from."""
+        source = x if context is None else context
+        return tuple(-(-length // self.kv_stride) for length in source.shape[2:])
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"
+
+
+def attend_map(block: Attention, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+    """What is attended to, before it is projected, ``(b, heads·value_dim, h, w)``."""
+    q, k, v, scale, mask = tokens_of(block, x, mask, context)
+    y = attend(
+        q,
+        k,
+        v,
+        impl=block.impl,
+        scale=scale,
+        mask=mask,
+        causal=block.causal and block.tiling.ordered,
+        dropout=block.attn_drop if block.training else 0.0,
+    )
+    einx = block.impl == "einx"
+    y = block.tiling.merge(y, x.shape[2:], einx=einx)
+    y = join_einx(y) if einx else join_bmm(y)
+    if block.gate is not None:
+        y = y * torch.sigmoid(block.gate(x))
+    return y
+
+
+def tokens_of(
+    block: Attention, x: Tensor, mask: Tensor | None, context: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:
+    """Queries, keys and values in the groups of the pattern, the scale, and the mask that goes with them."""
+    einx = block.impl == "einx"
+    check_inputs(block, x, context)
+    q, k, v = heads_of(block, x, context)
+    if block.q_norm is not None and block.k_norm is not None:
+        # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
+        q, k = (norm(y.movedim(2, -1)).movedim(-1, 2).to(v.dtype) for norm, y in ((block.q_norm, q), (block.k_norm, k)))
+    position = block.position
+    if position is not None:
+        q, k = position.turn(q, k)
+
+    batch, size, tokens, keys = q.shape[0], q.shape[3:], q[0, 0, 0].numel(), k[0, 0, 0].numel()
+    check_mask(mask, (batch, block.num_heads, tokens, keys))
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    q = block.tiling.split(q, einx=einx)
+    k, v = (block.tiling.split(y, einx=einx, keys=True) for y in (k, v))
+
+    scale, bias = block.scale, None
+    if position is not None and position.compares_places:
+        offsets = block.tiling.offsets(size, x.device)
+        bias = position.bias(offsets)
+        q, k, scale = position.extend(q, k, scale, offsets, einx=einx)
+    mask = mask_of_groups(block.tiling, size, batch, mask=mask, bias=bias, causal=block.causal, device=x.device)
+    return q, k, v, scale, mask
+
+
+def heads_of(block: Attention, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``(b, n, d, *size)``, keys and values ``(b, m, …)`` of the map, or of the map and its context."""
+    sizes = (block.num_heads, block.num_kv_heads, block.key_dim, block.value_dim)
+    einx = block.impl == "einx"
+    x = prepared(block, x)
+    if context is None and block.kv_stride == 1:
+        return (heads_einx if einx else heads_bmm)(block.qkv(x), *sizes)
+    source = x if context is None else prepared(block, context)
+    if block.kv_stride > 1:
+        source = AVERAGE[block.rank](source, block.kv_stride, ceil_mode=True)
+    if block.context_channels is not None:
+        q, kv = block.q(x), block.kv(source)
+    else:  # one projection, its first rows for one map and the others for the other
+        rows = block.num_heads * block.key_dim
+        weight, bias = block.qkv.weight, block.qkv.bias
+        convolve = CONVOLVE[block.rank]
+        q = convolve(x, weight[:rows], None if bias is None else bias[:rows])
+        kv = convolve(source, weight[rows:], None if bias is None else bias[rows:])
+    return (heads_apart_einx if einx else heads_apart_bmm)(q, kv, *sizes)
+
+
+def prepared(block: Attention, x: Tensor) -> Tensor:
+    """The map with its positions, laid out for the implementation."""
+    if block.position is not None:
+        x = block.position.add_to_map(x)
+    # With the channels of a place beside each other a 1×1 convolution is a linear layer on tokens, and q, k and v are
+    # views of what it writes: a fused kernel then reads contiguous heads, which makes it several times faster.
+    return x if block.impl in ("einx", "bmm", "einsum") else channels_innermost(x)
+
+
+def check_inputs(block: Attention, x: Tensor, context: Tensor | None) -> None:
+    check_map("x", x, block.channels, block.rank)
+    if context is None:
+        if block.context_channels is not None:
+            raise ValueError(f"context must be given to a block with context_channels={block.context_channels}")
+        return
+    check_map("context", context, block.context_channels or block.channels, block.rank)
+    if context.shape[0] != x.shape[0]:
+        raise ValueError(f"context must hold as many maps as x, {x.shape[0]}; got {context.shape[0]}")
+    if context.shape[2:] == x.shape[2:]:
+        return
+    if not block.tiling.whole or block.causal or (block.position is not None and block.position.compares_places):
+        raise ValueError(
+            f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a causal "
+            f"mask or with relative positions; got {tuple(context.shape[2:])}"
+        )
+
+
+class Attention1d(Attention):
+    """:class:`Attention2d` for maps with one axis, ``(b, c, w)``, projected by ``Conv1d``.
+
+    >>> Attention1d(64, num_heads=4)(torch.randn(2, 64, 50)).shape
+    torch.Size([2, 64, 50])
+    """
+
+    rank = 1
+
+
+class Attention2d(Attention):
     """Multi-head attention between the positions of a feature map, projected by 1×1 convolutions.
 
     ::
@@ -27,137 +340,57 @@ class Attention2d(nn.Module):
         out     = Conv2d(c, c, 1)(y)
 
     The state dict is ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``
-    whatever the implementation, which may be changed at any time with :func:`set_impl` or :func:`use_impl`.
+    whatever the implementation, which may be changed at any time with :func:`set_impl` or :func:`use_impl`. With other
+    widths the rows are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]``.
 
     Args:
-        channels: channels of the map, in and out; divisible by ``num_heads``.
+        channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
-        impl: the implementation, one of :data:`vision_attn.IMPLS`. They give the same result; ``"sdpa"`` is the fastest
-            and needs memory for the tokens only, the others hold every attention weight.
-        pattern: which positions attend to each other; ``"full"`` is all of them.
-        scale: factor on the logits; ``head_dim ** -0.5`` when None.
+        impl: the implementation, one of :data:`vision_attn.IMPLS` or a registered one. They give the same result;
+            ``"sdpa"`` is the fastest and needs memory for the tokens only, most others hold every attention weight.
+        pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
+            :class:`Grid`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
+        position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
+            :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
+        key_dim: width of queries and keys in a head; ``channels / num_heads`` when None.
+        value_dim: width of values in a head; ``channels / num_heads`` when None.
+        num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row: grouped attention;
+            multi-query with 1. ``num_heads`` when None.
+        out_channels: channels of the result; ``channels`` when None.
+        context_channels: channels of a second map that keys and values are then always taken from, by projections
+            ``q`` and ``kv`` in the place of ``qkv``.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None.
         qkv_bias: whether queries, keys and values have a bias.
+        proj_bias: whether the output projection has a bias.
+        qk_norm: whether queries and keys are normalised over their width (``q_norm``, ``k_norm``, of layer norm).
+        kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
+        causal: whether a position attends to no position that follows it, row by row, in any pattern.
+        output_gate: whether ``y`` is multiplied by ``sigmoid(gate(x))``, a 1×1 convolution, before it is projected.
         attn_drop: probability of dropping an attention weight, in training.
         proj_drop: probability of dropping an element of the output, in training.
         device: where the parameters live.
         dtype: type of the parameters.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range or does not go with another; the message says which, what was expected
+            and what came.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2, https://arxiv.org/abs/1706.03762;
-    on feature maps: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
+    on feature maps: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925;
+    shared keys and values: Ainslie et al., *GQA*, 2023, https://arxiv.org/abs/2305.13245
 
     >>> Attention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
 
-    def __init__(
-        self,
-        channels: int,
-        num_heads: int = 8,
-        *,
-        impl: str = "sdpa",
-        pattern: str = "full",
-        scale: float | None = None,
-        qkv_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_count("channels", channels)
-        check_count("num_heads", num_heads)
-        if channels % num_heads:
-            divisors = [n for n in range(1, channels + 1) if channels % n == 0]
-            raise ValueError(
-                f"num_heads must divide channels; got channels={channels} and num_heads={num_heads}: "
-                f"choose num_heads from {', '.join(map(str, divisors))}"
-            )
-        check_impl(impl)
-        for name, probability in (("attn_drop", attn_drop), ("proj_drop", proj_drop)):
-            if not 0.0 <= probability <= 1.0:
-                raise ValueError(f"{name} must be a probability between 0 and 1; got {probability!r}")
-        self.channels = channels
-        self.num_heads = num_heads
-        self.impl = impl
-        self.pattern = pattern
-        self.scale = (channels // num_heads) ** -0.5 if scale is None else scale
-        self.attn_drop = attn_drop
-        self.tokens = resolve_pattern(pattern)
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Conv2d(channels, channels, 1, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend.
-
-        Args:
-            x: maps, ``(b, c, h, w)``.
-            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, h·w, h·w)``: its last two
-                axes are the query and the key token.
-
-        Returns:
-            ``(b, c, h, w)`` in the memory format of ``x``. A position that may attend to nothing gets ``proj(0)``.
-
-        Raises:
-            ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` does not fit.
-        """
-        check_map(x, self.channels)
-        size = (x.shape[2], x.shape[3])
-        dropout = self.attn_drop if self.training else 0.0
-
-        if self.impl == "einx":
-            q, k, v = self.tokens.split_einx(self.qkv(x), self.num_heads)
-            y = attend(q, k, v, impl=self.impl, scale=self.scale, mask=mask, dropout=dropout)
-            y = self.tokens.merge_einx(y, size)
-        else:
-            # In channels-last a 1×1 convolution is a linear layer on tokens, and q, k and v are views of what it
-            # writes: the fused kernel then reads contiguous heads, which makes it several times faster.
-            tokens_last = x.contiguous(memory_format=torch.channels_last) if self.impl == "sdpa" else x
-            q, k, v = self.tokens.split_bmm(self.qkv(tokens_last), self.num_heads)
-            y = attend(q, k, v, impl=self.impl, scale=self.scale, mask=mask, dropout=dropout)
-            y = self.tokens.merge_bmm(y, size)
-        return in_format_of(x, self.proj_drop(self.proj(y)))
-
-    def attention_weights(self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
-        """How much every query attends to every key, for the map that :meth:`forward` would be given.
-
-        Args:
-            x: maps, ``(b, c, h, w)``.
-            mask: as in :meth:`forward`.
-            queries: indices of the tokens to look from, ``(i,)``; all when None.
-
-        Returns:
-            ``(b, heads, i, h·w)``, float32 or float64, without dropout.
-
-        >>> Attention2d(8, 2).attention_weights(torch.randn(1, 8, 3, 4)).shape
-        torch.Size([1, 2, 12, 12])
-        """
-        check_map(x, self.channels)
-        q, k, _ = self.tokens.split_bmm(self.qkv(x), self.num_heads)
-        if queries is not None:
-            q = q[:, :, queries]
-            if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-                mask = mask[..., queries, :]
-        return attention_weights(q, k, scale=self.scale, mask=mask)
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"
+    rank = 2
 
 
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+class Attention3d(Attention):
+    """:class:`Attention2d` for maps with three axes, ``(b, c, t, h, w)``, projected by ``Conv3d``.
 
+    >>> Attention3d(64, num_heads=4)(torch.randn(2, 64, 4, 6, 5)).shape
+    torch.Size([2, 64, 4, 6, 5])
+    """
 
-def check_map(x: Tensor, channels: int) -> None:
-    if x.dim() != 4 or x.shape[1] != channels:
-        raise ValueError(f"x must be maps of shape (batch, {channels}, height, width); got {tuple(x.shape)}")
-
-
-def in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """``y`` in the memory format of ``x``; where ``x`` is in both, as with a single channel, in the default one."""
-    channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    rank = 3

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from vision_attn.attend import check_impl
-from vision_attn.blocks.attention import Attention2d
+from vision_attn.blocks.attention import Attention
+from vision_attn.blocks.linear import LinearAttention2d
 
 __all__ = ["attention_modules", "set_impl", "use_impl"]
 
@@ -26,11 +27,19 @@ def set_impl(model: nn.Module, impl: str) -> int:
     Raises:
         ValueError: unknown ``impl``.
 
+    >>> from vision_attn.blocks import Attention2d
     >>> set_impl(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
     1
     """
-    check_impl(impl)
-    changed = [block for block in attention_modules(model).values() if block.impl != impl]
+    blocks = with_impl(model)
+    for path, block in blocks.items():
+        try:
+            block.check_impl(impl)
+        except ValueError as error:
+            raise ValueError(f"{error} (for {path or 'the model'}, a {type(block).__name__})") from None
+    if not blocks:
+        check_impl(impl)
+    changed = [block for block in blocks.values() if block.impl != impl]
     for block in changed:
         block.impl = impl
     return len(changed)
@@ -41,6 +50,7 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     """Run another implementation inside a ``with`` block; afterwards every module runs its own again.
 
     >>> import torch
+    >>> from vision_attn.blocks import Attention2d
     >>> block = Attention2d(8, 2)
     >>> with use_impl(block, "einx"):
     ...     block(torch.randn(1, 8, 3, 4)).shape
@@ -48,7 +58,7 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     >>> block.impl
     'sdpa'
     """
-    before = {block: block.impl for block in attention_modules(model).values()}
+    before = {block: block.impl for block in with_impl(model).values()}
     set_impl(model, impl)
     try:
         yield model
@@ -57,10 +67,16 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
             block.impl = name
 
 
-def attention_modules(model: nn.Module) -> dict[str, Attention2d]:
-    """Every :class:`Attention2d` of a model by its path.
+def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
+    """Every block of a model that has a choice of implementation, by its path."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Attention | LinearAttention2d)}
 
+
+def attention_modules(model: nn.Module) -> dict[str, Attention]:
+    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model by its path.
+
+    >>> from vision_attn.blocks import Attention2d
     >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
     ['a']
     """
-    return {name: module for name, module in model.named_modules() if isinstance(module, Attention2d)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}

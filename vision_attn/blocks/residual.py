@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.blocks.attention import Attention2d, check_count
+from vision_attn.blocks.attention import Attention2d
+from vision_attn.blocks.maps import check_count
 
 __all__ = ["AttentionBlock2d", "ConvBlock2d", "GatedResidual2d", "LayerNorm2d"]
 
@@ -18,6 +19,15 @@ class LayerNorm2d(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
+    """A residual block gives back the channels that it takes."""
+    if attention.get("out_channels") not in (None, channels):
+        raise ValueError(
+            f"out_channels must be left out of {owner}, which adds to a map of {channels} channels; "
+            f"got {attention['out_channels']!r}"
+        )
 
 
 class GatedResidual2d(nn.Module):
@@ -34,13 +44,9 @@ class GatedResidual2d(nn.Module):
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
 
-    def branch(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.gate.view(-1, 1, 1) * self.branch(self.norm(x))
+    def add(self, x: Tensor, branch: Tensor) -> Tensor:
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
-        return x + y.to(x.dtype)
+        return x + (self.gate.view(-1, 1, 1) * branch).to(x.dtype)
 
 
 class AttentionBlock2d(GatedResidual2d):
@@ -76,11 +82,14 @@ class AttentionBlock2d(GatedResidual2d):
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
+        check_count("channels", channels)
+        refuse_other_channels("AttentionBlock2d", channels, attention)
         super().__init__(channels, gate_init, device, dtype)
         self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)
 
-    def branch(self, x: Tensor) -> Tensor:
-        return self.attn(x)
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend and add; ``mask`` and ``context`` as in :meth:`Attention2d.forward`."""
+        return self.add(x, self.attn(self.norm(x), mask, context))
 
 
 class ConvBlock2d(GatedResidual2d):
@@ -116,5 +125,5 @@ class ConvBlock2d(GatedResidual2d):
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
         self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
 
-    def branch(self, x: Tensor) -> Tensor:
-        return self.project(F.gelu(self.depthwise(self.expand(x))))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))

@@ -1,0 +1,130 @@
+"""Linear attention as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attend.linear import attend_linear, check_linear_impl
+from vision_attn.blocks.maps import (
+    check_count,
+    check_divides,
+    check_flag,
+    check_map,
+    check_probability,
+    in_format_of,
+)
+from vision_attn.patterns import heads_bmm, heads_einx, join_bmm, join_einx, resolve_pattern
+
+__all__ = ["LinearAttention2d"]
+
+torch.fx.wrap("attend_linear_map")
+torch.fx.wrap("in_format_of")
+
+
+class LinearAttention2d(nn.Module):
+    """Attention at a cost that grows with the positions of a map, not with their square.
+
+    ::
+
+        qkv     = Conv2d(c, 3c, 1)(x)               rows ordered (qkv, heads, head_dim)
+        y       = softmax_d(q) (softmax_j(k)ᵀ v)
+        out     = Conv2d(c, c, 1)(y)
+
+    It is another function than :class:`Attention2d`, with a state dict of the same names and shapes: weights trained
+    for one mean something else to the other. Its forms are ``"einx"`` and ``"bmm"``.
+
+    Args:
+        channels: channels of the map, in and out; divisible by ``num_heads``.
+        num_heads: number of heads.
+        impl: ``"bmm"`` or ``"einx"``; they give the same result.
+        qkv_bias: whether queries, keys and values have a bias.
+        proj_drop: probability of dropping an element of the output, in training.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
+
+    Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
+    https://arxiv.org/abs/1812.01243
+
+    >>> LinearAttention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+
+    check_impl = staticmethod(check_linear_impl)
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        impl: str = "bmm",
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("channels", channels)
+        check_count("num_heads", num_heads)
+        check_divides("num_heads", num_heads, "channels", channels)
+        check_flag("qkv_bias", qkv_bias)
+        check_probability("proj_drop", proj_drop)
+        check_linear_impl(impl)
+        self.channels = channels
+        self.num_heads = num_heads
+        self.impl = impl
+        self.tiling = resolve_pattern("full").tiling(2)
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Conv2d(channels, channels, 1, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: bool (True = may be attended to), broadcastable to ``(b, heads, 1, h·w)``: a key that is masked is so
+                for every query.
+
+        Returns:
+            ``(b, c, h, w)`` in the memory format of ``x``.
+
+        Raises:
+            ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, tells queries apart
+                or does not fit.
+        """
+        return in_format_of(x, self.proj_drop(self.proj(attend_linear_map(self, x, mask))))
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}"
+
+
+def attend_linear_map(block: LinearAttention2d, x: Tensor, mask: Tensor | None) -> Tensor:
+    """What is attended to, before it is projected, ``(b, c, h, w)``."""
+    check_map("x", x, block.channels, rank=2)
+    b, n, d = x.shape[0], block.num_heads, block.channels // block.num_heads
+    size = x.shape[2:]
+    if mask is not None:
+        mask = key_mask(mask, (b, n, 1, size[0] * size[1]))
+    einx = block.impl == "einx"
+    q, k, v = (heads_einx if einx else heads_bmm)(block.qkv(x), n, n, d, d)
+    q, k, v = (block.tiling.split(y, einx=einx) for y in (q, k, v))
+    y = attend_linear(q, k, v, impl=block.impl, mask=mask)
+    y = block.tiling.merge(y, size, einx=einx)
+    return join_einx(y) if einx else join_bmm(y)
+
+
+def key_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The mask as linear attention takes it, ``(b or 1, n or 1, keys or 1, 1)``."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True = may be attended to) for linear attention; got {mask.dtype}")
+    full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(full) != 4 or any(size not in (1, most) for size, most in zip(full, shape, strict=True)):
+        raise ValueError(
+            f"mask must broadcast to (batch, heads, 1, keys) = {shape} for linear attention, which cannot mask a key "
+            f"for one query alone; got {tuple(mask.shape)}"
+        )
+    return mask.view(full).mT

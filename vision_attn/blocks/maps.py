@@ -1,0 +1,71 @@
+"""Maps as blocks take and give them: their shape is checked, their memory format kept."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+__all__ = [
+    "channels_innermost",
+    "check_count",
+    "check_divides",
+    "check_flag",
+    "check_map",
+    "check_probability",
+    "check_scale",
+    "in_format_of",
+]
+
+#: What the axes of a map are called in messages, by how many there are.
+AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+
+
+def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    if whole % value:
+        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        raise ValueError(
+            f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}: "
+            f"choose {name} from {', '.join(map(str, divisors))}"
+        )
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}")
+
+
+def check_probability(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be a probability between 0 and 1; got {value!r}")
+
+
+def check_scale(value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"scale must be a finite number, or None for the width of a head ** -0.5; got {value!r}")
+
+
+def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
+    if x.dim() != 2 + rank or x.shape[1] != channels:
+        raise ValueError(
+            f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
+        )
+
+
+def channels_innermost(x: Tensor) -> Tensor:
+    """The same map with the channels of a place beside each other in memory: channels-last, for any number of axes."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` in the memory format of ``x``; where ``x`` is in both, as with a single channel, in the default one."""
+    if x.movedim(1, -1).is_contiguous() and not x.is_contiguous():
+        return channels_innermost(y)
+    return y.contiguous()

@@ -1,0 +1,98 @@
+"""The transformer's encoder layer on maps: attention and a 1×1 convolutional network, each with its residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.blocks.attention import Attention2d
+from vision_attn.blocks.maps import check_count, check_flag, check_probability
+from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
+
+__all__ = ["TransformerBlock2d"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+
+
+class TransformerBlock2d(nn.Module):
+    """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
+
+    On the positions of a map in the place of the tokens of a sequence it is ``torch.nn.TransformerEncoderLayer``.
+
+    Args:
+        channels: channels of the map.
+        num_heads: number of heads.
+        mlp_ratio: hidden channels of the 1×1 convolutions, in units of ``channels``.
+        norm_first: whether each branch is normalised (pre-norm), or each sum (post-norm, as in the original).
+        activation: ``"gelu"`` (by the error function) or ``"relu"``.
+        mlp_drop: probability of dropping a hidden element and one of the second convolution's output, in training.
+        bias: whether norms, convolutions and projections have a bias.
+        eps: added to the variance by the norms.
+        device: where the parameters live.
+        dtype: type of the parameters.
+        **attention: further arguments of :class:`Attention2d`; ``attn_drop`` and ``proj_drop`` among them.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; norms first:
+    Xiong et al., *On Layer Normalization in the Transformer Architecture*, 2020, https://arxiv.org/abs/2002.04745
+
+    >>> TransformerBlock2d(64, num_heads=4, activation="relu")(torch.randn(2, 64, 7, 5)).shape
+    torch.Size([2, 64, 7, 5])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        mlp_ratio: float = 4.0,
+        norm_first: bool = True,
+        activation: str = "gelu",
+        mlp_drop: float = 0.0,
+        bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        check_count("channels", channels)
+        if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or round(channels * mlp_ratio) < 1:
+            raise ValueError(f"mlp_ratio must be a number that leaves at least one hidden channel; got {mlp_ratio!r}")
+        for name, flag in (("norm_first", norm_first), ("bias", bias)):
+            check_flag(name, flag)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
+        check_probability("mlp_drop", mlp_drop)
+        refuse_other_channels("TransformerBlock2d", channels, attention)
+        hidden = round(channels * mlp_ratio)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
+        self.norm_first = norm_first
+        self.activation = activation
+        self.norm1 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.attn = Attention2d(channels, num_heads, **factory, **attention)
+        self.norm2 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.fc1 = nn.Conv2d(channels, hidden, 1, bias=bias, **factory)
+        self.fc2 = nn.Conv2d(hidden, channels, 1, bias=bias, **factory)
+        self.mlp_drop = nn.Dropout(mlp_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend and transform; ``mask`` and ``context`` as in :meth:`Attention2d.forward`."""
+        if self.norm_first:
+            x = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
+            return x + self.mlp(self.norm2(x)).to(x.dtype)
+        x = self.norm1(x + self.attn(x, mask, context)).to(x.dtype)
+        return self.norm2(x + self.mlp(x)).to(x.dtype)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
+
+    def extra_repr(self) -> str:
+        return f"norm_first={self.norm_first}, activation={self.activation!r}"

@@ -1,0 +1,254 @@
+"""The patterns one may ask for: small frozen values that print as the code that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vision_attn.patterns.line import AXES, Line
+from vision_attn.patterns.neighborhood import NeighborhoodTiling
+from vision_attn.patterns.tiling import LineTiling
+
+__all__ = ["PATTERNS", "Grid", "Neighborhood", "Pattern", "Tiling", "Window", "resolve_pattern"]
+
+
+class Tiling(Protocol):
+    """How a pattern cuts maps with a number of axes; :class:`LineTiling` says what each of these is."""
+
+    rank: int
+    ordered: bool
+    whole: bool
+    attended: tuple[bool, ...]
+    fixed_extents: tuple[int | None, ...]
+
+    def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor: ...
+
+    def merge(self, y: Tensor, size: Sequence[int], *, einx: bool = False) -> Tensor: ...
+
+    def mask(self, size: Sequence[int], device: torch.device) -> Tensor | None: ...
+
+    def index(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+    def offsets(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, ...]: ...
+
+
+class Pattern:
+    """Any pattern that one line of einx says: which positions of a map attend to each other.
+
+    ``b n d`` and the axes of the map (``w``; ``h w``; ``t h w``) on the left; on the right ``(b <groups>) n (<tokens>)
+    d``. Tokens of one group attend to each other and to nothing else. Every axis may leave one size open; a map that
+    is no multiple of the given ones is padded, and nothing attends to the padding.
+
+    Args:
+        line: the line.
+        **sizes: the size of each name in it that does not follow from the map, in positions.
+
+    Raises:
+        ValueError: the line is not of this form, is no permutation of the map, or leaves a size open.
+
+    Striped attention, between the columns of the same parity:
+
+    >>> stripes = Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
+    >>> stripes.tiling(2).split(torch.randn(1, 2, 8, 4, 6)).shape
+    torch.Size([2, 2, 12, 8])
+    """
+
+    def __init__(self, line: str, **sizes: int) -> None:
+        self.line = line
+        self.sizes = sizes
+        self.parsed = Line.parse(line, sizes)
+
+    def tiling(self, rank: int) -> Tiling:
+        if rank != self.parsed.rank:
+            raise ValueError(f"pattern must be for maps with {rank} axes; got {self}, which is for {self.parsed.rank}")
+        return LineTiling(self.parsed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self.parsed == other.parsed
+
+    def __hash__(self) -> int:
+        return hash((self.parsed.axes, self.parsed.groups, self.parsed.tokens, tuple(self.parsed.sizes.items())))
+
+    def __repr__(self) -> str:
+        return f"Pattern({', '.join([repr(self.line), *(f'{name}={size}' for name, size in self.sizes.items())])})"
+
+
+@dataclass(frozen=True)
+class Axial:
+    """Attention along some axes of the map, counted from the last; all axes together are full attention."""
+
+    axes: tuple[int, ...] | None
+
+    def tiling(self, rank: int) -> Tiling:
+        names = AXES[-rank:]
+        if self.axes is not None and rank < -min(self.axes):
+            raise ValueError(f"pattern {name_of(self)!r} needs a map with {-min(self.axes)} axes; got {rank}")
+        tokens = [names[axis] for axis in self.axes] if self.axes else names
+        groups = [name for name in names if name not in tokens]
+        return LineTiling(Line.parse(f"b n d {' '.join(names)} -> (b {' '.join(groups)}) n ({' '.join(tokens)}) d", {}))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Attention inside windows that do not overlap, as in Swin.
+
+    ``b n d (gh h) (gw w) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a window. Windows over the border
+    hold their real tokens only. With a shift the windows begin at ``shift``, and those cut by the border are smaller;
+    along an axis that one window holds whole there is no shift.
+
+    Args:
+        size: side of a window, in positions; one for all axes or one for each.
+        shift: where the first whole window begins, in positions; smaller than the window.
+
+    Raises:
+        ValueError: a side below one, or a shift that is no position of a window.
+
+    Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
+
+    >>> Window(7, shift=3).tiling(2).split(torch.randn(1, 2, 8, 14, 14)).shape
+    torch.Size([4, 2, 49, 8])
+    """
+
+    size: int | tuple[int, ...]
+    shift: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        check_lengths("Window", "size", self.size, least=1)
+        check_lengths("Window", "shift", self.shift, least=0)
+        for side, by in zip(*same_length(self.size, self.shift), strict=False):
+            if by >= side:
+                raise ValueError(
+                    f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}"
+                )
+
+    def tiling(self, rank: int) -> Tiling:
+        sides = for_axes(self, "size", self.size, rank)
+        shift = for_axes(self, "shift", self.shift, rank)
+        return LineTiling(line_by_axis("(g{axis} {axis})", sides), shift)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Attention between positions a fixed number of steps apart, ``size`` of them along each axis, as in MaxViT.
+
+    ``b n d (h gh) (w gw) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a grid.
+
+    Args:
+        size: side of a grid, in positions; one for all axes or one for each.
+
+    Raises:
+        ValueError: a side below one.
+
+    Source: Tu et al., *MaxViT*, 2022, section 3.2, https://arxiv.org/abs/2204.01697
+
+    >>> Grid(7).tiling(2).split(torch.randn(1, 2, 8, 14, 14)).shape
+    torch.Size([4, 2, 49, 8])
+    """
+
+    size: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_lengths("Grid", "size", self.size, least=1)
+
+    def tiling(self, rank: int) -> Tiling:
+        sides = for_axes(self, "size", self.size, rank)
+        return LineTiling(line_by_axis("({axis} g{axis})", sides))
+
+
+@dataclass(frozen=True)
+class Neighborhood:
+    """Every position attends to the ``kernel_size`` positions around it along each axis, as in NATTEN.
+
+    At a border the neighbourhood is shifted, never shrunk: every query has as many keys. An even kernel has its further
+    key before the query. With a dilation the keys are that many positions apart. Along an axis too short for the kernel
+    a query sees all positions of its class.
+
+    Args:
+        kernel_size: keys along an axis; one for all axes or one for each.
+        dilation: positions from one key to the next; one for all axes or one for each.
+
+    Raises:
+        ValueError: a kernel or dilation below one.
+
+    Source: Hassani et al., *Neighborhood Attention Transformer*, 2022, https://arxiv.org/abs/2204.07143; with
+    dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001
+
+    >>> tiles = Neighborhood(7).tiling(2).split(torch.randn(1, 2, 8, 14, 14))
+    >>> tiles.shape
+    torch.Size([4, 2, 49, 8])
+    """
+
+    kernel_size: int | tuple[int, ...]
+    dilation: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        check_lengths("Neighborhood", "kernel_size", self.kernel_size, least=1)
+        check_lengths("Neighborhood", "dilation", self.dilation, least=1)
+
+    def tiling(self, rank: int) -> Tiling:
+        return NeighborhoodTiling(
+            for_axes(self, "kernel_size", self.kernel_size, rank), for_axes(self, "dilation", self.dilation, rank)
+        )
+
+
+Specification = Pattern | Axial | Window | Grid | Neighborhood
+
+#: The patterns that have a name.
+PATTERNS = {"full": Axial(None), "rows": Axial((-1,)), "columns": Axial((-2,))}
+
+
+def resolve_pattern(pattern: str | Specification) -> Specification:
+    """The pattern of a name, a line of einx with no open sizes, or the pattern itself.
+
+    Raises:
+        ValueError: it is none of these.
+
+    >>> resolve_pattern("b n d h w -> (b w) n h d") == resolve_pattern(Pattern("b n d h w -> (b w) n h d"))
+    True
+    """
+    if isinstance(pattern, str) and "->" in pattern:
+        return Pattern(pattern)
+    if isinstance(pattern, str) and pattern in PATTERNS:
+        return PATTERNS[pattern]
+    if isinstance(pattern, Specification):
+        return pattern
+    raise ValueError(
+        f"pattern must be one of {', '.join(map(repr, PATTERNS))}, a Window, Grid, Neighborhood or Pattern, or a line "
+        f"of einx; got {pattern!r}"
+    )
+
+
+def name_of(pattern: Specification) -> str:
+    return next((name for name, named in PATTERNS.items() if named == pattern), repr(pattern))
+
+
+def line_by_axis(form: str, sides: Sequence[int]) -> Line:
+    """The line that cuts every axis in the same way, into groups ``g<axis>`` of so many tokens ``<axis>``."""
+    axes = AXES[-len(sides) :]
+    split = " ".join(form.format(axis=axis) for axis in axes)
+    text = f"b n d {split} -> (b {' '.join(f'g{axis}' for axis in axes)}) n ({' '.join(axes)}) d"
+    return Line.parse(text, dict(zip(axes, sides, strict=True)))
+
+
+def check_lengths(owner: str, name: str, value: object, least: int) -> None:
+    lengths = value if isinstance(value, tuple) else (value,)
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in lengths):
+        raise ValueError(
+            f"{owner}: {name} must be a whole number of at least {least}, or a tuple of them; got {value!r}"
+        )
+
+
+def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
+    rank = max(len(value) if isinstance(value, tuple) else 1 for value in values)
+    return [value if isinstance(value, tuple) else (value,) * rank for value in values]
+
+
+def for_axes(owner: object, name: str, value: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
+    lengths = value if isinstance(value, tuple) else (value,) * rank
+    if len(lengths) != rank:
+        raise ValueError(f"pattern must be for maps with {rank} axes; got {owner}, whose {name} is for {len(lengths)}")
+    return lengths

@@ -1,0 +1,120 @@
+"""Positions that are added to the map before it is projected: sines and cosines, or what a convolution sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.position.rotary import check_temperature
+from vision_attn.position.term import BlockShape, PositionTerm
+
+__all__ = ["CONVOLUTIONS", "ConditionalPos", "SinCos"]
+
+#: The convolution for maps with one, two and three axes.
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@dataclass(frozen=True)
+class SinCos:
+    """``x + p``, where ``p`` holds sines and cosines of every place: no parameters, and any size of map.
+
+    Channels are ``[sin y, sin x, cos y, cos x]``, each ``place · temperature^(-k/m)`` for ``k`` from 0 to ``m - 1``.
+
+    Args:
+        temperature: how much slower the slowest wave is than the fastest.
+
+    Raises:
+        ValueError: a temperature that is no number above one; channels that are no multiple of twice the axes of the
+            map (when the block is made).
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.5, https://arxiv.org/abs/1706.03762; on maps:
+    Chen et al., *An Empirical Study of Training Self-Supervised Vision Transformers*, 2021,
+    https://arxiv.org/abs/2104.02057
+
+    >>> SinCos()
+    SinCos(temperature=10000.0)
+    """
+
+    temperature: float = 10000.0
+
+    def __post_init__(self) -> None:
+        check_temperature("SinCos", self.temperature)
+
+    def build(
+        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PositionTerm:
+        if shape.channels % (2 * shape.rank):
+            raise ValueError(
+                f"SinCos: channels must be a multiple of {2 * shape.rank}, a sine and a cosine for each axis; "
+                f"got {shape.channels}"
+            )
+        return SinCosTerm(self)
+
+
+class SinCosTerm(PositionTerm):
+    specification: SinCos
+
+    def add_to_map(self, x: Tensor) -> Tensor:
+        size = x.shape[2:]
+        waves = x.shape[1] // (2 * len(size))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        speed = self.specification.temperature ** -(torch.arange(waves, device=x.device, dtype=dtype) / waves)
+        angles = []
+        for axis, length in enumerate(size):
+            angle = speed[:, None] * torch.arange(length, device=x.device, dtype=dtype)
+            angles.append(
+                angle.view(-1, *(length if other == axis else 1 for other in range(len(size)))).expand(-1, *size)
+            )
+        angle = torch.cat(angles)
+        return x + torch.cat([angle.sin(), angle.cos()]).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class ConditionalPos:
+    """``x + depthwise(x)``: a convolution whose zero padding tells where the borders are, as in CPVT.
+
+    Parameters: ``position.conv.weight (c, 1, k, k)`` and ``position.conv.bias (c)``. Any size of map.
+
+    Args:
+        kernel_size: side of the kernel, in positions; odd.
+
+    Raises:
+        ValueError: a kernel that is not odd.
+
+    Source: Chu et al., *Conditional Positional Encodings for Vision Transformers*, 2021,
+    https://arxiv.org/abs/2102.10882
+
+    >>> ConditionalPos(3)
+    ConditionalPos(kernel_size=3)
+    """
+
+    kernel_size: int = 3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kernel_size, bool) or not isinstance(self.kernel_size, int) or self.kernel_size % 2 != 1:
+            raise ValueError(f"ConditionalPos: kernel_size must be an odd whole number; got {self.kernel_size!r}")
+        if self.kernel_size < 1:
+            raise ValueError(f"ConditionalPos: kernel_size must be at least 1; got {self.kernel_size}")
+
+    def build(
+        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PositionTerm:
+        return ConditionalTerm(self, shape, device, dtype)
+
+
+class ConditionalTerm(PositionTerm):
+    def __init__(
+        self,
+        specification: ConditionalPos,
+        shape: BlockShape,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(specification)
+        side, c = specification.kernel_size, shape.channels
+        self.conv = CONVOLUTIONS[shape.rank](c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)
+
+    def add_to_map(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)

@@ -1,0 +1,43 @@
+"""For which extent of tokens a term of relative positions has its tables."""
+
+from __future__ import annotations
+
+from vision_attn.position.term import BlockShape
+
+__all__ = ["table_extents"]
+
+
+def table_extents(owner: str, feat_size: int | tuple[int, ...] | None, shape: BlockShape) -> tuple[int, ...]:
+    """The tokens along each axis that a table is for: one along an axis without attention.
+
+    Raises:
+        ValueError: ``feat_size`` is missing where it does not follow from the pattern, or is not what follows.
+    """
+    tiling, rank = shape.tiling, shape.rank
+    given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
+    if len(given) != rank or any(
+        n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in given
+    ):
+        raise ValueError(
+            f"{owner}: feat_size must be a whole number of at least 1, or one for each of {rank} axes; "
+            f"got {feat_size!r}"
+        )
+    extents = []
+    for length, fixed, attended in zip(given, tiling.fixed_extents, tiling.attended, strict=True):
+        if not attended:
+            extents.append(1)
+        elif fixed is None:
+            if length is None:
+                raise ValueError(
+                    f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the "
+                    f"map that the tables are learned on, as in {owner}(feat_size=(14, 14))"
+                )
+            extents.append(length)
+        else:
+            if length not in (None, fixed):
+                raise ValueError(
+                    f"{owner}: feat_size must be that of the pattern's groups, {tiling.fixed_extents}; "
+                    f"got {feat_size!r}: leave it out"
+                )
+            extents.append(fixed)
+    return tuple(extents)

@@ -1,0 +1,96 @@
+"""Rotary positions: queries and keys turned by angles that grow with their place, so that logits see the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vision_attn.attend.masks import at_least_float32
+from vision_attn.position.term import BlockShape, PositionTerm
+
+__all__ = ["Rope2d"]
+
+
+@dataclass(frozen=True)
+class Rope2d:
+    """Axial rotary positions: pairs of neighbouring channels are turned, half of each head by ``y``, half by ``x``.
+
+    ``(q_2k, q_2k+1)`` is turned by the angle ``y · temperature^(-4k/d)`` in the first half of the head, by ``x`` in the
+    second; keys likewise. Places are those on the map, whatever the pattern, and pixels' centres are laid over each
+    other where the keys' map is of another size. There are no parameters.
+
+    Args:
+        temperature: how much slower the slowest pair turns than the fastest.
+        feat_size: size of the map, in positions, over which places are measured: a map of another size has its places
+            stretched to it. None measures in positions.
+
+    Raises:
+        ValueError: an argument out of range; heads whose width is no multiple of four, or maps without two axes (when
+            the block is made).
+
+    Source: Su et al., *RoFormer*, 2021, https://arxiv.org/abs/2104.09864; axial on images: Heo et al., *Rotary Position
+    Embedding for Vision Transformer*, 2024, https://arxiv.org/abs/2403.13298
+
+    >>> Rope2d()
+    Rope2d(temperature=10000.0, feat_size=None)
+    """
+
+    temperature: float = 10000.0
+    feat_size: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature("Rope2d", self.temperature)
+        sides = self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,) * 2
+        if len(sides) != 2 or any(
+            n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in sides
+        ):
+            raise ValueError(f"Rope2d: feat_size must be a whole number of at least 1, or two; got {self.feat_size!r}")
+
+    def build(
+        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PositionTerm:
+        if shape.rank != 2:
+            raise ValueError(f"Rope2d: position must be for maps with two axes; got a block for {shape.rank}")
+        if shape.key_dim % 4:
+            raise ValueError(f"Rope2d: key_dim must be a multiple of 4, a pair for each axis; got {shape.key_dim}")
+        return RotaryTerm(self)
+
+
+class RotaryTerm(PositionTerm):
+    specification: Rope2d
+
+    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        size = q.shape[3:]
+        return self.turned(q, size), self.turned(k, size)
+
+    def turned(self, x: Tensor, size: Sequence[int]) -> Tensor:
+        """Pairs of ``(b, n, d, h, w)`` turned, by places measured on the queries' map."""
+        precise = at_least_float32(x)
+        cos, sin = self.angles(precise, size)
+        pairs = precise.unflatten(2, (-1, 2))
+        even, odd = pairs[:, :, :, 0], pairs[:, :, :, 1]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=3)
+        return turned.flatten(2, 3).to(x.dtype)
+
+    def angles(self, x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every pair at every place, ``(d/2, h, w)``."""
+        pairs = x.shape[2] // 4  # of each axis
+        speed = self.specification.temperature ** -(torch.arange(pairs, device=x.device, dtype=x.dtype) / pairs)
+        feat_size = self.specification.feat_size
+        angles = []
+        for axis, (here, queries) in enumerate(zip(x.shape[3:], size, strict=True)):
+            place = (torch.arange(here, device=x.device, dtype=x.dtype) + 0.5) * (queries / here) - 0.5
+            if feat_size is not None:
+                place = place * ((feat_size if isinstance(feat_size, int) else feat_size[axis]) / queries)
+            angle = speed[:, None] * place
+            angles.append((angle[:, :, None] if axis == 0 else angle[:, None, :]).expand(-1, *x.shape[3:]))
+        angle = torch.cat(angles)
+        return angle.cos(), angle.sin()
+
+
+def check_temperature(owner: str, temperature: float) -> None:
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 1:
+        raise ValueError(f"{owner}: temperature must be a number above 1; got {temperature!r}")

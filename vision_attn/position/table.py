@@ -1,0 +1,99 @@
+"""Relative positions by a table of biases, one for every offset and head: the term of Swin and CoAtNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.patterns.line import product
+from vision_attn.position.extents import table_extents
+from vision_attn.position.resample import resample
+from vision_attn.position.term import BlockShape, PositionTerm
+
+__all__ = ["RelPosTable"]
+
+
+@dataclass(frozen=True)
+class RelPosTable:
+    """The logit of query ``i`` and key ``j`` in a head grows by ``table[(y_i - y_j, x_i - x_j), head]``, as in Swin.
+
+    ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)`` has the row ``(y_i - y_j + h - 1)(2w - 1) +
+    (x_i - x_j + w - 1)``. The bias has an element for every query and key of a group: small in windows, and as large as
+    the attention matrix of one image with ``"full"``, where :class:`RelPosDecomposed` needs none. On a map of another
+    size the table is stretched linearly.
+
+    Args:
+        feat_size: size of the map that the table is learned on, in positions; of the window, in a windowed pattern,
+            where it may be left out.
+
+    Raises:
+        ValueError: ``feat_size`` is missing or does not fit the pattern (when the block is made).
+
+    Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
+
+    >>> RelPosTable()
+    RelPosTable(feat_size=None)
+    """
+
+    feat_size: int | tuple[int, ...] | None = None
+
+    def build(
+        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> PositionTerm:
+        return TableTerm(self, shape, device, dtype)
+
+
+class TableTerm(PositionTerm):
+    compares_places = True
+
+    def __init__(
+        self,
+        specification: RelPosTable,
+        shape: BlockShape,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(specification)
+        self.extents = table_extents("RelPosTable", specification.feat_size, shape)
+        self.fixed = tuple(extent is not None for extent in shape.tiling.fixed_extents)
+        rows = product(2 * extent - 1 for extent in self.extents)
+        table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
+        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+
+    def bias(self, offsets: Sequence[Tensor]) -> Tensor | None:
+        rank = len(offsets)
+        table = self.relative_position_bias_table.view(*(2 * extent - 1 for extent in self.extents), -1)
+        row = torch.zeros((1,) * (3 * rank), dtype=torch.int64, device=table.device)
+        for axis, offset in enumerate(offsets):
+            if not self.fixed[axis]:
+                table = resample(table, 2 * offset.shape[-1] - 1, axis)
+            width = table.shape[axis]
+            shape = [1] * (3 * rank)  # tiles of every axis, then queries, then keys
+            shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
+            row = row * width + (width // 2 - offset).view(shape)
+        row = row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)  # groups, queries, keys
+        return table.flatten(0, -2)[row].permute(0, 3, 1, 2)
+
+    def resampled(self, name: str, saved: Tensor) -> Tensor | None:
+        here = self.relative_position_bias_table
+        if saved.dim() != 2 or saved.shape[1] != here.shape[1]:
+            return None
+        sides = self.sides_of(saved.shape[0])
+        if sides is None:
+            return None
+        table = saved.view(*(2 * side - 1 for side in sides), -1)
+        for axis, extent in enumerate(self.extents):
+            table = resample(table, 2 * extent - 1, axis)
+        return table.flatten(0, -2)
+
+    def sides_of(self, rows: int) -> list[int] | None:
+        """The sides of a saved table: only their product is saved, so they are taken to be in the proportions here."""
+        longest = max(self.extents)
+        for longer in range(1, (rows + 1) // 2 + 1):
+            sides = [max(1, round(extent * longer / longest)) for extent in self.extents]
+            if product(2 * side - 1 for side in sides) == rows:
+                return sides
+        return None
