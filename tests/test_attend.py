@@ -389,3 +389,65 @@ def test_a_registered_function_must_take_the_arguments():
     with pytest.raises(ValueError, match=r"function must take \(q, k, v, \*, scale, mask, causal, dropout\); got"):
         va.register_impl("short", lambda q, k, v: v)
     assert "short" not in _ATTEND
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "causal"])
+def test_logits_of_ten_thousand_and_rows_of_nothing_are_finite_in_half_precision(impl, dtype, kind):
+    torch.manual_seed(0)
+    sign = torch.randint(0, 2, (2, 2, 9, 4)) * 2 - 1
+    q, k = (100.0 * sign.to(dtype) * torch.rand(2, 2, 9, 4).add(0.5).to(dtype) for _ in range(2))
+    v = torch.randn(2, 2, 9, 4).to(dtype)
+    assert (q.float() @ k.float().mT).abs().max() > 1e4
+    mask = None
+    if kind in ("bool", "additive"):
+        mask = torch.rand(2, 1, 9, 9) < 0.5
+        mask[:, :, ::2] = False
+    if kind == "additive":
+        mask = (torch.randint(0, 2, mask.shape) * 2e4 - 1e4).masked_fill(~mask, -torch.inf).to(dtype)
+    inputs = tuple(x.requires_grad_(impl in DIFFERENTIABLE) for x in (q, k, v))
+    y = attend(*inputs, impl=impl, scale=1.0, mask=mask, causal=kind == "causal")
+    exact = attend(*(x.detach().double() for x in inputs), scale=1.0, mask=mask, causal=kind == "causal")
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+    assert (y.double() - exact).abs().max() <= 0.03
+    if mask is not None:
+        assert (y[:, :, ::2] == 0).all()
+    if impl in DIFFERENTIABLE:
+        for gradient in torch.autograd.grad(y.float().square().sum(), inputs):
+            assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": va.RelPosDecomposed(feat_size=(5, 6))},
+        {"pattern": va.Window(4, shift=2), "position": va.RelPosTable()},
+        {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+        {"position": va.Rope2d(), "causal": True},
+    ],
+    ids=str,
+)
+def test_blocks_with_positions_are_finite_in_half_precision_whatever_the_logits(impl, dtype, options):
+    torch.manual_seed(0)
+    block = va.Attention2d(16, 2, impl=impl, dtype=dtype, qkv_bias=False, **options)
+    x = torch.randn(2, 16, 5, 6).to(dtype)
+    with torch.no_grad():
+        block.qkv.weight[:32] *= 60.0
+        for parameter in () if block.position is None else block.position.parameters():
+            parameter.copy_(
+                1e4 * torch.randn_like(parameter) if parameter.shape[1] == 2 else 100 * torch.randn_like(parameter)
+            )
+    mask = torch.rand(30, 30) < 0.7
+    mask[::3] = False
+    with torch.set_grad_enabled(impl in DIFFERENTIABLE):
+        y = block(x, mask)
+    assert torch.isfinite(y).all()
+    bias = block.proj.bias.view(1, -1, 1, 1)
+    torch.testing.assert_close(y.flatten(2)[:, :, ::3], bias.flatten(2).expand(2, -1, 10))
+    if impl in DIFFERENTIABLE:
+        for gradient in torch.autograd.grad(y.float().square().sum(), list(block.parameters())):
+            assert torch.isfinite(gradient).all()

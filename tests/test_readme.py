@@ -32,15 +32,37 @@ def test_the_code_runs_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
     assert names["report"].new == ("fc.weight", "fc.bias")
 
 
-def test_the_two_forms_are_those_of_the_source():
-    source = {
-        line.strip()
-        for room in ("patterns", "attend")
-        for line in (ROOT / f"vision_attn/{room}.py").read_text().split("\n")
-    }
-    einx, bmm = blocks(README, "py")
-    for line in (einx + bmm).splitlines():
-        assert line in source
+@pytest.mark.parametrize("form", [0, 1])
+def test_the_two_forms_are_what_the_block_computes(form):
+    import einx
+
+    import vision_attn
+
+    torch.manual_seed(0)
+    block, x = vision_attn.Attention2d(8, 2), torch.randn(3, 8, 5, 4)
+    names = {"einx": einx, "torch": torch, "qkv": block.qkv(x), "b": 3, "n": 2, "d": 4, "h": 5, "w": 4, "scale": 0.5}
+    exec(blocks(README, "py")[form], names)
+    torch.testing.assert_close(block.proj(names["y"]), block(x))
+
+
+def test_the_lines_of_the_patterns_are_those_that_run():
+    import vision_attn
+    from vision_attn.patterns import resolve_pattern
+
+    rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", README, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for pattern, einx_line, torch_line in rows:
+        line = resolve_pattern(eval(pattern, {"va": vision_attn})).tiling(2).line
+        assert (line.einx, line.torch) == (einx_line, torch_line)
+
+
+def test_the_position_terms_of_the_table_are_there():
+    import vision_attn
+
+    rows = re.findall(r"^\| `va\.((?:RelPos|Rope|Conditional|SinCos)[^`]*)` \|", README, flags=re.MULTILINE)
+    assert len(rows) == 5
+    for term in rows:
+        vision_attn.Attention2d(16, 2, position=eval(term, vars(vision_attn)))
 
 
 def test_the_commands_are_commands():
@@ -69,7 +91,8 @@ def test_links_lead_somewhere(page):
 def test_the_table_of_implementations_is_complete():
     import vision_attn
 
-    assert set(re.findall(r'^\| `"(\w+)"`', README, flags=re.MULTILINE)) == set(vision_attn.IMPLS)
+    table = README.partition("| `impl` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r'^\| `"(\w+)"`', table, flags=re.MULTILINE)) == set(vision_attn.IMPLS)
 
 
 @pytest.mark.parametrize(

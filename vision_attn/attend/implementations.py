@@ -101,6 +101,8 @@ def attend_flex(
         raise ValueError(
             f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {dropout}: use impl='sdpa'"
         )
+    if q.is_meta:  # where there are shapes and no values, and FlexAttention does not go
+        return attend_sdpa(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise NotImplementedError(

@@ -73,6 +73,8 @@ def for_every_head(q: Tensor, k: Tensor) -> Tensor:
 def in_range_of(dtype: torch.dtype, mask: Tensor) -> Tensor:
     """An additive mask in another type, in which a large finite value stays finite: it is no ``-inf``."""
     limits = torch.finfo(dtype)
+    if limits.max >= torch.finfo(mask.dtype).max:
+        return mask.to(dtype)
     return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
 
 

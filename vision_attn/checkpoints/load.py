@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vision_attn.checkpoints.read import CheckpointError, read_weights, shorten
 from vision_attn.checkpoints.write import unwrap
 from vision_attn.insertion import CHILD, inserted_keys
+from vision_attn.position import PositionTerm
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -34,6 +35,8 @@ class LoadReport:
     unexpected: tuple[str, ...]
     #: key -> (shape in the model, shape in the checkpoint)
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
+    resampled: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         source = f"{self.path} [{self.entry}]" if self.entry else self.path
@@ -42,15 +45,17 @@ class LoadReport:
             ("new by design", self.new),
             ("missing in the checkpoint", self.missing),
             ("unexpected in the checkpoint", self.unexpected),
-            ("of another shape", tuple(self._shapes())),
+            ("resampled for the model's size of map", tuple(shapes_of(self.resampled))),
+            ("of another shape", tuple(shapes_of(self.mismatched))),
         ):
             if keys:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
         return "\n".join(lines)
 
-    def _shapes(self) -> Iterable[str]:
-        for key, (model, checkpoint) in self.mismatched.items():
-            yield f"{key} (model {model}, checkpoint {checkpoint})"
+
+def shapes_of(keys: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterable[str]:
+    for key, (model, checkpoint) in keys.items():
+        yield f"{key} (model {model}, checkpoint {checkpoint})"
 
 
 def load_checkpoint(
@@ -62,6 +67,8 @@ def load_checkpoint(
     fresh: str | Iterable[str] = (),
 ) -> LoadReport:
     """Load a checkpoint file into a model, before or after blocks are inserted.
+
+    Tables of relative positions that were saved for a map of another size are stretched to the model's.
 
     Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
     it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like, with or without the
@@ -76,7 +83,7 @@ def load_checkpoint(
         fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
 
     Returns:
-        A report of ``loaded``, ``new``, ``missing``, ``unexpected`` and ``mismatched`` keys.
+        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched`` and ``resampled`` keys.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -96,7 +103,11 @@ def load_checkpoint(
     if any(value.is_meta for value in own.values()):
         raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
     entry, weights = read_weights(path, ema=ema, own=own)
-    report = compare(model, weights, path=path, entry=entry, fresh=(fresh,) if isinstance(fresh, str) else tuple(fresh))
+    fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+    stretched = stretched_tables(model, weights)
+    resampled = {key: (tuple(value.shape), tuple(weights[key].shape)) for key, value in stretched.items()}
+    weights = {**weights, **stretched}
+    report = compare(model, weights, path=path, entry=entry, fresh=fresh, resampled=resampled)
     if not report.loaded:
         raise CheckpointError(
             f"{path}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
@@ -111,7 +122,13 @@ def load_checkpoint(
 
 
 def compare(
-    model: nn.Module, weights: Mapping[str, Tensor], *, path: Path, entry: str, fresh: tuple[str, ...]
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    *,
+    path: Path,
+    entry: str,
+    fresh: tuple[str, ...],
+    resampled: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> LoadReport:
     own = model.state_dict()
     for key, value in weights.items():
@@ -141,7 +158,25 @@ def compare(
         missing=tuple(key for key in own if key not in given and key not in by_design),
         unexpected=tuple(key for key in given if key not in own),
         mismatched=shapes,
+        resampled={key: shapes for key, shapes in resampled.items() if key in given},
     )
+
+
+def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tables of positions that were saved for another size of map, for the size that the model has them for."""
+    tables = {}
+    for path, term in model.named_modules():
+        if not isinstance(term, PositionTerm):
+            continue
+        for name, here in term.named_parameters(recurse=False):
+            key = f"{path}.{name}" if path else name
+            saved = weights.get(key)
+            if saved is None or saved.shape == here.shape or kind(saved) != kind(here):
+                continue
+            table = term.resampled(name, saved)
+            if table is not None:
+                tables[key] = table
+    return tables
 
 
 def kind(tensor: Tensor) -> str:

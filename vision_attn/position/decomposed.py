@@ -71,19 +71,17 @@ class DecomposedTerm(PositionTerm):
     ) -> tuple[Tensor, Tensor, float]:
         logits, places = [], []
         for axis, name in self.tables.items():
-            relative = self.relative(getattr(self, name), axis, offsets[axis])  # (tiles, queries, keys, d)
-            towards = logits_einx if einx else logits_bmm
-            logits.append(towards(q, relative.to(q.dtype), axis, offsets))
+            table = self.table_for(getattr(self, name), axis, offsets[axis]).to(q.dtype)
+            relative = table[offsets[axis] + table.shape[0] // 2]  # (tiles, queries, keys, d)
+            logits.append((logits_einx if einx else logits_bmm)(q, relative, axis, offsets))
             places.append(one_hot(k, axis, offsets))
         if einx:
             return join_einx(scale * q, logits), join_einx(k, places), 1.0
         return torch.cat([scale * q, *logits], dim=-1), torch.cat([k, *places], dim=-1), 1.0
 
-    def relative(self, table: Tensor, axis: int, offset: Tensor) -> Tensor:
-        """The row of the table for every offset."""
-        if not self.fixed[axis]:
-            table = resample(table, 2 * offset.shape[-1] - 1)
-        return table[offset + table.shape[0] // 2]
+    def table_for(self, table: Tensor, axis: int, offset: Tensor) -> Tensor:
+        """The table as long as the groups on this map ask for."""
+        return table if self.fixed[axis] else resample(table, 2 * offset.shape[-1] - 1)
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
         table = getattr(self, name)
@@ -126,9 +124,9 @@ def logits_bmm(q: Tensor, relative: Tensor, axis: int, offsets: Sequence[Tensor]
 def one_hot(k: Tensor, axis: int, offsets: Sequence[Tensor]) -> Tensor:
     """Where each key lies along an axis, ``(b·groups, n, keys, places)``."""
     keys = [offset.shape[2] for offset in offsets]
-    places = torch.eye(keys[axis], device=k.device, dtype=k.dtype)
-    places = places.view([*(keys[axis] if other == axis else 1 for other in range(len(keys))), -1])
-    places = places.expand(*keys, -1).reshape(product(keys), -1)
+    number = torch.arange(product(keys), device=k.device)
+    place = number // product(keys[axis + 1 :]) % keys[axis]
+    places = (place[:, None] == torch.arange(keys[axis], device=k.device)).to(k.dtype)
     return places.expand(*k.shape[:2], -1, -1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,27 +69,28 @@ class RotaryTerm(PositionTerm):
 
     def turned(self, x: Tensor, size: Sequence[int]) -> Tensor:
         """Pairs of ``(b, n, d, h, w)`` turned, by places measured on the queries' map."""
-        precise = at_least_float32(x)
-        cos, sin = self.angles(precise, size)
-        pairs = precise.unflatten(2, (-1, 2))
-        even, odd = pairs[:, :, :, 0], pairs[:, :, :, 1]
-        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=3)
-        return turned.flatten(2, 3).to(x.dtype)
+        # With the width of a head innermost, as fused kernels want it: b n h w (pair two).
+        pairs = at_least_float32(x).movedim(2, -1).unflatten(-1, (-1, 2))
+        angle = self.angles(pairs, size)
+        cos, sin = angle.cos(), angle.sin()
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+        return turned.flatten(-2).to(x.dtype).movedim(-1, 2)
 
-    def angles(self, x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every pair at every place, ``(d/2, h, w)``."""
-        pairs = x.shape[2] // 4  # of each axis
-        speed = self.specification.temperature ** -(torch.arange(pairs, device=x.device, dtype=x.dtype) / pairs)
+    def angles(self, pairs: Tensor, size: Sequence[int]) -> Tensor:
+        """The angle of every pair of a head at every place of ``(b, n, h, w, pairs, 2)``, ``(h, w, pairs)``."""
+        here, each = pairs.shape[2:4], pairs.shape[4] // 2
+        exact: dict[str, Any] = {"device": pairs.device, "dtype": pairs.dtype}
+        speed = self.specification.temperature ** -(torch.arange(each, **exact) / each)
         feat_size = self.specification.feat_size
         angles = []
-        for axis, (here, queries) in enumerate(zip(x.shape[3:], size, strict=True)):
-            place = (torch.arange(here, device=x.device, dtype=x.dtype) + 0.5) * (queries / here) - 0.5
+        for axis, (length, queries) in enumerate(zip(here, size, strict=True)):
+            place = (torch.arange(length, **exact) + 0.5) * (queries / length) - 0.5
             if feat_size is not None:
                 place = place * ((feat_size if isinstance(feat_size, int) else feat_size[axis]) / queries)
-            angle = speed[:, None] * place
-            angles.append((angle[:, :, None] if axis == 0 else angle[:, None, :]).expand(-1, *x.shape[3:]))
-        angle = torch.cat(angles)
-        return angle.cos(), angle.sin()
+            angle = place[:, None] * speed
+            angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*here, -1))
+        return torch.cat(angles, dim=-1)
 
 
 def check_temperature(owner: str, temperature: float) -> None:
