@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count, check_divides
+from vision_attn.blocks.maps import check_counts, check_divides
 
 __all__ = ["AugmentedConv2d"]
 
@@ -59,16 +59,8 @@ class AugmentedConv2d(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        for name, count in (
-            ("in_channels", in_channels),
-            ("out_channels", out_channels),
-            ("kernel_size", kernel_size),
-            ("stride", stride),
-            ("num_heads", num_heads),
-            ("key_channels", key_channels),
-            ("value_channels", value_channels),
-        ):
-            check_count(name, count)
+        check_counts(in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride)
+        check_counts(num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
         check_divides("num_heads", num_heads, "key_channels", key_channels)

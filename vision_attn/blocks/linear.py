@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from vision_attn.attend.linear import attend_linear, check_linear_impl
 from vision_attn.blocks.maps import (
-    check_count,
+    check_counts,
     check_divides,
-    check_flag,
+    check_flags,
     check_map,
     check_probability,
     in_format_of,
@@ -67,10 +67,9 @@ class LinearAttention2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_count("channels", channels)
-        check_count("num_heads", num_heads)
+        check_counts(channels=channels, num_heads=num_heads)
         check_divides("num_heads", num_heads, "channels", channels)
-        check_flag("qkv_bias", qkv_bias)
+        check_flags(qkv_bias=qkv_bias)
         check_probability("proj_drop", proj_drop)
         check_linear_impl(impl)
         self.channels = channels

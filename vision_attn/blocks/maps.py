@@ -9,8 +9,9 @@ from torch import Tensor
 __all__ = [
     "channels_innermost",
     "check_count",
+    "check_counts",
     "check_divides",
-    "check_flag",
+    "check_flags",
     "check_map",
     "check_probability",
     "check_scale",
@@ -26,6 +27,11 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
+def check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        check_count(name, value)
+
+
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
@@ -35,9 +41,10 @@ def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
         )
 
 
-def check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False; got {value!r}")
+def check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False; got {value!r}")
 
 
 def check_probability(name: str, value: float) -> None:

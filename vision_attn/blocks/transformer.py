@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count, check_flag, check_probability
+from vision_attn.blocks.maps import check_count, check_flags, check_probability
 from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
 
 __all__ = ["TransformerBlock2d"]
@@ -65,8 +65,7 @@ class TransformerBlock2d(nn.Module):
         check_count("channels", channels)
         if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or round(channels * mlp_ratio) < 1:
             raise ValueError(f"mlp_ratio must be a number that leaves at least one hidden channel; got {mlp_ratio!r}")
-        for name, flag in (("norm_first", norm_first), ("bias", bias)):
-            check_flag(name, flag)
+        check_flags(norm_first=norm_first, bias=bias)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
         check_probability("mlp_drop", mlp_drop)
