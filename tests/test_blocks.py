@@ -243,3 +243,31 @@ def test_on_a_gpu_the_block_gives_what_it_gives_on_the_cpu(impl, dtype, masked):
     tolerance = 2e-3 if dtype == torch.float32 else 4 * 2**-8
     for ours, theirs in ((found, expected), (gradient, expected_gradient)):
         assert (ours.float().cpu() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qk_norm": True, "num_kv_heads": 1},
+        {"position": va.RelPosDecomposed(feat_size=8), "causal": True},
+        {"position": va.Rope2d(), "output_gate": True, "kv_stride": 2},
+        {"pattern": va.Window(5, shift=2), "position": va.RelPosTable()},
+        {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_under_autocast_every_option_gives_what_it_gives_on_the_cpu(impl, options):
+    torch.manual_seed(0)
+    block = va.Attention2d(64, 4, **options)
+    x = torch.randn(2, 64, 8, 8, requires_grad=True)
+    expected = block(x)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
+    va.set_impl(block.cuda(), impl)
+    there = x.detach().cuda().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = block(there)
+    (gradient,) = torch.autograd.grad(found.float().sum(), there)
+    for ours, theirs in ((found, expected), (gradient, expected_gradient)):
+        assert (ours.float().cpu() - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max()

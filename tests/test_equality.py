@@ -121,6 +121,23 @@ def defined(block, x, mask, options, state=None):
     )
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_position_and_mask_equals_the_definition(pattern, position, mask):
+    # Each of them once at least; what else there is, and how they meet, is drawn below.
+    size = (5, 7)
+    block, known = make(pattern, position, size, channels=8, num_heads=2, num_kv_heads=1, causal=mask == "causal")
+    x = torch.randn(2, 8, *size, dtype=torch.float64)
+    mask = make_mask(mask, 2, 2, 35, seed=0)
+    expected = defined(block, x, mask, known)
+    for impl in ("sdpa", "einx"):
+        with va.use_impl(block, impl), torch.no_grad():
+            np.testing.assert_allclose(
+                block(x, mask).numpy(), expected, rtol=0, atol=1e-12 * max(1, abs(expected).max())
+            )
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     impl=st.sampled_from(va.IMPLS),

@@ -153,6 +153,7 @@ def test_the_order_of_tokens_is_that_of_the_map_however_it_is_written():
         ("b n d h w -> b n h d", {}, "no permutation of the map, since 'w' stands 1 and 0 times"),
         ("b n d h w -> (b h) n (h w) d", {}, "no permutation of the map, since 'h' stands 1 and 2 times"),
         ("b n d h h -> b n (h w) d", {}, "no permutation of the map"),
+        ("b n d h h -> b n h d", {}, "no permutation of the map, since 'h' stands 2 and 1 times"),
         ("b n d (h n) w -> b n (h w) d", {}, "no permutation of the map"),
         ("b n d h (w s) -> (b s) n (h w) d", {}, "give the size of 'w' or 's'"),
         ("b n d h w -> b n (h w) d", {"s": 2}, "there is no 's' in it to have the size 2"),
