@@ -25,6 +25,7 @@ ROOMS = (
     "capture",
     "figures",
     "training",
+    "benchmark",
     "cli",
     "__main__",
 )

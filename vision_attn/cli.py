@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import vision_attn
 from vision_attn.attend import IMPLS
+from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.checkpoints import CheckpointError
 from vision_attn.training.errors import DataError, TrainingError
 
@@ -48,7 +49,7 @@ def exit_code(error: Exception) -> int | None:
     """What an error means to a person; None where it is a fault of the program's own."""
     if isinstance(error, ValueError):
         return BAD_USAGE
-    if isinstance(error, (CheckpointError, DataError, TrainingError, OSError)) or missing_extra(error):
+    if isinstance(error, (BenchmarkError, CheckpointError, DataError, TrainingError, OSError)) or missing_extra(error):
         return FAILURE
     return None
 
@@ -68,14 +69,16 @@ def train(options: argparse.Namespace) -> None:
     from vision_attn.training.settings import Settings
     from vision_attn.training.train import train
 
-    given: dict[str, Any] = {
-        field.name: getattr(options, field.name) for field in fields(Settings) if hasattr(options, field.name)
-    }
-    given.update({name: tuple(value) for name, value in given.items() if isinstance(value, list)})
     try:
-        train(Settings(**given))
+        train(Settings(**given(Settings, options)))
     finally:
         leave_process_group()
+
+
+def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags were given for."""
+    values = {field.name: getattr(options, field.name) for field in fields(settings) if hasattr(options, field.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def leave_process_group() -> None:
@@ -90,6 +93,17 @@ def demo(options: argparse.Namespace) -> None:
     from vision_attn.training.demo import demo
 
     demo(options.output, epochs=options.epochs, seed=options.seed)
+
+
+def bench(options: argparse.Namespace) -> None:
+    from vision_attn.benchmark.run import run_benchmark
+    from vision_attn.benchmark.settings import Settings, parse_shape
+
+    values = given(Settings, options)
+    for name in ("shapes", "relative_shapes"):
+        if name in values:
+            values[name] = tuple(parse_shape(name, text) for text in values[name])
+    run_benchmark(Settings(**values))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +126,15 @@ def parser() -> argparse.ArgumentParser:
             help="train, fine-tune or evaluate an image classifier, with attention inserted or not",
         )
     )
+    add_bench(
+        commands.add_parser(
+            "bench",
+            parents=[common],
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            help="time and memory of attention beside other libraries' and the floor",
+        )
+    )
     return top
 
 
@@ -122,18 +145,25 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, default=0, help="seed of each arm (default: %(default)s)")
 
 
+def adder(defaults: object) -> Callable[..., None]:
+    """A function that adds a flag for a setting and writes its default, if there is one to speak of, into the help."""
+
+    def add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
+        default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
+        if default not in (None, False, (), ""):
+            text = f"{text} (default: {default})"
+        group.add_argument(flag, help=text, **options)
+
+    return add
+
+
 def add_train(command: argparse.ArgumentParser) -> None:
     """The flags of :class:`vision_attn.training.settings.Settings`; one that is not given keeps its default there."""
     from vision_attn.training.settings import Settings
 
     defaults = Settings(data="")
     command.set_defaults(command=train, traceback=False)
-
-    def add(group: argparse._ArgumentGroup, flag: str, text: str, **options: object) -> None:
-        default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
-        if default not in (None, False, (), ""):
-            text = f"{text} (default: {default})"
-        group.add_argument(flag, help=text, **options)  # type: ignore[arg-type]
+    add = adder(defaults)
 
     group = command.add_argument_group("data")
     add(group, "--data", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or the folder that CIFAR is in")
@@ -183,3 +213,31 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--resume", "go on with an interrupted run from its last.pth")
     add(group, "--tensorboard", "write TensorBoard events too", action="store_true")
     add(group, "--test-only", "evaluate, do not train", action="store_true")
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """The flags of :class:`vision_attn.benchmark.settings.Settings`; one that is not given keeps its default there."""
+    from vision_attn.benchmark.settings import DEVICES, DTYPES, RELATIVE_SHAPES, SHAPES, Settings
+
+    command.set_defaults(command=bench, traceback=False)
+    add = adder(Settings())
+    plain, relative = (" ".join(",".join(map(str, shape)) for shape in shapes) for shapes in (SHAPES, RELATIVE_SHAPES))
+
+    add(
+        command, "--shapes", f"batch,channels,height,width of the maps (default: {plain})", nargs="+", metavar="B,C,H,W"
+    )
+    add(
+        command,
+        "--relative-shapes",
+        "the same for attention with relative positions; where only one of the two is given, the other is left out "
+        f"(default: {relative})",
+        nargs="+",
+        metavar="B,C,H,W",
+    )
+    add(command, "--heads", "heads of every contestant", type=int)
+    add(command, "--device", "cpu or cuda (default: cuda where there is one)", choices=DEVICES)
+    add(command, "--dtype", "type of maps and weights", choices=tuple(DTYPES))
+    add(command, "--threads", "threads of the CPU (default: as many as torch has)", type=int)
+    add(command, "--rounds", "measurements of each contestant", type=int)
+    add(command, "--channels-last", "maps come in the channels-last memory format", action="store_true")
+    add(command, "--output", "JSON file for all that was measured", metavar="FILE")
