@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
     except KeyboardInterrupt:
-        print("vision-attn: interrupted; a run that has saved its last.pth goes on with --resume", file=sys.stderr)
+        goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train else ""
+        print(f"vision-attn: interrupted{goes_on}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         code = exit_code(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,12 +26,23 @@ class Line:
         groups: the names that tell one group of tokens from another; groups do not see each other.
         tokens: the names that tell the tokens of a group apart, in the order of the map.
         sizes: names whose size is given.
+        multiples: what the length of each axis must be a multiple of.
+        order: where each axis of the tokens, split into its names, stands among those of the map.
     """
 
     axes: tuple[tuple[str, ...], ...]
     groups: tuple[str, ...]
     tokens: tuple[str, ...]
     sizes: Mapping[str, int]
+    multiples: tuple[int, ...] = field(init=False, compare=False)
+    order: tuple[int, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        multiples = tuple(product([self.sizes.get(name, 1) for name in axis]) for axis in self.axes)
+        names = ["b", "n", "d", *(name for axis in self.axes for name in axis)]
+        order = tuple(names.index(name) for name in ("b", *self.groups, "n", *self.tokens, "d"))
+        object.__setattr__(self, "multiples", multiples)
+        object.__setattr__(self, "order", order)
 
     @staticmethod
     def parse(text: str, sizes: Mapping[str, int]) -> Line:
@@ -90,22 +101,14 @@ class Line:
     @property
     def torch(self) -> str:
         """The same in torch, as an expression of ``maps``."""
-        names = ["b", "n", "d", *(name for axis in self.axes for name in axis)]
-        order = ["b", *self.groups, "n", *self.tokens, "d"]
+        names = ", ".join(["b", "n", "d", *(name for axis in self.axes for name in axis)])
         groups, tokens = ("*".join(part) for part in (("b", *self.groups), self.tokens))
-        return (
-            f"maps.view({', '.join(names)}).permute({', '.join(str(names.index(name)) for name in order)})"
-            f".reshape({groups}, n, {tokens}, d)"
-        )
-
-    def multiples(self) -> tuple[int, ...]:
-        """What the length of each axis must be a multiple of."""
-        return tuple(product([self.sizes.get(name, 1) for name in axis]) for axis in self.axes)
+        return f"maps.view({names}).permute({', '.join(map(str, self.order))}).reshape({groups}, n, {tokens}, d)"
 
     def lengths(self, size: Sequence[int]) -> dict[str, int]:
-        """The size of every name on a map of ``size``, whose axes are multiples of :meth:`multiples`."""
+        """The size of every name on a map of ``size``, whose axes are multiples of :attr:`multiples`."""
         lengths = {}
-        for axis, whole, multiple in zip(self.axes, size, self.multiples(), strict=True):
+        for axis, whole, multiple in zip(self.axes, size, self.multiples, strict=True):
             lengths.update({name: self.sizes.get(name, whole // multiple) for name in axis})
         return lengths
 
@@ -125,11 +128,8 @@ class Line:
         """The twin of :meth:`split_einx` without einx; a view, where the groups and the tokens are axes of ``x``."""
         b, n, d, *size = x.shape
         lengths = self.lengths(size)
-        names = ("b", "n", "d", *lengths)
-        order = ("b", *self.groups, "n", *self.tokens, "d")
-        x = x.view(b, n, d, *lengths.values()).permute([names.index(name) for name in order])
         groups, tokens = (product([lengths[name] for name in part]) for part in (self.groups, self.tokens))
-        return x.reshape(b * groups, n, tokens, d)
+        return x.view(b, n, d, *lengths.values()).permute(self.order).reshape(b * groups, n, tokens, d)
 
     def merge_einx(self, y: Tensor, size: Sequence[int]) -> Tensor:
         """Put tokens ``(b·groups, n, tokens, d)`` back on the map ``(b, n, d, *size)``."""
@@ -140,14 +140,11 @@ class Line:
     def merge_bmm(self, y: Tensor, size: Sequence[int]) -> Tensor:
         """The twin of :meth:`merge_einx` without einx."""
         lengths = self.lengths(size)
-        groups = [lengths[name] for name in self.groups]
-        tokens = [lengths[name] for name in self.tokens]
+        groups, tokens = ([lengths[name] for name in part] for part in (self.groups, self.tokens))
         n, d = y.shape[1], y.shape[3]
         b = y.shape[0] // product(groups)
-        names = ("b", *self.groups, "n", *self.tokens, "d")
-        order = ("b", "n", "d", *lengths)
-        y = y.reshape(b, *groups, n, *tokens, d).permute([names.index(name) for name in order])
-        return y.reshape(b, n, d, *size)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return y.reshape(b, *groups, n, *tokens, d).permute(back).reshape(b, n, d, *size)
 
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:

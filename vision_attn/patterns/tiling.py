@@ -38,7 +38,6 @@ class LineTiling:
             product([line.sizes[name] for name in tokens]) if all(name in line.sizes for name in tokens) else None
             for tokens in ([name for name in axis if name in line.tokens] for axis in line.axes)
         )
-        self.multiples = line.multiples()
 
     def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor:
         """Tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``; ``keys`` is for tilings that tell them apart."""
@@ -87,8 +86,10 @@ class LineTiling:
 
     def padded(self, size: Sequence[int]) -> tuple[int, ...]:
         """The size that a map is padded to."""
+        if not self.line.sizes:
+            return tuple(size)
         padded = []
-        for axis, length, multiple in zip(self.line.axes, size, self.multiples, strict=True):
+        for axis, length, multiple in zip(self.line.axes, size, self.line.multiples, strict=True):
             if all(name in self.line.sizes for name in axis) and length > multiple:
                 raise ValueError(
                     f"x must have at most {multiple} places along {' '.join(axis)} for the pattern {self.line.einx!r}; "
@@ -101,13 +102,15 @@ class LineTiling:
         """The shift along each axis: none where one window holds the whole axis, as in Swin."""
         if not self.shift:
             return (0,) * self.rank
-        multiples = self.multiples
+        windows = self.line.multiples
         return tuple(
             by if whole > window else 0
-            for by, whole, window in zip(self.shift, self.padded(size), multiples, strict=True)
+            for by, whole, window in zip(self.shift, self.padded(size), windows, strict=True)
         )
 
     def pad(self, x: Tensor, value: float) -> Tensor:
+        if not self.line.sizes:
+            return x
         size = x.shape[-self.rank :]
         ends = [whole - length for length, whole in zip(size, self.padded(size), strict=True)]
         return F.pad(x, [p for end in reversed(ends) for p in (0, end)], value=value) if any(ends) else x
