@@ -451,3 +451,19 @@ def test_blocks_with_positions_are_finite_in_half_precision_whatever_the_logits(
     if impl in DIFFERENTIABLE:
         for gradient in torch.autograd.grad(y.float().square().sum(), list(block.parameters())):
             assert torch.isfinite(gradient).all()
+
+
+def test_a_mask_that_is_no_tensor_is_refused():
+    q = torch.ones(1, 1, 2, 2)
+    with pytest.raises(ValueError, match="mask must be a tensor, or None; got list"):
+        attend(q, q, q, mask=[[True, False], [True, True]])
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_two_finite_masks_of_half_precision_do_not_make_an_infinite_one(impl):
+    torch.manual_seed(0)
+    block = va.Attention2d(8, 2, impl=impl, position=va.RelPosTable(feat_size=2), dtype=torch.float16)
+    with torch.no_grad():
+        block.position.relative_position_bias_table.fill_(-60.0)
+        x, lowest = torch.randn(1, 8, 2, 2).half(), torch.full((4, 4), torch.finfo(torch.float16).min).half()
+        torch.testing.assert_close(block(x, lowest), block(x), rtol=0.02, atol=0.01)

@@ -138,7 +138,8 @@ def test_linear_attention_has_the_state_dict_of_attention_and_its_own_implementa
     model = nn.Sequential(linear, softmax)
     assert va.set_impl(model, "einx") == 2
     with pytest.raises(
-        ValueError, match=r"impl must be one of 'einx', 'bmm' for linear attention; got 'sdpa' \(for 0, a"
+        ValueError,
+        match=r"impl must be one of 'einx', 'bmm' for linear attention; got 'sdpa' \(in 0: LinearAttention2d",
     ):
         va.set_impl(model, "sdpa")
     assert (linear.impl, softmax.impl) == ("einx", "einx")
@@ -273,7 +274,7 @@ def test_an_augmented_convolution_is_its_two_parts_side_by_side(stride, size):
         ),
         (lambda: va.Attention2d(8, 2, kv_stride=2, causal=True), "causal must be False where keys are not"),
         (lambda: va.Attention2d(8, 2, context_channels=8, causal=True), "causal must be False where keys are not"),
-        (lambda: va.Attention2d(8, 2, scale=float("nan")), "scale must be a finite number, or None .* got nan"),
+        (lambda: va.Attention2d(8, 2, scale=float("nan")), "scale must be a finite number; got nan"),
         (lambda: va.Attention2d(8, 2, scale="1"), "scale must be a finite number"),
         (lambda: va.Attention2d(8, 2, qkv_bias=1), "qkv_bias must be True or False; got 1"),
         (lambda: va.Attention2d(8, 2, proj_bias=None), "proj_bias must be True or False; got None"),
@@ -285,13 +286,18 @@ def test_an_augmented_convolution_is_its_two_parts_side_by_side(stride, size):
         (lambda: va.AttentionBlock2d(8, 2, out_channels=4), "out_channels must be left out of AttentionBlock2d"),
         (lambda: va.AttentionBlock2d(0, 2), "channels must be a whole number of at least 1; got 0"),
         (lambda: va.TransformerBlock2d(8, 2, out_channels=4), "out_channels must be left out of TransformerBlock2d"),
-        (lambda: va.TransformerBlock2d(8, 2, mlp_ratio=0), "mlp_ratio must be a number that leaves at least one"),
+        (lambda: va.TransformerBlock2d(8, 2, mlp_ratio=0), "mlp_ratio must be a finite number above 0; got 0"),
         (
             lambda: va.TransformerBlock2d(8, 2, activation="silu"),
             "activation must be one of 'gelu', 'relu'; got 'silu'",
         ),
         (lambda: va.TransformerBlock2d(8, 2, norm_first=1), "norm_first must be True or False"),
         (lambda: va.TransformerBlock2d(8, 2, mlp_drop=2), "mlp_drop must be a probability"),
+        (lambda: va.TransformerBlock2d(8, 2, mlp_ratio=float("inf")), "mlp_ratio must be a finite number above 0"),
+        (lambda: va.TransformerBlock2d(8, 2, eps=-1.0), "eps must be a finite number above 0; got -1.0"),
+        (lambda: va.TransformerBlock2d(8, 2, activation=["gelu"]), "activation must be one of"),
+        (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must be a finite number; got 'x'"),
+        (lambda: va.Attention2d(8, 2, impl=["bmm"]), r"impl must be one of .* got \['bmm'\]"),
         (lambda: va.LinearAttention2d(8, 3), "num_heads must divide channels; .* from 1, 2, 4, 8"),
         (
             lambda: va.LinearAttention2d(8, 2, impl="sdpa"),
@@ -310,6 +316,10 @@ def test_an_augmented_convolution_is_its_two_parts_side_by_side(stride, size):
         (
             lambda: va.AugmentedConv2d(8, 8, num_heads=2, key_channels=8, value_channels=8),
             "value_channels must be fewer than",
+        ),
+        (
+            lambda: va.AugmentedConv2d(8, 8, key_channels=8, value_channels=4, key_dim=3),
+            "key_dim must be left out of Augm",
         ),
         (lambda: va.AugmentedConv2d(8, 8, stride=0, key_channels=8, value_channels=8), "stride must be a whole number"),
     ],
@@ -331,6 +341,7 @@ def test_an_argument_that_does_not_exist_is_refused_by_name():
     "block",
     [
         lambda: va.TransformerBlock2d(8, 2),
+        lambda: va.TransformerBlock2d(8, 2, norm_first=False),
         lambda: va.LinearAttention2d(8, 2),
         lambda: va.Attention2d(8, 2, pattern=va.Window(2, shift=1), position=va.RelPosTable()),
         lambda: va.Attention2d(8, 2, pattern=va.Neighborhood(3), out_channels=4),
@@ -363,3 +374,54 @@ def test_blocks_run_under_autocast_and_stay_near(block):
         gradients = torch.autograd.grad(found.float().sum(), list(block.parameters()), allow_unused=True)
     assert (found.float() - expected).abs().max() < 0.05 * expected.abs().max()
     assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+
+
+def test_a_slice_of_a_channels_last_map_is_in_that_format():
+    x = torch.randn(2, 16, 5, 3).contiguous(memory_format=torch.channels_last).chunk(2, dim=1)[0]
+    assert va.Attention2d(8, 2)(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("options", [{}, {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}], ids=str)
+def test_an_empty_batch_gives_an_empty_batch(impl, options):
+    block = va.Attention2d(8, 2, impl=impl, **options)
+    with torch.no_grad():
+        assert block(torch.randn(0, 8, 3, 5), torch.ones(15, 15, dtype=torch.bool)).shape == (0, 8, 3, 5)
+
+
+@pytest.mark.parametrize("pattern", ["full", va.Window(2)], ids=str)
+@pytest.mark.parametrize(
+    "queries", [torch.tensor([-1]), torch.tensor([12]), torch.tensor(4), torch.ones(12).bool(), torch.ones(1)]
+)
+def test_queries_that_are_no_tokens_are_refused(pattern, queries):
+    with pytest.raises(ValueError, match="queries must be indices of"):
+        va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 3, 4), queries=queries)
+
+
+def test_a_short_axis_is_averaged_as_it_is():
+    block = va.Attention3d(8, 2, kv_stride=2)
+    x = torch.randn(1, 8, 1, 4, 4)
+    assert block(x).shape == x.shape
+    assert block.keys_size(x) == (1, 2, 2)
+
+
+def test_dropout_and_flex_are_refused_together_whichever_comes_first():
+    model = nn.Sequential(va.Attention2d(8, 2, attn_drop=0.5))
+    with pytest.raises(ValueError, match=r"attn_drop must be 0 with impl='flex'.*\(in 0: Attention2d\)"):
+        va.set_impl(model, "flex")
+    assert model[0].impl == "sdpa"
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    np = pytest.importorskip("numpy")
+    assert va.Attention2d(np.int64(8), np.int64(2), scale=np.float32(0.5))(torch.randn(1, 8, 2, 2)).shape == (
+        1,
+        8,
+        2,
+        2,
+    )
+
+
+def test_two_different_blocks_print_differently():
+    shown = repr(va.Attention2d(16, 4, num_kv_heads=2, causal=True, scale=1.0, kv_stride=1, attn_drop=0.1))
+    assert "num_kv_heads=2, scale=1.0, causal=True, attn_drop=0.1" in shown

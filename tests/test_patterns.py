@@ -154,7 +154,11 @@ def test_the_order_of_tokens_is_that_of_the_map_however_it_is_written():
         ("b n d h w -> (b h) n (h w) d", {}, "no permutation of the map, since 'h' stands 1 and 2 times"),
         ("b n d h h -> b n (h w) d", {}, "no permutation of the map"),
         ("b n d h h -> b n h d", {}, "no permutation of the map, since 'h' stands 2 and 1 times"),
-        ("b n d (h n) w -> b n (h w) d", {}, "no permutation of the map"),
+        ("b n d (h n) w -> b n (h w) d", {}, "'n' has another meaning and cannot name a part of an axis"),
+        ("b n d graph w -> b n (graph w) d", {}, "'graph' has another meaning"),
+        (")b n d h w( -> b n (h w) d", {}, "is not names and names in brackets"),
+        ("b n d h w -> ((b h)) n w d", {}, "is not names and names in brackets"),
+        ("b n d gé w -> b n (gé w) d", {}, "is not names and names in brackets"),
         ("b n d h (w s) -> (b s) n (h w) d", {}, "give the size of 'w' or 's'"),
         ("b n d h w -> b n (h w) d", {"s": 2}, "there is no 's' in it to have the size 2"),
         ("b n d h (w s) -> (b s) n (h w) d", {"s": 0}, "the size of 's' must be a whole number of at least 1; got 0"),
@@ -171,9 +175,15 @@ def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, messa
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: va.Window(0), "Window: size must be a whole number of at least 1, or a tuple of them; got 0"),
+        (
+            lambda: va.Window(0),
+            r"Window: size must be a whole number of at least 1, or a tuple \(…, …\) of them; got 0",
+        ),
         (lambda: va.Window(7.0), "Window: size must be .* got 7.0"),
         (lambda: va.Window(()), r"Window: size must be .* got \(\)"),
+        (lambda: va.Window([7, 7]), r"Window: size must be .* a tuple .* got \[7, 7\]"),
+        (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must be for as many axes"),
+        (lambda: va.Pattern(5), "Pattern: line must be a line of einx, .* got 5"),
         (lambda: va.Window(4, shift=4), "Window: shift must be smaller than size; got size=4 and shift=4"),
         (lambda: va.Window((4, 2), shift=2), "Window: shift must be smaller than size"),
         (lambda: va.Window(4, shift=-1), "Window: shift must be a whole number of at least 0"),
@@ -189,6 +199,29 @@ def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, messa
 def test_bad_patterns_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("line", ["b n d  ( h p )  w->b n ( h p w ) d", "b n d (h p) w -> b n (h p w) d"])
+def test_a_pattern_without_groups_that_pads_is_full_attention(line):
+    torch.manual_seed(0)
+    block, full = va.Attention2d(8, 2, pattern=va.Pattern(line, p=2)), va.Attention2d(8, 2)
+    full.load_state_dict(block.state_dict())
+    x, mask = torch.randn(2, 8, 3, 4), torch.rand(12, 12) < 0.7
+    torch.testing.assert_close(block(x, mask), full(x, mask))
+    torch.testing.assert_close(block.attention_weights(x, mask), full.attention_weights(x, mask))
+    with pytest.raises(ValueError, match="pattern must be 'full' with kv_stride=2"):
+        va.Attention2d(8, 2, pattern=va.Pattern(line, p=2), kv_stride=2)
+
+
+def test_a_neighborhood_beyond_the_map_is_all_of_it_and_costs_no_more():
+    tiling = va.Neighborhood(31, dilation=3).tiling(2)
+    assert tiling.split(torch.randn(1, 1, 2, 7, 7)).numel() <= 2 * 9 * 9
+    for pattern in (va.Neighborhood(31), va.Neighborhood(7, dilation=64)):
+        block = va.Attention2d(8, 2, pattern=pattern)
+        x = torch.randn(1, 8, 5, 7)
+        weights = block.attention_weights(x)
+        seen = 35 if pattern.dilation == 1 else 1
+        assert ((weights > 0).sum(-1) == seen).all()
 
 
 def test_a_map_larger_than_a_line_with_every_size_given_is_refused():

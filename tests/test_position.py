@@ -121,6 +121,16 @@ def test_no_tensor_of_queries_by_keys_is_made_forward_or_backward(options):
         assert (largest.elements >= (32 * 32) ** 2) == quadratic, impl
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("block", [va.Attention1d, va.Attention3d])
+def test_maps_of_one_and_three_axes_get_the_fused_kernel_too(block, channels_last):
+    x = torch.randn(1, 16, 1024) if block is va.Attention1d else torch.randn(1, 16, 4, 16, 16)
+    x = (x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x).requires_grad_()
+    with LargestTensor() as largest:
+        block(16, 2)(x).sum().backward()
+    assert largest.elements < 1024**2
+
+
 @pytest.mark.parametrize("term", TERMS)
 def test_a_specification_prints_as_code_compares_and_pickles(term):
     position = TERMS[term]
@@ -174,6 +184,13 @@ def test_a_table_that_cannot_be_resampled_is_a_mismatch(tmp_path):
         va.load_checkpoint(model, tmp_path / "model.pth")
 
 
+def test_a_table_of_other_proportions_is_not_taken_for_a_classifier(tmp_path):
+    saved(tmp_path, va.RelPosTable(feat_size=(3, 7)))
+    model = nn.Sequential(va.Attention2d(16, 2, position=va.RelPosTable(feat_size=(7, 14))))
+    with pytest.raises(va.CheckpointError, match="Its tables of positions are for groups of other proportions"):
+        va.load_checkpoint(model, tmp_path / "model.pth")
+
+
 def test_keys_of_a_coarser_map_are_turned_by_their_place_on_the_queries_map():
     # Averaging pairs of equal columns leaves the same keys as taking every other one, at the pairs' centres.
     torch.manual_seed(0)
@@ -204,10 +221,18 @@ def test_keys_of_a_coarser_map_are_turned_by_their_place_on_the_queries_map():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: va.Rope2d(temperature=0.5), "Rope2d: temperature must be a number above 1; got 0.5"),
-        (lambda: va.Rope2d(feat_size=0), "Rope2d: feat_size must be a whole number of at least 1, or two; got 0"),
-        (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must be"),
-        (lambda: va.SinCos(temperature=True), "SinCos: temperature must be a number above 1; got True"),
+        (lambda: va.Rope2d(temperature=0.5), "Rope2d: temperature must be a finite number above 1; got 0.5"),
+        (lambda: va.Rope2d(feat_size=0), "Rope2d: feat_size must be a whole number of at least 1, .* got 0"),
+        (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must be for two axes; got"),
+        (lambda: va.Rope2d(temperature=float("inf")), "Rope2d: temperature must be a finite number above 1; got inf"),
+        (lambda: va.RelPosDecomposed(-3), "RelPosDecomposed: feat_size must be .* got -3"),
+        (lambda: va.RelPosTable([7, 7]), r"RelPosTable: feat_size must be .* a tuple \(…, …\) of them; got \[7, 7\]"),
+        (lambda: va.Attention2d(16, 2, position=va.Rope2d), r"position must be None or .* Rope2d\(\).* got <class"),
+        (
+            lambda: va.Attention2d(16, 2, position=va.SinCos(), context_channels=8),
+            r"position must not be SinCos.* with context_channels=8: use Rope2d\(\)",
+        ),
+        (lambda: va.SinCos(temperature=True), "SinCos: temperature must be a finite number above 1; got True"),
         (lambda: va.ConditionalPos(2), "ConditionalPos: kernel_size must be an odd whole number; got 2"),
         (lambda: va.ConditionalPos(-1), "ConditionalPos: kernel_size must be at least 1; got -1"),
         (
@@ -226,7 +251,10 @@ def test_keys_of_a_coarser_map_are_turned_by_their_place_on_the_queries_map():
         (lambda: va.Attention2d(18, 3, position=va.Rope2d()), "Rope2d: key_dim must be a multiple of 4, .* got 6"),
         (lambda: va.Attention1d(16, 2, position=va.Rope2d()), "Rope2d: position must be for maps with two axes"),
         (lambda: va.Attention2d(18, 2, position=va.SinCos()), "SinCos: channels must be a multiple of 4, .* got 18"),
-        (lambda: va.Attention2d(16, 2, position="rope"), "position must be None or a RelPosDecomposed, .* got 'rope'"),
+        (
+            lambda: va.Attention2d(16, 2, position="rope"),
+            r"position must be None or a RelPosDecomposed\(…\), .* got 'rope'",
+        ),
         (
             lambda: va.Attention2d(16, 2, position=va.RelPosTable(3), kv_stride=2),
             r"position must not be RelPosTable\(feat_size=3\) where keys are not of the queries' map",

@@ -33,8 +33,9 @@ def capture(
     """Record the attention maps of every forward pass inside a ``with`` block.
 
     The network computes what it always does; the weights of the chosen queries are computed beside it from the same
-    input, so that a fused kernel can be looked into as well. Only the chosen queries take memory:
-    ``heads · queries · tokens`` a module and image.
+    input, so that a fused kernel can be looked into as well. Of full attention only the chosen
+    queries take memory, ``heads · queries · tokens`` a module and image; of another
+    pattern all groups are looked at first.
 
     Args:
         model: a network with :class:`vision_attn.Attention2d` modules in it.

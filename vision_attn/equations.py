@@ -113,6 +113,8 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
         raise ValueError(f"rank must be 3, 4 or 5, for maps with one to three axes; got {rank!r}")
     if attention_axes is None:
         return "full"
+    if isinstance(attention_axes, int):
+        raise ValueError(f"attention_axes must be a tuple of axes, or None for all; got {attention_axes!r}")
     axes = [axis + rank if axis < 0 else axis for axis in attention_axes]
     attention_equations(rank + 1, axes)  # checks them: heads come between positions and width
     names = AXES[-(rank - 2) :]

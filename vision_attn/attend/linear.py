@@ -68,5 +68,5 @@ def attend_linear(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: T
 
 
 def check_linear_impl(impl: str) -> None:
-    if impl not in LINEAR_IMPLS:
+    if not isinstance(impl, str) or impl not in LINEAR_IMPLS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, LINEAR_IMPLS))} for linear attention; got {impl!r}")

@@ -46,7 +46,7 @@ def masks_together(first: Tensor | None, second: Tensor | None) -> Tensor | None
     if first.dtype == torch.bool or second.dtype == torch.bool:
         allowed, added = (first, second) if first.dtype == torch.bool else (second, first)
         return torch.where(allowed, added, -torch.inf)
-    return first + second
+    return at_least_float32(first) + second  # in half precision two finite values may make an infinite one
 
 
 def without_later_keys(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -88,6 +88,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int]) -> None:
     if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor, or None; got {type(mask).__name__}: make it one with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"mask must be bool (True = may attend) or an additive float; got {mask.dtype}: convert it with mask.bool()"

@@ -135,5 +135,5 @@ def attention_weights(
 
 
 def check_impl(impl: str) -> None:
-    if impl not in _ATTEND:
+    if not isinstance(impl, str) or impl not in _ATTEND:
         raise ValueError(f"impl must be one of {', '.join(map(repr, _ATTEND))}; got {impl!r}")

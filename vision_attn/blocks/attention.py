@@ -13,12 +13,14 @@ from vision_attn.blocks.maps import (
     check_counts,
     check_divides,
     check_flags,
+    check_number,
     check_probability,
-    check_scale,
+    check_queries,
     in_format_of,
 )
-from vision_attn.blocks.tokens import tokens_of
+from vision_attn.blocks.tokens import check_inputs, tokens_of
 from vision_attn.patterns import Specification, join_bmm, join_einx, resolve_pattern
+from vision_attn.patterns.line import product
 from vision_attn.position import CONVOLUTIONS, BlockShape
 from vision_attn.position import Specification as Position
 
@@ -30,10 +32,9 @@ torch.fx.wrap("in_format_of")
 
 
 class Attention(nn.Module):
-    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are; the last but one documents it."""
+    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are; see :class:`Attention2d`."""
 
     rank: int
-    check_impl = staticmethod(check_impl)
 
     def __init__(
         self,
@@ -73,10 +74,10 @@ class Attention(nn.Module):
         check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, causal=causal, output_gate=output_gate)
         check_probability("attn_drop", attn_drop)
         check_probability("proj_drop", proj_drop)
-        check_scale(scale)
-        check_impl(impl)
-        if impl == "flex" and attn_drop:
-            raise ValueError(f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {attn_drop}")
+        if scale is not None:
+            check_number("scale", scale)
+        self.attn_drop = attn_drop
+        self.check_impl(impl)
         if key_dim is None or value_dim is None:
             check_divides("num_heads", num_heads, "channels", channels)
         self.channels = channels
@@ -101,7 +102,6 @@ class Attention(nn.Module):
         self.scale = d**-0.5 if scale is None else scale
         self.kv_stride = kv_stride
         self.causal = causal
-        self.attn_drop = attn_drop
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = CONVOLUTIONS[self.rank]
@@ -116,16 +116,21 @@ class Attention(nn.Module):
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position = None
         if position is not None:
-            if not hasattr(position, "build"):
+            if isinstance(position, type) or not hasattr(position, "build"):
                 raise ValueError(
-                    f"position must be None or a RelPosDecomposed, RelPosTable, Rope2d, ConditionalPos or SinCos; "
-                    f"got {position!r}"
+                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), ConditionalPos() or "
+                    f"SinCos(); got {position!r}"
                 )
             self.position = position.build(BlockShape(channels, n, d, self.tiling), **factory)
             if self.position.compares_places and (kv_stride > 1 or context_channels is not None):
                 raise ValueError(
                     f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
-                    "context_channels): use Rope2d, ConditionalPos or SinCos"
+                    "context_channels): use Rope2d()"
+                )
+            if self.position.needs_channels and context_channels not in (None, channels):
+                raise ValueError(
+                    f"position must not be {position!r}, which is added to maps of {channels} channels, with "
+                    f"context_channels={context_channels}: use Rope2d()"
                 )
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -167,9 +172,13 @@ class Attention(nn.Module):
         Returns:
             ``(b, heads, i, keys)``, float32 or float64, without dropout; zero outside of a query's group.
 
+        Raises:
+            ValueError: as :meth:`forward`, or ``queries`` are no indices of tokens.
+
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
+        check_queries(queries, product(x.shape[2:]))
         q, k, _, scale, mask = tokens_of(self, x, mask, context)
         if self.tiling.whole:
             if self.causal:
@@ -183,17 +192,40 @@ class Attention(nn.Module):
         weights = attention_weights(q, k, scale=scale, mask=mask, causal=causal)
         return weights_on_map(weights, self.tiling, x.shape[2:], queries)
 
+    def check_impl(self, impl: str) -> None:
+        """Refuse an implementation that there is not, or that cannot do what this block asks of it."""
+        check_impl(impl)
+        if impl == "flex" and self.attn_drop:
+            raise ValueError(f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {self.attn_drop}")
+
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """The size of the map that keys are taken from."""
         source = x if context is None else context
         return tuple(-(-length // self.kv_stride) for length in source.shape[2:])
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"
+        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+        width = self.channels // self.num_heads
+        usual = {
+            "key_dim": width,
+            "value_dim": width,
+            "num_kv_heads": self.num_heads,
+            "out_channels": self.channels,
+            "context_channels": None,
+            "scale": self.key_dim**-0.5,
+            "kv_stride": 1,
+            "causal": False,
+            "attn_drop": 0.0,
+        }
+        shown += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        return ", ".join(shown)
 
 
 def attend_map(block: Attention, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
     """What is attended to, before it is projected, ``(b, heads·value_dim, h, w)``."""
+    if x.shape[0] == 0:  # of which not every implementation can tell the sizes
+        check_inputs(block, x, context)
+        return x.new_zeros(0, block.num_heads * block.value_dim, *x.shape[2:])
     q, k, v, scale, mask = tokens_of(block, x, mask, context)
     y = attend(
         q,
@@ -241,7 +273,8 @@ class Attention2d(Attention):
         channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
         impl: the implementation, one of :data:`vision_attn.IMPLS` or a registered one. They give the same result;
-            ``"sdpa"`` is the fastest and needs memory for the tokens only, most others hold every attention weight.
+            ``"sdpa"`` is the fastest and, where torch has a fused kernel, needs memory for the tokens only; most others
+            hold every attention weight. On the CPU torch has none with dropout or gradients of a bias.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,

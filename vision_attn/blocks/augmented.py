@@ -63,6 +63,9 @@ class AugmentedConv2d(nn.Module):
         check_counts(num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
+        for name in ("key_dim", "value_dim", "out_channels", "context_channels"):
+            if name in attention:
+                raise ValueError(f"{name} must be left out of AugmentedConv2d: key_channels and value_channels say it")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
         if value_channels >= out_channels:

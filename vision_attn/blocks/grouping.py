@@ -72,7 +72,7 @@ def weights_on_map(weights: Tensor, tiling: Tiling, size: Sequence[int], wanted:
     # Where each token of the map is among the groups' queries. Padding (-1) goes to a place beyond the map.
     places = torch.arange(groups * per_group, device=queries.device)
     row = queries.new_zeros(tokens + 1).index_put((queries.flatten() % (tokens + 1),), places)
-    row = row[:tokens] if wanted is None else row[wanted]
+    row = row[:tokens] if wanted is None else row[:tokens][wanted]
     columns = (keys % (tokens + 1))[row // per_group]
     dense = weights.new_zeros(*weights.shape[:2], len(row), tokens + 1)
     return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights[:, :, row])[..., :tokens]

@@ -36,7 +36,7 @@ def set_impl(model: nn.Module, impl: str) -> int:
         try:
             block.check_impl(impl)
         except ValueError as error:
-            raise ValueError(f"{error} (for {path or 'the model'}, a {type(block).__name__})") from None
+            raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
     if not blocks:
         check_impl(impl)
     changed = [block for block in blocks.values() if block.impl != impl]

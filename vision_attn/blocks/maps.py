@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -13,8 +15,9 @@ __all__ = [
     "check_divides",
     "check_flags",
     "check_map",
+    "check_number",
     "check_probability",
-    "check_scale",
+    "check_queries",
     "in_format_of",
 ]
 
@@ -23,7 +26,7 @@ AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
 def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
@@ -48,21 +51,34 @@ def check_flags(**flags: bool) -> None:
 
 
 def check_probability(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must be a probability between 0 and 1; got {value!r}")
 
 
-def check_scale(value: float | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"scale must be a finite number, or None for the width of a head ** -0.5; got {value!r}")
+def check_number(name: str, value: float, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not value > above:
+        least = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
 
 
 def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
     if x.dim() != 2 + rank or x.shape[1] != channels:
         raise ValueError(
             f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
+        )
+
+
+def check_queries(queries: Tensor | None, tokens: int) -> None:
+    if queries is None:
+        return
+    if queries.dim() != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
+        raise ValueError(
+            "queries must be indices of tokens, whole numbers of shape (i,); got "
+            f"{queries.dtype} of shape {tuple(queries.shape)}"
+        )
+    if queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < tokens:
+        raise ValueError(
+            f"queries must be indices of {tokens} tokens; got {int(queries.min())} to {int(queries.max())}"
         )
 
 
@@ -73,6 +89,6 @@ def channels_innermost(x: Tensor) -> Tensor:
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
     """``y`` in the memory format of ``x``; where ``x`` is in both, as with a single channel, in the default one."""
-    if x.movedim(1, -1).is_contiguous() and not x.is_contiguous():
+    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
         return channels_innermost(y)
     return y.contiguous()

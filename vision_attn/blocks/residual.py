@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count
+from vision_attn.blocks.maps import check_count, check_number
 
 __all__ = ["AttentionBlock2d", "ConvBlock2d", "GatedResidual2d", "LayerNorm2d"]
 
@@ -41,6 +41,7 @@ class GatedResidual2d(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        check_number("gate_init", gate_init)
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
 

@@ -11,6 +11,7 @@ from vision_attn.attend.masks import check_mask
 from vision_attn.blocks.grouping import mask_of_groups
 from vision_attn.blocks.maps import channels_innermost, check_map
 from vision_attn.patterns import heads_apart_bmm, heads_apart_einx, heads_bmm, heads_einx
+from vision_attn.patterns.line import product
 
 if TYPE_CHECKING:
     from vision_attn.blocks.attention import Attention
@@ -36,7 +37,7 @@ def tokens_of(
     if position is not None:
         q, k = position.turn(q, k)
 
-    batch, size, tokens, keys = q.shape[0], q.shape[3:], q[0, 0, 0].numel(), k[0, 0, 0].numel()
+    batch, size, tokens, keys = q.shape[0], q.shape[3:], product(q.shape[3:]), product(k.shape[3:])
     check_mask(mask, (batch, block.num_heads, tokens, keys))
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
@@ -58,10 +59,11 @@ def heads_of(block: Attention, x: Tensor, context: Tensor | None) -> tuple[Tenso
     einx = block.impl == "einx"
     x = prepared(block, x)
     if context is None and block.kv_stride == 1:
-        return (heads_einx if einx else heads_bmm)(block.qkv(x), *sizes)
+        return (heads_einx if einx else heads_bmm)(laid_out(block, block.qkv(x)), *sizes)
     source = x if context is None else prepared(block, context)
     if block.kv_stride > 1:
-        source = AVERAGE[block.rank](source, block.kv_stride, ceil_mode=True)
+        squares = tuple(min(block.kv_stride, length) for length in source.shape[2:])
+        source = AVERAGE[block.rank](source, squares, ceil_mode=True)
     if block.context_channels is not None:
         q, kv = block.q(x), block.kv(source)
     else:  # one projection, its first rows for one map and the others for the other
@@ -70,15 +72,21 @@ def heads_of(block: Attention, x: Tensor, context: Tensor | None) -> tuple[Tenso
         convolve = CONVOLVE[block.rank]
         q = convolve(x, weight[:rows], None if bias is None else bias[:rows])
         kv = convolve(source, weight[rows:], None if bias is None else bias[rows:])
-    return (heads_apart_einx if einx else heads_apart_bmm)(q, kv, *sizes)
+    return (heads_apart_einx if einx else heads_apart_bmm)(laid_out(block, q), laid_out(block, kv), *sizes)
 
 
 def prepared(block: Attention, x: Tensor) -> Tensor:
     """The map with its positions, laid out for the implementation."""
-    if block.position is not None:
-        x = block.position.add_to_map(x)
-    # With the channels of a place beside each other a 1×1 convolution is a linear layer on tokens, and q, k and v are
-    # views of what it writes: a fused kernel then reads contiguous heads, which makes it several times faster.
+    return laid_out(block, x if block.position is None else block.position.add_to_map(x))
+
+
+def laid_out(block: Attention, x: Tensor) -> Tensor:
+    """A map in the memory layout that the implementation is fastest with.
+
+    With the channels of a place beside each other a 1×1 convolution is a linear layer on tokens, and q, k and v are
+    views of what it writes: a fused kernel then reads contiguous heads, without which torch falls back to one that
+    holds every weight. Convolutions of one and three axes do not keep this layout: it is asked of what they write too.
+    """
     return x if block.impl in ("einx", "bmm", "einsum") else channels_innermost(x)
 
 

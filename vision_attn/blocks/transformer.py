@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count, check_flags, check_probability
+from vision_attn.blocks.maps import check_count, check_flags, check_number, check_probability, in_format_of
 from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
 
 __all__ = ["TransformerBlock2d"]
+
+torch.fx.wrap("in_format_of")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -63,14 +65,14 @@ class TransformerBlock2d(nn.Module):
     ) -> None:
         super().__init__()
         check_count("channels", channels)
-        if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or round(channels * mlp_ratio) < 1:
-            raise ValueError(f"mlp_ratio must be a number that leaves at least one hidden channel; got {mlp_ratio!r}")
+        check_number("mlp_ratio", mlp_ratio, above=0)
+        check_number("eps", eps, above=0)
         check_flags(norm_first=norm_first, bias=bias)
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
         check_probability("mlp_drop", mlp_drop)
         refuse_other_channels("TransformerBlock2d", channels, attention)
-        hidden = round(channels * mlp_ratio)
+        hidden = max(1, round(channels * mlp_ratio))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
         self.norm_first = norm_first
@@ -85,10 +87,12 @@ class TransformerBlock2d(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and transform; ``mask`` and ``context`` as in :meth:`Attention2d.forward`."""
         if self.norm_first:
-            x = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
-            return x + self.mlp(self.norm2(x)).to(x.dtype)
-        x = self.norm1(x + self.attn(x, mask, context)).to(x.dtype)
-        return self.norm2(x + self.mlp(x)).to(x.dtype)
+            y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
+            y = y + self.mlp(self.norm2(y)).to(x.dtype)
+        else:
+            y = self.norm1(x + self.attn(x, mask, context)).to(x.dtype)
+            y = self.norm2(y + self.mlp(y)).to(x.dtype)
+        return in_format_of(x, y)
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))

@@ -194,6 +194,11 @@ def advise(report: LoadReport) -> str:
     if sites:
         where = ", ".join(map(repr, sites))
         lines.append(f"It was saved with blocks inserted at {where}: insert_(model, names=[{where}]) first.")
+    elif any(".position." in f".{key}" for key in report.mismatched):
+        lines.append(
+            "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
+            'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'
+        )
     elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
         (own, other), *_ = report.mismatched.values()
         head = heads.pop()

@@ -13,7 +13,10 @@ __all__ = ["AXES", "Line", "product"]
 #: Names of a map's axes, the last ones first to be there: ``w``, ``h w`` and ``t h w``.
 AXES = ("t", "h", "w")
 
-NAME = re.compile(r"[a-z]\w*")
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+#: Names with another meaning: in the line itself, and to ``einx.id``.
+TAKEN = ("b", "n", "d", "backend", "graph")
 FORM = "'b n d <axes of the map> -> (b <groups>) n (<tokens>) d', as in 'b n d h (s w) -> (b s) n (h w) d' with s=2"
 
 
@@ -67,7 +70,9 @@ class Line:
         names = [name for axis in axes for name in axis]
         for name in {*names, *groups, *tokens}:
             before, after = names.count(name), (*groups, *tokens).count(name)
-            if before != 1 or after != 1 or name in ("b", "n", "d"):
+            if name in TAKEN:
+                raise refuse(f"{name!r} has another meaning and cannot name a part of an axis")
+            if before != 1 or after != 1:
                 raise refuse(f"it is no permutation of the map, since {name!r} stands {before} and {after} times in it")
         for name, size in sizes.items():
             if name not in names:
@@ -149,12 +154,21 @@ class Line:
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:
     """The items of one side: a name, or names in brackets."""
-    found = []
+    found, brackets = [], []
     for bracket, name in re.findall(r"\(([^()]*)\)|([^\s()]+)", side):
         found.append(tuple(bracket.split()) if bracket else (name,))
-    if any(not NAME.fullmatch(name) for item in found for name in item) or side.count("(") != side.count(")"):
+        brackets.append(bool(bracket))
+    again = " ".join(
+        f"({' '.join(item)})" if bracket else item[0] for item, bracket in zip(found, brackets, strict=True)
+    )
+    if any(not NAME.fullmatch(name) for item in found for name in item) or again != normal(side):
         raise refuse(f"{side.strip()!r} is not names and names in brackets")
     return found
+
+
+def normal(side: str) -> str:
+    """With one space wherever there is any."""
+    return re.sub(r"\(\s+|\s+\)", lambda found: found.group().strip(), " ".join(side.split()))
 
 
 def bracketed(names: Sequence[str]) -> str:

@@ -78,8 +78,6 @@ class NeighborhoodTiling:
         self.kernel = tuple(kernel)
         self.dilation = tuple(dilation)
         self.attended = (True,) * self.rank
-        # Tiles of a kernel's length: fewer hold more keys than any of their queries needs, smaller copy more keys.
-        self.tile = self.kernel
         self.fixed_extents: tuple[int | None, ...] = self.kernel
 
     def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor:
@@ -90,7 +88,7 @@ class NeighborhoodTiling:
         tiles = self.tiles(size, y.device)
         groups, queries = (product([along.queries.shape[side] for along in tiles]) for side in (0, 1))
         tile = row_major([along.tile_of[None] for along in tiles], [along.queries.shape[0] for along in tiles])
-        query = row_major([along.query_of[None] for along in tiles], self.tile)
+        query = row_major([along.query_of[None] for along in tiles], [along.queries.shape[1] for along in tiles])
         at = (tile * queries + query).flatten()
         x = scatter_einx(y, at, groups) if einx else scatter_bmm(y, at, groups)
         return x.unflatten(3, tuple(size))
@@ -124,8 +122,14 @@ class NeighborhoodTiling:
         return row_major(along, [axis.tile_of.shape[0] for axis in tiles])
 
     def tiles(self, size: Sequence[int], device: torch.device) -> list[AxisTiles]:
-        of_each_axis = zip(size, self.kernel, self.dilation, self.tile, strict=True)
-        return [axis_tiles(*of_axis, device) for of_axis in of_each_axis]
+        found = []
+        for length, kernel, dilation in zip(size, self.kernel, self.dilation, strict=True):
+            if isinstance(length, int):  # and no symbol: what reaches beyond the map need not be copied
+                dilation = min(dilation, length)
+                kernel = min(kernel, -(-length // dilation))
+            # Tiles of a kernel's length: longer ones hold more keys than a query needs, shorter ones copy more keys.
+            found.append(axis_tiles(length, kernel, dilation, tile=kernel, device=device))
+        return found
 
 
 def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -36,6 +36,7 @@ class Tiling(Protocol):
     def offsets(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, ...]: ...
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Pattern:
     """Any pattern that one line of einx says: which positions of a map attend to each other.
 
@@ -57,10 +58,16 @@ class Pattern:
     torch.Size([2, 2, 12, 8])
     """
 
-    def __init__(self, line: str, **sizes: int) -> None:
-        self.line = line
-        self.sizes = sizes
-        self.parsed = Line.parse(line, sizes)
+    line: str
+    sizes: tuple[tuple[str, int], ...]
+    parsed: Line
+
+    def __init__(self, line: str, /, **sizes: int) -> None:
+        if not isinstance(line, str):
+            raise ValueError(f"Pattern: line must be a line of einx, as 'b n d h w -> (b h) n w d'; got {line!r}")
+        object.__setattr__(self, "line", line)
+        object.__setattr__(self, "sizes", tuple(sizes.items()))
+        object.__setattr__(self, "parsed", Line.parse(line, sizes))
 
     def tiling(self, rank: int) -> Tiling:
         if rank != self.parsed.rank:
@@ -74,7 +81,7 @@ class Pattern:
         return hash((self.parsed.axes, self.parsed.groups, self.parsed.tokens, tuple(self.parsed.sizes.items())))
 
     def __repr__(self) -> str:
-        return f"Pattern({', '.join([repr(self.line), *(f'{name}={size}' for name, size in self.sizes.items())])})"
+        return f"Pattern({', '.join([repr(self.line), *(f'{name}={size}' for name, size in self.sizes)])})"
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,10 @@ class Window:
     def __post_init__(self) -> None:
         check_lengths("Window", "size", self.size, least=1)
         check_lengths("Window", "shift", self.shift, least=0)
-        for side, by in zip(*same_length(self.size, self.shift), strict=False):
+        sides, shifts = same_length(self.size, self.shift)
+        if len(sides) != len(shifts):
+            raise ValueError(f"Window: size and shift must be for as many axes; got {self.size} and {self.shift}")
+        for side, by in zip(sides, shifts, strict=True):
             if by >= side:
                 raise ValueError(
                     f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}"
@@ -238,7 +248,7 @@ def check_lengths(owner: str, name: str, value: object, least: int) -> None:
     lengths = value if isinstance(value, tuple) else (value,)
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in lengths):
         raise ValueError(
-            f"{owner}: {name} must be a whole number of at least {least}, or a tuple of them; got {value!r}"
+            f"{owner}: {name} must be a whole number of at least {least}, or a tuple (…, …) of them; got {value!r}"
         )
 
 

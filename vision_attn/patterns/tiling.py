@@ -32,7 +32,7 @@ class LineTiling:
         self.line = line
         self.rank = line.rank
         self.shift = tuple(shift)
-        self.whole = not line.groups and not any(shift)
+        self.whole = not line.groups and not line.sizes and not any(shift)
         self.attended = tuple(any(name in line.tokens for name in axis) for axis in line.axes)
         self.fixed_extents = tuple(
             product([line.sizes[name] for name in tokens]) if all(name in line.sizes for name in tokens) else None
@@ -41,16 +41,16 @@ class LineTiling:
 
     def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor:
         """Tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``; ``keys`` is for tilings that tell them apart."""
-        size = x.shape[3:]
-        x = self.pad(x, value=0.0)
-        x = self.roll(x, size, -1)
+        x = self.fitted(x, value=0.0)
         return self.line.split_einx(x) if einx else self.line.split_bmm(x)
 
     def merge(self, y: Tensor, size: Sequence[int], *, einx: bool = False) -> Tensor:
         """The map ``(b, n, d, *size)`` of tokens ``(b·groups, n, tokens, d)``."""
         padded = self.padded(size)
         x = self.line.merge_einx(y, padded) if einx else self.line.merge_bmm(y, padded)
-        x = self.roll(x, size, +1)
+        shift = self.shift_on(size)
+        if any(shift):
+            x = x.movedim((1, 2), (-2, -1)).roll(shift, list(range(1, 1 + self.rank))).movedim((-2, -1), (1, 2))
         for axis, (length, whole) in enumerate(zip(size, padded, strict=True), 3):
             if whole != length:
                 x = x.narrow(axis, 0, length)
@@ -108,23 +108,22 @@ class LineTiling:
             for by, whole, window in zip(self.shift, self.padded(size), windows, strict=True)
         )
 
-    def pad(self, x: Tensor, value: float) -> Tensor:
-        if not self.line.sizes:
+    def fitted(self, x: Tensor, value: float) -> Tensor:
+        """A map ``(b, n, d, *size)`` padded to where the line fits, and rolled back by the shift."""
+        size = x.shape[3:]
+        padded, shift = self.padded(size), self.shift_on(size)
+        if padded == tuple(size) and not any(shift):
             return x
-        size = x.shape[-self.rank :]
-        ends = [whole - length for length, whole in zip(size, self.padded(size), strict=True)]
-        return F.pad(x, [p for end in reversed(ends) for p in (0, end)], value=value) if any(ends) else x
-
-    def roll(self, x: Tensor, size: Sequence[int], direction: int) -> Tensor:
-        shift = self.shift_on(size)
-        if not any(shift):
-            return x
-        # Rolled with the channels of a place beside each other: whole places are copied, not single numbers.
+        # With the channels of a place beside each other: whole places are copied, not single numbers.
         x = x.movedim((1, 2), (-2, -1))
-        x = x.roll([direction * by for by in shift], list(range(1, 1 + self.rank)))
+        ends = [whole - length for length, whole in zip(size, padded, strict=True)]
+        if any(ends):
+            x = F.pad(x, [0, 0, 0, 0, *(p for end in reversed(ends) for p in (0, end))], value=value)
+        if any(shift):
+            x = x.roll([-by for by in shift], list(range(1, 1 + self.rank)))
         return x.movedim((-2, -1), (1, 2))
 
     def numbers_of_tokens(self, numbers: Tensor, size: Sequence[int]) -> Tensor:
         """Whole numbers on the map as they come to stand in the groups, ``(groups, tokens)``."""
-        numbers = self.pad(numbers.expand(*size)[None, None, None], value=-1)
-        return self.line.split_bmm(self.roll(numbers, size, -1))[:, 0, :, 0]
+        numbers = self.fitted(numbers.expand(*size)[None, None, None], value=-1)
+        return self.line.split_bmm(numbers)[:, 0, :, 0]

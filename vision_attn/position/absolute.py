@@ -55,6 +55,7 @@ class SinCos:
 
 class SinCosTerm(PositionTerm):
     specification: SinCos
+    needs_channels = True
 
     def add_to_map(self, x: Tensor) -> Tensor:
         size = x.shape[2:]
@@ -105,6 +106,8 @@ class ConditionalPos:
 
 
 class ConditionalTerm(PositionTerm):
+    needs_channels = True
+
     def __init__(
         self,
         specification: ConditionalPos,

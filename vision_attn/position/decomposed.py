@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.patterns.line import AXES, product
-from vision_attn.position.extents import table_extents
+from vision_attn.position.extents import check_feat_size, table_extents
 from vision_attn.position.resample import resample
 from vision_attn.position.term import AXIS_NAMES, BlockShape, PositionTerm
 
@@ -30,7 +30,7 @@ class RelPosDecomposed:
             where it may be left out.
 
     Raises:
-        ValueError: ``feat_size`` is missing or does not fit the pattern (when the block is made).
+        ValueError: ``feat_size`` is no size; or it is missing or does not fit the pattern (when the block is made).
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, appendix, https://arxiv.org/abs/2101.11605
 
@@ -39,6 +39,9 @@ class RelPosDecomposed:
     """
 
     feat_size: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_feat_size("RelPosDecomposed", self.feat_size)
 
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None

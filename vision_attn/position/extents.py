@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from vision_attn.position.term import BlockShape
 
-__all__ = ["table_extents"]
+__all__ = ["check_feat_size", "table_extents"]
+
+
+def check_feat_size(owner: str, feat_size: object) -> None:
+    lengths = feat_size if isinstance(feat_size, tuple) else (feat_size,)
+    if any(n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in lengths):
+        raise ValueError(
+            f"{owner}: feat_size must be a whole number of at least 1, or a tuple (…, …) of them; got {feat_size!r}"
+        )
 
 
 def table_extents(owner: str, feat_size: int | tuple[int, ...] | None, shape: BlockShape) -> tuple[int, ...]:
@@ -15,11 +23,9 @@ def table_extents(owner: str, feat_size: int | tuple[int, ...] | None, shape: Bl
     """
     tiling, rank = shape.tiling, shape.rank
     given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
-    if len(given) != rank or any(
-        n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in given
-    ):
+    if len(given) != rank:
         raise ValueError(
-            f"{owner}: feat_size must be a whole number of at least 1, or one for each of {rank} axes; "
+            f"{owner}: feat_size must be a whole number of at least 1, or a tuple of one for each of {rank} axes; "
             f"got {feat_size!r}"
         )
     extents = []

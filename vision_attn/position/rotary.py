@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.attend.masks import at_least_float32
+from vision_attn.position.extents import check_feat_size
 from vision_attn.position.term import BlockShape, PositionTerm
 
 __all__ = ["Rope2d"]
@@ -44,11 +46,9 @@ class Rope2d:
 
     def __post_init__(self) -> None:
         check_temperature("Rope2d", self.temperature)
-        sides = self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,) * 2
-        if len(sides) != 2 or any(
-            n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in sides
-        ):
-            raise ValueError(f"Rope2d: feat_size must be a whole number of at least 1, or two; got {self.feat_size!r}")
+        check_feat_size("Rope2d", self.feat_size)
+        if isinstance(self.feat_size, tuple) and len(self.feat_size) != 2:
+            raise ValueError(f"Rope2d: feat_size must be for two axes; got {self.feat_size!r}")
 
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -94,5 +94,5 @@ class RotaryTerm(PositionTerm):
 
 
 def check_temperature(owner: str, temperature: float) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 1:
-        raise ValueError(f"{owner}: temperature must be a number above 1; got {temperature!r}")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 1 < temperature < math.inf:
+        raise ValueError(f"{owner}: temperature must be a finite number above 1; got {temperature!r}")

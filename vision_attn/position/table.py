@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.patterns.line import product
-from vision_attn.position.extents import table_extents
+from vision_attn.position.extents import check_feat_size, table_extents
 from vision_attn.position.resample import resample
 from vision_attn.position.term import BlockShape, PositionTerm
 
@@ -23,14 +23,15 @@ class RelPosTable:
     ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)`` has the row ``(y_i - y_j + h - 1)(2w - 1) +
     (x_i - x_j + w - 1)``. The bias has an element for every query and key of a group: small in windows, and as large as
     the attention matrix of one image with ``"full"``, where :class:`RelPosDecomposed` needs none. On a map of another
-    size the table is stretched linearly.
+    size the table is stretched linearly. A saved table does not say for which height and width it is: one of another
+    length is taken to be for a map of the same proportions when it is loaded, and one of the same length as it is.
 
     Args:
         feat_size: size of the map that the table is learned on, in positions; of the window, in a windowed pattern,
             where it may be left out.
 
     Raises:
-        ValueError: ``feat_size`` is missing or does not fit the pattern (when the block is made).
+        ValueError: ``feat_size`` is no size; or it is missing or does not fit the pattern (when the block is made).
 
     Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
 
@@ -39,6 +40,9 @@ class RelPosTable:
     """
 
     feat_size: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_feat_size("RelPosTable", self.feat_size)
 
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -75,7 +79,7 @@ class TableTerm(PositionTerm):
             shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
             row = row * width + (width // 2 - offset).view(shape)
         row = row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)  # groups, queries, keys
-        return table.flatten(0, -2)[row].permute(0, 3, 1, 2)
+        return table.flatten(0, -2)[row].permute(0, 3, 1, 2).contiguous()
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
         here = self.relative_position_bias_table

@@ -44,6 +44,8 @@ class PositionTerm(nn.Module):
 
     #: Whether keys must be places of the same map as queries are, so that places can be compared.
     compares_places = False
+    #: Whether it is added to the map, and so is for one number of channels.
+    needs_channels = False
 
     def __init__(self, specification: Specification) -> None:
         super().__init__()
