@@ -14,7 +14,7 @@ from vision_attn.patterns import heads_apart_bmm, heads_apart_einx, heads_bmm, h
 from vision_attn.patterns.line import product
 
 if TYPE_CHECKING:
-    from vision_attn.blocks.attention import Attention
+    from vision_attn.blocks.spatial import Attention
 
 __all__ = ["tokens_of"]
 
