@@ -398,6 +398,11 @@ def test_queries_that_are_no_tokens_are_refused(pattern, queries):
         va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 3, 4), queries=queries)
 
 
+def test_queries_that_are_no_tensor_are_refused():
+    with pytest.raises(ValueError, match="queries must be a tensor of indices, or None for all; got list"):
+        va.Attention2d(8, 2).attention_weights(torch.randn(1, 8, 3, 4), queries=[1])
+
+
 def test_a_short_axis_is_averaged_as_it_is():
     block = va.Attention3d(8, 2, kv_stride=2)
     x = torch.randn(1, 8, 1, 4, 4)

@@ -252,3 +252,15 @@ def test_an_extra_that_is_not_installed_is_named(package, extra, tmp_path):
     assert f"pip install 'vision-attn[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "demo").exists()
+
+
+def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
+    # A group that lives on has threads that may abort the process at its end, after its work is done.
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--device", "cpu"]) != 0
+        assert not torch.distributed.is_initialized()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

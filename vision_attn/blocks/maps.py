@@ -71,6 +71,8 @@ def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
 def check_queries(queries: Tensor | None, tokens: int) -> None:
     if queries is None:
         return
+    if not isinstance(queries, Tensor):
+        raise ValueError(f"queries must be a tensor of indices, or None for all; got {type(queries).__name__}")
     if queries.dim() != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
         raise ValueError(
             "queries must be indices of tokens, whole numbers of shape (i,); got "

@@ -186,7 +186,7 @@ class Attention(nn.Module):
                 mask = without_later_keys(mask, q.shape[2], k.shape[2], q.device)
             if queries is not None:
                 q = q[:, :, queries]
-                if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+                if mask is not None and mask.shape[-2] > 1:
                     mask = mask[..., queries, :]
             return attention_weights(q, k, scale=scale, mask=mask)
         causal = self.causal and self.tiling.ordered
