@@ -247,14 +247,51 @@ def test_a_block_that_changes_the_shape_is_refused():
     assert_same_anatomy(model, before)
 
 
+class Giving(nn.Module):
+    """Gives its map as part of something else."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 1)
+        self.give = give
+
+    def forward(self, x):
+        return self.give(self.conv(x))
+
+
 class Tuple(nn.Module):
     def __init__(self):
         super().__init__()
-        self.pair = nn.Module()
-        self.pair.forward = lambda x: (x, x)
+        self.pair = Giving(lambda x: (x, x))
+        self.nothing = Giving(lambda x: None)
 
     def forward(self, x):
+        self.nothing(x)
         return self.pair(x)[0]
+
+
+class Bare(nn.Module):
+    """A residual block whose branch is scaled by an operation, not by a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Module()
+        self.block.conv = nn.Conv2d(3, 3, 1)
+        self.block.forward = lambda x: x + 0.5 * self.block.conv(x)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+class Alike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Module()
+        self.block.left, self.block.right = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.block.forward = lambda x: self.block.left(x) + self.block.right(x)
+
+    def forward(self, x):
+        return self.block(x)
 
 
 REFUSALS = {
@@ -264,7 +301,7 @@ REFUSALS = {
         "stages: there is no stage 9; the stages are 0 'relu', 1 'layer1'",
     ),
     "unknown stage name": (lambda: torchvision.models.resnet18(), {"stages": "layer9"}, "there is no stage 'layer9'"),
-    "no stages": (lambda: Twice(), {"stages": -1}, r"Twice does not say what its stages are .* names="),
+    "no stages": (lambda: nn.Sequential(nn.Flatten()), {"stages": -1}, r"Sequential has no stages, .* names="),
     "unknown name": (
         lambda: torchvision.models.resnet18(),
         {"names": "layr*"},
@@ -277,22 +314,34 @@ REFUSALS = {
     ),
     "called twice": (lambda: Twice(), {"names": "conv"}, "'conv' is called 2 times"),
     "never called": (lambda: Twice(), {"names": "unused"}, "'unused' is not called"),
-    "a tuple": (lambda: Tuple(), {"names": "pair"}, "'pair' returns a tuple"),
+    "two maps": (lambda: Tuple(), {"names": "pair"}, r"'pair' returns 2 maps \(.* choose modules inside it"),
+    "no tensor": (lambda: Tuple(), {"names": "nothing"}, "'nothing' returns a NoneType without a tensor"),
     "a vector": (
         lambda: torchvision.models.resnet18(),
         {"names": "fc"},
-        r"'fc' returns a tensor of shape \(1, 1000\), not maps",
+        r"'fc' returns a tensor of shape \(1, 1000\) .* that is no map",
     ),
-    "channels last": (
-        lambda: timm.create_model("swin_tiny_patch4_window7_224"),
-        {"names": "layers.0"},
-        r"\(1, 56, 56, 96\) for an image of 224×224",
+    "takes a vector": (
+        lambda: torchvision.models.resnet18(),
+        {"names": "fc", "at": "before"},
+        r"'fc' takes a tensor of shape \(1, 512\)",
     ),
-    "children in a loop": (lambda: Listing(), {"names": "loop"}, "would run 2 times"),
-    "children in a list": (
-        lambda: torchvision.models.DenseNet(8, (2, 2), 16),
-        {"names": "features.denseblock1", "example_input": (1, 3, 32, 32)},
-        "no longer runs with blocks at 'features.denseblock1'",
+    "no branch": (
+        lambda: torchvision.models.resnet18(),
+        {"names": "layer1.0.bn1", "at": "branch"},
+        "'layer1.0.bn1' adds no two maps",
+    ),
+    "a branch without a module": (lambda: Bare(), {"names": "block", "at": "branch"}, "no output of a module"),
+    "branches alike": (lambda: Alike(), {"names": "block", "at": "branch"}, "two branches of equal length"),
+    "unknown place": (
+        lambda: torchvision.models.resnet18(),
+        {"stages": 1, "at": "beside"},
+        "at must be one of 'after', 'before', 'branch'; got 'beside'",
+    ),
+    "wrapped for many processes": (
+        lambda: type("DistributedDataParallel", (nn.Sequential,), {})(nn.Conv2d(3, 8, 1)),
+        {"names": "0"},
+        "wrapped in DistributedDataParallel",
     ),
     "heads": (
         lambda: torchvision.models.resnet18(),
@@ -382,18 +431,19 @@ def test_removal_needs_no_forward_and_says_what_was_there():
 def test_a_map_with_as_many_channels_as_rows_is_told_apart():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 16, 1))
-        assert len(va.insert_(model, names="0", example_input=(1, 3, 16, 16))) == 1
+        (block,) = va.insert_(model, names="0", example_input=(1, 3, 16, 16)).blocks
+        assert (block.channels, str(block.layout)) == (16, "b c h w")
+        # 96 channels on 96×96 cells, and a network that takes one size only: as its other maps lie.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, strict_img_size=False)
-    with pytest.raises(va.SiteError, match=r"'layers.0'|does not run"):
-        va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384))
-    assert va.inserted(swin) == {}
+    (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384)).blocks
+    assert (block.channels, block.height, block.width, str(block.layout)) == (96, 96, 96, "b h w c")
 
 
 def test_a_model_that_ran_compiled_runs_its_new_blocks():
     model, x = network("cifar resnet20, option B")
     compiled = torch.compile(model, backend="eager")
     expected = compiled(x)
-    va.insert_(compiled, names="_orig_mod.layer3", gate_init=1.0, example_input=(2, 3, 32, 32))
+    va.insert_(compiled, names="layer3", gate_init=1.0, example_input=(2, 3, 32, 32))
     assert not torch.equal(compiled(x), expected)
     with pytest.raises(ValueError, match="model is compiled"), va.capture(compiled):
         pass

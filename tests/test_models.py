@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.models import group_parameters
 
 import vision_attn as va
-from vision_attn.models import CifarResNet, create_model
+from vision_attn.models import CifarResNet, WideResNet, create_model
 from vision_attn.models.digit_pairs import weights_folder
 from vision_attn.models.registry import save_model
 from vision_attn.training.settings import Settings
@@ -50,25 +51,41 @@ def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_cha
     assert (y[:, 24:] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["resnet20", "resnet20_a"])
-def test_timms_ways_of_using_a_model_work(name):
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [("resnet20", (16, 64)), ("resnet20_a", (16, 64)), ("resnet20_attention", (16, 64)), ("wrn16_4", (64, 256))],
+)
+def test_timms_ways_of_using_a_model_work(name, widths):
     model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.1).eval()
     x = torch.randn(2, 1, 32, 32)
     assert model(x).shape == (2, 7)
-    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 64)
+    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, widths[1])
     model.reset_classifier(3)
     assert model(x).shape == (2, 3)
     model.reset_classifier(0)
-    assert model(x).shape == (2, 64)
-    assert timm.create_model(name, num_classes=0, global_pool="")(torch.randn(2, 3, 32, 32)).shape == (2, 64, 8, 8)
+    assert model(x).shape == (2, widths[1])
+    assert timm.create_model(name, num_classes=0, global_pool="")(torch.randn(2, 3, 32, 32)).shape[1:] == (
+        widths[1],
+        8,
+        8,
+    )
     features = timm.create_model(name, features_only=True, out_indices=(0, 2))
-    assert [tuple(f.shape) for f in features(torch.randn(1, 3, 32, 32))] == [(1, 16, 32, 32), (1, 64, 8, 8)]
+    assert [tuple(f.shape) for f in features(torch.randn(1, 3, 32, 32))] == [
+        (1, widths[0], 32, 32),
+        (1, widths[1], 8, 8),
+    ]
     assert features.feature_info.reduction() == [1, 4]
+    groups = group_parameters(model, model.group_matcher())
+    assert [p for p in groups[0] if not p.startswith(("conv1", "bn1"))] == []
+    assert len(groups) > 5
 
 
-def test_gradient_checkpointing_changes_nothing():
+@pytest.mark.parametrize("name", ["resnet20", "wrn16_4", "resnet20_attention"])
+def test_gradient_checkpointing_changes_nothing(name):
     torch.manual_seed(0)
-    model = timm.create_model("resnet20")
+    model = timm.create_model(name)
+    for block in va.inserted(model).values():
+        torch.nn.init.ones_(block.gate)
     x = torch.randn(4, 3, 32, 32)
     gradients = []
     for enable in (False, True):
@@ -94,6 +111,13 @@ def test_gradient_checkpointing_changes_nothing():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CifarResNet(**arguments)
+
+
+def test_bad_arguments_of_a_wide_resnet_are_refused():
+    with pytest.raises(ValueError, match=r"depth must be 6n \+ 4: .*; got 20"):
+        WideResNet(20, 4)
+    with pytest.raises(ValueError, match="width must be a whole number of at least 1; got 0"):
+        WideResNet(16, 0)
 
 
 def test_a_name_without_a_tag_takes_the_one_for_its_classes():

@@ -27,13 +27,23 @@ from vision_attn.blocks import (
     AugmentedConv2d,
     ConvBlock2d,
     LinearAttention2d,
+    StridedAttention2d,
     TransformerBlock2d,
     set_impl,
     use_impl,
 )
 from vision_attn.capture import AttentionMap, capture
 from vision_attn.checkpoints import CheckpointError, LoadReport, load_checkpoint
-from vision_attn.insertion import InsertionReport, SiteError, insert_, inserted, remove_
+from vision_attn.insertion import (
+    InsertionReport,
+    SiteError,
+    insert_,
+    inserted,
+    remove_,
+    replace_,
+    stage_names,
+    timm_layer,
+)
 from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
@@ -61,6 +71,7 @@ __all__ = [
     "Rope2d",
     "SinCos",
     "SiteError",
+    "StridedAttention2d",
     "TransformerBlock2d",
     "Window",
     "capture",
@@ -71,7 +82,10 @@ __all__ = [
     "models",
     "register_impl",
     "remove_",
+    "replace_",
     "set_impl",
+    "stage_names",
+    "timm_layer",
     "training",
     "use_impl",
 ]

@@ -1,17 +1,39 @@
-"""A forward pass to look at a network: which maps its modules give, and whether its blocks are run."""
+"""A forward pass to look at a network: what its modules take and give, and where maps of the image are among that."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.insertion.elements import Element, FeatureMap, change, tensors_in
+from vision_attn.insertion.layout import Layout, consistent_layouts
 from vision_attn.insertion.sites import SiteError
 
-__all__ = ["FeatureMap", "example_images", "quiet_eval", "trace_maps", "verify_reached"]
+__all__ = ["DryRun", "example_images", "modules_around", "plain_network", "quiet_eval", "run_quietly"]
+
+
+def plain_network(model: nn.Module) -> nn.Module:
+    """The network inside torch.compile's and DataParallel's wrappers; what cannot be changed any more is refused."""
+    while True:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise SiteError("model is a TorchScript program, which cannot be changed: insert before scripting it")
+        if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
+            raise SiteError(
+                f"model is wrapped in {type(model).__name__}, which has counted its parameters already: insert into "
+                "the network and wrap it then"
+            )
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | None) -> Tensor:
@@ -29,128 +51,217 @@ def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | N
 
 
 @dataclass(frozen=True)
-class FeatureMap:
-    """A map that a module gives, without its values."""
+class Call:
+    """One call of a module."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def trace_maps(model: nn.Module, sites: list[str], example: Tensor) -> dict[str, FeatureMap]:
-    """The map at each site, by one forward of the model.
-
-    Raises:
-        SiteError: the model does not run on the example, or a site gives no map.
-    """
-    maps = {site: one_map(site, outputs) for site, outputs in run_and_record(model, sites, example).items()}
-    for site, found in maps.items():
-        check_layout(site, found, example)
-    if any(len(set(found.shape[1:])) == 1 for found in maps.values()):
-        # As many channels as rows and columns: a wider image tells which axis is which.
-        wider = torch.cat([example, example], dim=3)
-        for site, outputs in run_and_record(model, sites, wider).items():
-            check_layout(site, one_map(site, outputs), wider)
-    return {site: FeatureMap(tuple(found.shape), found.dtype, found.device) for site, found in maps.items()}
+    #: tensors by position or keyword
+    taken: dict[Element, FeatureMap]
+    given: dict[Element, FeatureMap]
+    #: what it returns is a …
+    kind: str
+    #: how many calls of any module had ended before
+    order: int
 
 
-def run_and_record(model: nn.Module, sites: list[str], example: Tensor) -> dict[str, list[object]]:
-    """What the modules at the sites return, a list for each, in one forward."""
-    outputs: dict[str, list[object]] = {site: [] for site in sites}
-    handles = [
-        model.get_submodule(site).register_forward_hook(
-            lambda module, args, output, site=site: outputs[site].append(output)
+@dataclass
+class DryRun:
+    """All calls of a model's modules in one forward of an example."""
+
+    model: nn.Module
+    example: Tensor
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.calls = calls_of(self.model, self.example)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.example.shape[-2], self.example.shape[-1]
+
+    def maps(self, name: str, at: str = "after") -> dict[Element, tuple[FeatureMap, Layout]]:
+        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors."""
+        calls = self.calls.get(name, [])
+        if len(calls) != 1:
+            return {}
+        found: dict[Element, tuple[FeatureMap, Layout]] = {}
+        for element, tensor in self.side(calls[0], at).items():
+            layouts = self.layouts(name, tensor)
+            if len(layouts) > 1 and self.wider is not None and len(self.wider.calls.get(name, [])) == 1:
+                twin = self.wider.side(self.wider.calls[name][0], at).get(element)
+                layouts = same_kind(layouts, self.wider.layouts(name, twin)) if twin is not None else set()
+            if len(layouts) > 1:
+                layouts &= self.usual_layouts
+            if len(layouts) == 1:
+                found[element] = (tensor, layouts.pop())
+        return found
+
+    def side(self, call: Call, at: str) -> dict[Element, FeatureMap]:
+        return call.taken if at == "before" else call.given
+
+    def layouts(self, name: str, tensor: FeatureMap) -> set[Layout]:
+        if not tensor.dtype.is_floating_point or self.compares_tokens(name, tensor.shape):
+            return set()
+        prefix = getattr(self.model, "num_prefix_tokens", None)
+        return consistent_layouts(
+            tensor.shape, self.example.shape[0], self.image_size, prefix if isinstance(prefix, int) else None
         )
-        for site in sites
+
+    def compares_tokens(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of a module holds the weights of an attention: a number for each pair of the tokens that a
+        module around it takes."""
+        if len(shape) != 4 or shape[2] != shape[3]:
+            return False
+        taken = [
+            tensor.shape
+            for around in modules_around(name)
+            for call in self.calls.get(around, [])
+            for tensor in call.taken.values()
+        ]
+        return any(len(tokens) == 3 and tokens[1] == shape[2] for tokens in taken)
+
+    @cached_property
+    def wider(self) -> DryRun | None:
+        """The same on a wider image, which tells axes apart that are equal on this one; None if the size is fixed."""
+        try:
+            return DryRun(self.model, torch.cat([self.example, self.example], dim=3))
+        except SiteError:
+            return None
+
+    @cached_property
+    def usual_layouts(self) -> set[Layout]:
+        """The layouts of maps of which there is no doubt: what a model has elsewhere it has everywhere."""
+        certain = set()
+        for name, calls in self.calls.items():
+            for call in calls:
+                for tensor in call.given.values():
+                    layouts = self.layouts(name, tensor)
+                    if len(layouts) == 1 and len(tensor.shape) == 4:
+                        certain |= layouts
+        return certain if len(certain) == 1 else set()
+
+    def check_called_once(self, name: str) -> None:
+        times = len(self.calls.get(name, []))
+        if times == 0:
+            raise SiteError(f"{name!r} is not called in the forward pass of the model: choose a module that is")
+        if times > 1:
+            raise SiteError(
+                f"{name!r} is called {times} times in one forward pass, so one block cannot follow it: "
+                "choose the module around it"
+            )
+
+    def the_map(self, name: str, at: str = "after") -> tuple[Element, FeatureMap, Layout]:
+        """The one map that a module gives or takes.
+
+        Raises:
+            SiteError: it is not called once, or there is not one map; the message says what there is.
+        """
+        self.check_called_once(name)
+        maps = self.maps(name, at)
+        if len(maps) == 1:
+            ((element, (tensor, layout)),) = maps.items()
+            return element, tensor, layout
+        call = self.calls[name][0]
+        verb, side = ("takes", call.taken) if at == "before" else ("returns", call.given)
+        rows, columns = self.image_size
+        if len(maps) > 1:
+            shapes = ", ".join(str(tensor.shape) for tensor, _ in maps.values())
+            raise SiteError(
+                f"{name!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
+            )
+        if len(side) == 1:
+            (shape,) = (tensor.shape for tensor in side.values())
+            raise SiteError(
+                f"{name!r} {verb} a tensor of shape {shape} for {self.example.shape[0]} image(s) of {rows}×{columns}: "
+                "that is no map (batch, channels, height, width) or (batch, height, width, channels), and no "
+                "sequence of tokens of such a grid; choose another module"
+            )
+        what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
+        raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
+
+    def is_read(self, name: str, element: Element, layout: Layout) -> bool:
+        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out."""
+
+        def spoil(module: nn.Module, args: object, output: object) -> object:
+            return change(output, element, lambda x: layout.of_map(x, layout.to_map(x) * torch.nan))
+
+        handle = self.model.get_submodule(name).register_forward_hook(spoil)
+        try:
+            output = run_quietly(self.model, self.example)
+        finally:
+            handle.remove()
+        return self.example.is_meta or any(bool(tensor.isnan().any()) for tensor in leaves(output))
+
+
+def leaves(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+
+
+def modules_around(name: str) -> list[str]:
+    """Paths of the modules that a module is inside of, without the model."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def same_kind(layouts: set[Layout], others: set[Layout]) -> set[Layout]:
+    """Those of which there is one with the same axes for another size of image."""
+    kinds = {(other.axes, other.prefix) for other in others}
+    return {layout for layout in layouts if (layout.axes, layout.prefix) in kinds}
+
+
+def calls_of(model: nn.Module, example: Tensor) -> dict[str, list[Call]]:
+    calls: dict[str, list[Call]] = {}
+    ended = 0
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+            nonlocal ended
+            taken = {**tensors_in(args), **tensors_in(kwargs)}
+            calls.setdefault(name, []).append(Call(taken, tensors_in(output), type(output).__name__, ended))
+            ended += 1
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(note(name), with_kwargs=True) for name, module in model.named_modules() if name
     ]
     try:
+        run_quietly(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def run_quietly(model: nn.Module, example: Tensor) -> object:
+    """One forward that leaves no trace in the model; returns what the model does.
+
+    Raises:
+        SiteError: the model does not run on the example.
+    """
+    try:
         with quiet_eval(model):
-            model(example)
+            return model(example)
     except Exception as error:
         raise SiteError(
             f"the model does not run on an example of shape {tuple(example.shape)} ({type(error).__name__}: {error}): "
             "give one that it takes as example_input"
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs
-
-
-def one_map(site: str, outputs: list[object]) -> Tensor:
-    if not outputs:
-        raise SiteError(f"{site!r} is not called in the forward pass of the model: choose a module that is")
-    if len(outputs) > 1:
-        raise SiteError(
-            f"{site!r} is called {len(outputs)} times in one forward pass, so one block cannot follow it: "
-            "choose the module around it"
-        )
-    output = outputs[0]
-    if not isinstance(output, Tensor):
-        raise SiteError(f"{site!r} returns a {type(output).__name__}, not one map: choose a module inside it")
-    if output.dim() != 4:
-        raise SiteError(
-            f"{site!r} returns a tensor of shape {tuple(output.shape)}, not maps (batch, channels, height, width): "
-            "choose an earlier module"
-        )
-    return output
-
-
-def check_layout(site: str, output: Tensor, example: Tensor) -> None:
-    # A map keeps the aspect of the image, give or take a cell of rounding on either side. What does not has its
-    # channels elsewhere, as in networks that work on (batch, height, width, channels).
-    height, width = output.shape[2:]
-    rows, columns = example.shape[2:]
-    if abs(height * columns - width * rows) > rows + columns:
-        raise SiteError(
-            f"{site!r} returns {tuple(output.shape)} for an image of {rows}×{columns}: that is not "
-            "(batch, channels, height, width), the only layout that blocks are inserted in"
-        )
-
-
-def verify_reached(model: nn.Module, blocks: Mapping[str, nn.Module], example: Tensor) -> None:
-    """Run the model once more: a block that is not run exactly once is at a site that cannot take it.
-
-    The blocks only count how often they are called, so that the pass costs no more than the model's own.
-    """
-    calls = dict.fromkeys(blocks, 0)
-
-    def count(site: str) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            calls[site] += 1
-            return x
-
-        return forward
-
-    for site, block in blocks.items():
-        vars(block)["forward"] = count(site)
-    try:
-        with quiet_eval(model):
-            model(example)
-    except Exception as error:
-        raise SiteError(
-            f"the model no longer runs with blocks at {', '.join(map(repr, blocks))} "
-            f"({type(error).__name__}: {error}): a module there does not take a child; "
-            "choose the modules inside or around it"
-        ) from error
-    finally:
-        for block in blocks.values():
-            del vars(block)["forward"]
-    for site, times in calls.items():
-        if times != 1:
-            raise SiteError(
-                f"the block at {site!r} would run {times} times in a forward pass: "
-                "choose the modules inside or around it"
-            )
 
 
 @contextmanager
 def quiet_eval(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode it was in."""
+    """Evaluation mode without gradients, uncompiled; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if "torch._dynamo" in sys.modules:  # parts of the model may be compiled, and are not to be again for this
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
         for module, training in modes:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
+from vision_attn.insertion.layout import FIRST, Layout
 
 __all__ = ["InsertedBlock", "InsertionReport", "describe"]
 
@@ -18,10 +21,14 @@ __all__ = ["InsertedBlock", "InsertionReport", "describe"]
 class InsertedBlock:
     """One block in a backbone: where it is and what it costs for one image."""
 
-    #: path of the module whose output the block works on
+    #: path of the module at which the block is
     site: str
+    #: ``"after"`` or ``"before"`` it, or ``"instead"`` of it
+    at: str
     #: what the block is
     block: str
+    #: the options it was made with
+    options: Mapping[str, Any]
     channels: int
     #: rows and columns of the map
     height: int
@@ -31,6 +38,12 @@ class InsertedBlock:
     multiply_adds: int
     #: the images that the map's size is for: batch, channels, rows, columns
     input_shape: tuple[int, ...]
+    #: where the map is in what the module takes or gives, if that is not the map itself: an index or a key
+    element: int | str | None = None
+    #: how the map lies in its tensor
+    layout: Layout = FIRST
+    #: whether what the network gives depends on the map
+    read: bool = True
 
     @property
     def tokens(self) -> int:
@@ -90,35 +103,52 @@ class InsertionReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each map that is too small to attend on."""
-        return tuple(
+        """A line for each map that is too small to attend on, or that nothing comes of."""
+        small = [
             f"warning: the map at {block.site!r} is {block.height}×{block.width}: attention has next to nothing to mix "
             "there; choose an earlier site or a larger input"
             for block in self.blocks
             if block.height <= 2 and block.width <= 2
-        )
+        ]
+        unread = [
+            f"warning: the network reads nothing of the map at {block.site!r}, only the tokens before it: the block "
+            "there has no effect; choose an earlier site"
+            for block in self.blocks
+            if not block.read
+        ]
+        return (*small, *unread)
 
 
-def describe(site: str, block: nn.Module, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> InsertedBlock:
-    _, channels, height, width = shape
+def describe(
+    block: nn.Module,
+    shape: tuple[int, int, int, int],
+    expected: tuple[int, ...] | None = None,
+    **where: Any,
+) -> InsertedBlock:
+    """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it.
+
+    Raises:
+        ValueError: the block makes maps of another shape.
+    """
+    expected = shape if expected is None else expected
     # Counted on the form whose every product is a matrix product that the counter knows.
     meta = copy.deepcopy(block).to("meta").eval()
     with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
         parameter = next(meta.parameters(), torch.empty(0))
-        x = torch.empty(1, channels, height, width, device="meta", dtype=parameter.dtype)
-        y = meta(x)
-    if y.shape != x.shape:
+        y = meta(torch.empty(1, *shape[1:], device="meta", dtype=parameter.dtype))
+    if tuple(y.shape[1:]) != tuple(expected[1:]):
+        wanted = (
+            "maps of the shape it is given" if expected == shape else f"maps of {expected[1:]}, as what it replaces"
+        )
         raise ValueError(
-            f"block must return maps of the shape it is given; {type(block).__name__} makes {tuple(y.shape)} "
-            f"of {tuple(x.shape)}"
+            f"block must return {wanted}; {type(block).__name__} makes {tuple(y.shape)} of {(1, *shape[1:])}"
         )
     return InsertedBlock(
-        site=site,
+        **where,
         block=type(block).__name__,
-        channels=channels,
-        height=height,
-        width=width,
+        channels=shape[1],
+        height=shape[2],
+        width=shape[3],
         parameters=sum(p.numel() for p in block.parameters()),
         multiply_adds=counter.get_total_flops() // 2,
-        input_shape=input_shape,
     )

@@ -16,13 +16,12 @@ family B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
+
+from vision_attn.models.cifar import CifarNetwork, cifar_cfg
 
 __all__ = [
     "CifarResNet",
@@ -73,7 +72,7 @@ class BasicBlock(nn.Module):
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
-class CifarResNet(nn.Module):
+class CifarResNet(CifarNetwork):
     """A ResNet for 32×32 images.
 
     Args:
@@ -87,6 +86,7 @@ class CifarResNet(nn.Module):
     Raises:
         ValueError: an argument is out of range.
 
+    >>> import torch
     >>> CifarResNet(20, num_classes=100)(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 100])
     """
@@ -101,103 +101,37 @@ class CifarResNet(nn.Module):
         drop_rate: float = 0.0,
         global_pool: str = "avg",
     ) -> None:
-        super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …; got {depth}")
         if option not in ("A", "B"):
             raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts); got {option!r}")
-        self.num_classes = num_classes
-        self.num_features = self.head_hidden_size = 64
-        self.global_pool = global_pool
-        self.grad_checkpointing = False
+        super().__init__((16, 32, 64), in_chans, drop_rate, global_pool)
         self.classifier_name = "linear" if option == "A" else "fc"
-        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
         blocks = (depth - 2) // 6
         self.layer1 = self._stage(16, 16, 1, blocks, option)
         self.layer2 = self._stage(16, 32, 2, blocks, option)
         self.layer3 = self._stage(32, 64, 2, blocks, option)
-        self.feature_info = [
-            {"num_chs": 16, "reduction": 1, "module": "layer1"},
-            {"num_chs": 32, "reduction": 2, "module": "layer2"},
-            {"num_chs": 64, "reduction": 4, "module": "layer3"},
-        ]
-        self.head_drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.initialize()
 
     @staticmethod
     def _stage(in_channels: int, channels: int, stride: int, blocks: int, option: str) -> nn.Sequential:
         first = BasicBlock(in_channels, channels, stride, option)
         return nn.Sequential(first, *(BasicBlock(channels, channels, 1, option) for _ in range(blocks - 1)))
 
-    def get_classifier(self) -> nn.Module:
-        return self.get_submodule(self.classifier_name)
+    def stem(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn1(self.conv1(x)))
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        global_pool = self.global_pool if global_pool is None else global_pool
-        if global_pool != "avg" and (global_pool or num_classes):
-            raise ValueError(
-                f"global_pool must be 'avg', or '' with num_classes=0 for the map; got {global_pool!r} with "
-                f"num_classes={num_classes}"
-            )
-        self.num_classes = num_classes
-        self.global_pool = global_pool
-        weight = self.conv1.weight
-        head: nn.Module = nn.Identity()
-        if num_classes:
-            head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
-        self.add_module(self.classifier_name, head)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
-        for stage in (self.layer1, self.layer2, self.layer3):
-            if self.grad_checkpointing and self.training:
-                x = torch.utils.checkpoint.checkpoint(stage, x, use_reentrant=False)
-            else:
-                x = stage(x)
-        return x
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        if self.global_pool == "avg":
-            x = self.head_drop(x.mean(dim=(2, 3)))
-        return x if pre_logits else self.get_classifier()(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-
-def _cfg(num_classes: int, mean: tuple[float, ...], std: tuple[float, ...], classifier: str) -> dict[str, object]:
-    return {
-        "num_classes": num_classes,
-        "input_size": (3, 32, 32),
-        "pool_size": (8, 8),
-        "crop_pct": 1.0,
-        "interpolation": "bilinear",
-        "mean": mean,
-        "std": std,
-        "first_conv": "conv1",
-        "classifier": classifier,
-    }
-
-
-_CIFAR10 = partial(_cfg, 10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "fc")
-_CIFAR100 = partial(_cfg, 100, (0.5070, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761), "fc")
-_CIFAR10_A = partial(_cfg, 10, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "linear")
 
 default_cfgs = generate_default_cfgs(
-    {f"resnet{depth}.cifar10": _CIFAR10() for depth in (20, 32, 44, 56)}
-    | {f"resnet{depth}.cifar100": _CIFAR100() for depth in (20, 32, 44, 56)}
-    | {f"resnet{depth}_a.cifar10": _CIFAR10_A() for depth in (20, 32, 44, 56)}
+    {f"resnet{depth}.cifar10": cifar_cfg(10) for depth in (20, 32, 44, 56)}
+    | {f"resnet{depth}.cifar100": cifar_cfg(100) for depth in (20, 32, 44, 56)}
+    | {
+        f"resnet{depth}_a.cifar10": cifar_cfg(10, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "linear")
+        for depth in (20, 32, 44, 56)
+    }
 )
 
 

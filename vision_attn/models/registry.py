@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,17 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return vars(model)["pretrained_cfg"]
 
 
-def save_model(model: nn.Module, folder: str | Path, *, architecture: str) -> Path:
+def save_model(
+    model: nn.Module, folder: str | Path, *, architecture: str, model_args: Mapping[str, Any] | None = None
+) -> Path:
     """Write a network as a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
     Args:
         model: the network; it has a ``pretrained_cfg``, as every model of timm has.
         folder: made if it is not there; ``model.safetensors`` and ``config.json`` are written into it.
         architecture: the name under which timm makes this network.
+        model_args: arguments that it was made with beside ``num_classes``, where they are not the usual ones:
+            ``{"in_chans": 1}``, ``{"img_size": 320}``.
 
     Returns:
         The folder.
@@ -84,6 +89,8 @@ def save_model(model: nn.Module, folder: str | Path, *, architecture: str) -> Pa
         "num_features": model.num_features,
         "pretrained_cfg": {key: value for key, value in config_of(model).items() if key in kept},
     }
+    if model_args:
+        config["model_args"] = dict(model_args)
     save_weights(model, folder / "model.safetensors")
     write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     return folder

@@ -1,0 +1,171 @@
+"""Attention in the place of what a backbone has: shapes as before, keys only where it is new, and back again."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn.insertion import inserted_keys, records
+
+CONVOLUTIONS = {
+    "bottlenecks, stride 2 in the first": (
+        lambda: torchvision.models.resnet50(),
+        "layer4.*.conv2",
+        [(512, 512, 2), (512, 512, 1), (512, 512, 1)],
+    ),
+    "a change of channels": (lambda: torchvision.models.resnet18(), "layer3.0.conv1", [(128, 256, 2)]),
+    "groups": (
+        lambda: torchvision.models.resnext50_32x4d(),
+        "layer4.*.conv2",
+        [(1024, 1024, 2), (1024, 1024, 1), (1024, 1024, 1)],
+    ),
+    "a group for each channel": (
+        lambda: timm.create_model("convnext_atto"),
+        "stages.3.blocks.*.conv_dw",
+        [(320, 320, 1)] * 2,
+    ),
+    "dilated": (
+        lambda: torchvision.models.resnet50(replace_stride_with_dilation=[False, False, True]),
+        "layer4.2.conv2",
+        [(512, 512, 1)],
+    ),
+    "5×5 with same padding": (
+        lambda: timm.create_model("mobilenetv3_small_050"),
+        "blocks.4.0.conv_dw",
+        [(144, 144, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
+    make, names, shapes = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        before = model(x)
+        modules, keys = dict(model.named_modules()), list(model.state_dict())
+        report = va.replace_(model, names=names, num_heads=4, example_input=x)
+        new = va.inserted(model)
+        assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
+        assert {block.at for block in report.blocks} == {"instead"}
+        assert records(model) == report.blocks
+        gone = {f"{site}.{key}" for site in new for key in modules[site].state_dict()}
+        assert [key for key in model.state_dict() if key not in inserted_keys(model)] == [
+            key for key in keys if key not in gone
+        ]
+        replaced = model(x)
+        assert replaced.shape == before.shape
+        assert not torch.equal(replaced, before)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x), replaced)
+            va.remove_(twin)
+            assert torch.equal(twin(x), before)
+        assert va.remove_(model).blocks == report.blocks
+        assert dict(model.named_modules()) == modules
+        assert list(model.state_dict()) == keys
+        assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: timm.create_model("efficientnet_b0"), "blocks.5.*.se"),
+        (lambda: torchvision.models.mobilenet_v3_small(), "features.[89].block.2"),
+        (lambda: timm.create_model("seresnet33ts"), "stages.3.*.attn"),
+        (lambda: timm.create_model("legacy_seresnet18"), "layer3.*.se_module"),
+    ],
+)
+def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.weight.uniform_(0.5, 1.5)  # some networks begin with the last norm of a branch at zero
+        before = model(x)
+        report = va.replace_(model, names=names, example_input=x)
+        assert len(report) > 1
+        assert {type(block) for block in va.inserted(model).values()} == {va.AttentionBlock2d}
+        # Its gate is zero: what is left is the network without the recalibration.
+        without = model(x)
+        for site in va.inserted(model):
+            parent, _, name = site.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.Identity())
+        torch.testing.assert_close(without, model(x))
+        assert not torch.equal(without, before)
+
+
+def test_replaced_modules_learn():
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20", num_classes=5)
+    va.replace_(model, names="layer3.*.conv2", position=va.Rope2d())
+    model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    for block in va.inserted(model).values():
+        assert all(p.grad.abs().max() > 0 for p in (block.attn.qkv.weight, block.attn.proj.weight))
+
+
+def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
+    model = timm.create_model("resnet20")
+    va.replace_(model, names="layer3.2.conv2")
+    va.remove_(model.to(torch.float64).eval())
+    assert model.layer3[2].conv2.weight.dtype == torch.float64
+    assert not model.layer3[2].conv2.training
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    assert model(x).dtype == torch.float64
+
+
+def test_a_block_of_ones_own_takes_the_place_of_both_kinds():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+    va.replace_(
+        model,
+        lambda channels, stride, out_channels, device, dtype: nn.Conv2d(channels, out_channels, 1, stride),
+        names="0",
+        example_input=(1, 3, 8, 8),
+    )
+    va.replace_(model, lambda channels, device, dtype: nn.GELU(), names="1", example_input=(1, 3, 8, 8))
+    assert [type(module) for module in model] == [nn.Conv2d, nn.GELU]
+    assert len(va.remove_(model)) == 2
+    assert [module.kernel_size for module in model[:1]] == [(3, 3)]
+
+
+def test_blocks_are_inserted_after_what_is_replaced():
+    torch.manual_seed(0)
+    model, x = timm.create_model("resnet20").eval(), torch.randn(1, 3, 32, 32)
+    plain = model(x)
+    va.replace_(model, names="layer3.2.conv2")
+    before = model(x)
+    va.insert_(model, names="layer3")
+    assert torch.equal(model(x), before)
+    assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
+    with pytest.raises(va.SiteError, match="'layer3.2.conv2' holds an inserted block or is one"):
+        va.replace_(model, names="layer3.2.conv?")
+    assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
+    assert len(va.remove_(model)) == 2
+    assert torch.equal(model(x), plain)
+
+
+REFUSALS = {
+    "a linear layer": (lambda: torchvision.models.resnet18(), "fc", "'fc' takes a tensor of shape"),
+    "a stage": (lambda: torchvision.models.resnet18(), "layer2", r"Sequential that makes \(1, 128, 28, 28\) of"),
+    "no padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "0", r"block must return maps of \(8, 222, 222\)"),
+    "two strides": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", r"stride \(2, 1\)"),
+    "unknown": (lambda: torchvision.models.resnet18(), "layer9", "'layer9' matches no module"),
+    "heads": (lambda: torchvision.models.resnet18(), "conv1", "num_heads must divide channels"),
+    "a map in a list": (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(case):
+    make, names, message = REFUSALS[case]
+    model = make().to("meta")
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        va.replace_(model, names=["relu", names] if case == "unknown" else names, num_heads=2 if case == "heads" else 1)
+    assert dict(model.named_modules()) == modules

@@ -1,0 +1,452 @@
+"""What a site can be: a map in any layout and any container, before, after and inside, in any state of a model."""
+
+import collections
+import copy
+import pickle
+import re
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn.insertion import inserted_keys, records
+
+Pair = collections.namedtuple("Pair", ["skip", "features"])
+
+
+class Give(nn.Module):
+    """Gives a map of its own in a container."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 1)
+        self.form = form
+
+    def forward(self, x):
+        y = self.conv(x)
+        return {
+            "tuple": (y, None),
+            "list": [3, y],
+            "namedtuple": Pair(None, y),
+            "dictionary": {"scale": torch.ones(3), "map": y},
+            "ordered dictionary": collections.OrderedDict(map=y),
+            "channels last": y.permute(0, 2, 3, 1),
+            "tokens": y.flatten(2).transpose(1, 2),
+            "tokens after two others": torch.cat([y.new_zeros(len(y), 2, 8), y.flatten(2).transpose(1, 2)], 1),
+        }[self.form]
+
+
+class Network(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.give = Give(form)
+
+    def forward(self, x):
+        return self.give(x)
+
+
+FORMS = {
+    "tuple": (0, "b c h w"),
+    "list": (1, "b c h w"),
+    "namedtuple": (1, "b c h w"),
+    "dictionary": ("map", "b c h w"),
+    "ordered dictionary": ("map", "b c h w"),
+    "channels last": (None, "b h w c"),
+    "tokens": (None, "b (h w) c"),
+    "tokens after two others": (None, "b (2 + h w) c"),
+}
+
+
+def leaves(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [leaf for item in items for leaf in leaves(item)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form):
+    torch.manual_seed(0)
+    model, x = Network(form), torch.randn(2, 3, 6, 10)
+    before = model(x)
+    (block,) = va.insert_(model, names="give", gate_init=1.0, num_heads=2, example_input=(2, 3, 6, 10)).blocks
+    assert (block.element, str(block.layout)) == FORMS[form]
+    assert (block.channels, block.height, block.width) == (8, 6, 10)
+    after = model(x)
+    assert type(after) is type(before)
+    attention = va.inserted(model)["give"]
+    expected = attention(model.give.conv(x))
+    changed = 0
+    for old, new in zip(leaves(before), leaves(after), strict=True):
+        if new.shape == (2, 62, 8):
+            assert torch.equal(old[:, :2], new[:, :2])
+            old, new = old[:, 2:], new[:, 2:]
+        if old.shape == (3,):
+            assert torch.equal(old, new)
+        else:
+            assert not torch.equal(old, new)
+            if new.dim() == 3:
+                new = new.mT.reshape(2, 8, 6, 10)
+            torch.testing.assert_close(new if new.shape[1] == 8 else new.permute(0, 3, 1, 2), expected)
+            changed += 1
+    assert changed == 1
+    va.remove_(model)
+    assert all(map(torch.equal, leaves(before), leaves(model(x))))
+
+
+def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
+    model = Network("tokens")
+    va.insert_(model, names="give", num_heads=2, example_input=(1, 3, 6, 10))
+    with pytest.raises(ValueError, match=r"'give' was inserted for a grid of 6×10 tokens and 0 others; got 36 tokens"):
+        model(torch.randn(1, 3, 6, 6))
+
+
+@pytest.mark.filterwarnings("ignore:the map at", "ignore:the network reads nothing")
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    [
+        ("swin_s3_tiny_224", 224, "b h w c"),
+        ("vit_tiny_patch16_224", 224, "b (1 + h w) c"),
+        ("deit_tiny_distilled_patch16_224", 224, "b (2 + h w) c"),
+        ("mlp_mixer", 224, "b (h w) c"),
+        ("densenet121", 64, "b c h w"),
+        ("regnetx_002", 64, "b c h w"),
+    ],
+)
+def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, size, layout):
+    name = "gmlp_ti16_224" if name == "mlp_mixer" else name
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5).eval()
+    for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        nn.init.normal_(head.weight, std=0.1)  # some heads begin at zero
+    x = torch.randn(2, 3, size, size)
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        before = model(x)
+        stages = va.stage_names(model, x)[-2:]
+        va.insert_(model, names=stages, num_heads=4 if "tiny" not in name else 3, example_input=x)
+        assert [str(record.layout) for record in records(model)] == [layout] * 2
+        assert torch.equal(model(x), before)
+        assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for gate in (block.gate for block in va.inserted(twin).values()):
+                nn.init.ones_(gate)
+            assert not torch.equal(twin(x), before)
+            assert torch.equal(model(x), before)
+            va.remove_(twin)
+            assert torch.equal(twin(x), before)
+            assert list(twin.state_dict()) == keys
+
+
+def test_a_dense_block_has_its_block_held_further_in():
+    model = torchvision.models.DenseNet(8, (2, 2), 16).eval()
+    x = torch.randn(1, 3, 64, 64)
+    before = model(x)
+    va.insert_(model, names="features.denseblock?", num_heads=4, example_input=x)
+    assert list(model.features.denseblock1._modules) == ["denselayer1", "denselayer2"]
+    assert {key.rpartition(".gate")[0] for key in inserted_keys(model) if key.endswith(".gate")} == {
+        "features.denseblock1.denselayer1.inserted_features_denseblock1",
+        "features.denseblock2.denselayer1.inserted_features_denseblock2",
+    }
+    assert torch.equal(model(x), before)
+    nn.init.ones_(va.inserted(model)["features.denseblock1"].gate)
+    assert not torch.equal(model(x), before)
+    # A part on its own takes its block along.
+    part = copy.deepcopy(model.features.denseblock1)
+    y = torch.randn(1, 16, 8, 8)
+    assert torch.equal(part(y), model.features.denseblock1(y))
+    assert any(".gate" in key for key, _ in part.named_parameters())
+    va.remove_(model)
+    assert torch.equal(model(x), before)
+    assert not hasattr(model.features.denseblock1, "inserted")
+
+
+class Unpacking(nn.Module):
+    """Counts its children."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.a, self.inner.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 8, 1)
+        self.inner.forward = self.both
+
+    def both(self, x):
+        first, second = self.inner.children()
+        return second(first(x))
+
+    def forward(self, x):
+        return self.last(self.inner(x))
+
+
+def test_a_module_that_minds_its_children_without_calling_them():
+    model, x = Unpacking(), torch.randn(1, 3, 6, 8)
+    before = model(x)
+    va.insert_(model, names=["inner", "last"], gate_init=1.0, num_heads=2, example_input=x)
+    assert sorted({key.split(".")[0] for key in inserted_keys(model)}) == ["inner", "last"]
+    assert not torch.equal(model(x), before)
+
+
+class Stubborn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 1))
+        self.conv.forward = None
+
+    def forward(self, x):
+        (only,) = self._modules.values()
+        (conv,) = only._modules.values()
+        assert not conv._modules
+        return conv(x)
+
+
+def test_where_nothing_takes_a_child_that_is_said_and_the_model_is_as_it_was():
+    model = Stubborn()
+    with pytest.raises(va.SiteError, match=r"'conv.0' takes no child, since it loops over or counts"):
+        va.insert_(model, names="conv.0", num_heads=2, example_input=(1, 3, 6, 8))
+    assert list(model._modules) == ["conv"]
+    assert not model.conv[0]._modules
+
+
+def shared():
+    conv = nn.Conv2d(8, 8, 1)
+    return nn.Sequential(nn.Conv2d(3, 8, 1), conv, nn.ReLU(), conv)
+
+
+def test_a_module_that_is_in_two_places_is_refused_and_one_that_has_two_names_is_one_site():
+    with pytest.raises(va.SiteError, match="'1' is called 2 times in one forward pass"):
+        va.insert_(shared(), names="1", num_heads=2, example_input=(1, 3, 6, 8))
+
+    class Alias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 1)
+            self.alias = self.conv
+
+        def forward(self, x):
+            return self.alias(x)
+
+    model = Alias()
+    assert len(va.insert_(model, where=lambda name, module: True, num_heads=2, example_input=(1, 3, 6, 8))) == 1
+
+
+def test_before_a_site_is_what_it_takes():
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18().eval()
+    x = torch.randn(2, 3, 64, 64)
+    before = model(x)
+    (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
+    assert (block.site, block.at, block.channels, block.height) == ("layer3.0", "before", 128, 8)
+    assert torch.equal(model(x), before)
+    nn.init.ones_(va.inserted(model)["layer3.0"].gate)
+    opened = model(x)
+    va.remove_(model)
+    assert torch.equal(model(x), before)
+    va.insert_(model, names="layer2", example_input=x)
+    va.inserted(model)["layer2.1"].load_state_dict({**va.AttentionBlock2d(128).state_dict(), "gate": torch.ones(128)})
+    assert opened.shape == model(x).shape
+
+
+def test_before_and_after_the_same_place_are_the_same():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 12, 10)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
+    block = va.AttentionBlock2d(8, 2, gate_init=1.0)
+    outputs = []
+    for name, at in (("0", "after"), ("1", "before")):
+        va.insert_(model, lambda channels, **_: block, names=name, at=at, example_input=x)
+        outputs.append(model(x))
+        va.remove_(model)
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], model(x))
+
+
+def test_before_a_module_that_is_called_by_keyword():
+    class Inner(nn.Module):
+        def forward(self, scale, *, features):
+            return scale * features
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.inner = nn.Conv2d(3, 8, 1), Inner()
+
+        def forward(self, x):
+            return self.inner(2.0, features=self.conv(x))
+
+    model, x = Outer(), torch.randn(1, 3, 6, 8)
+    before = model(x)
+    (block,) = va.insert_(model, names="inner", at="before", gate_init=1.0, num_heads=2, example_input=x).blocks
+    assert block.element == "features"
+    expected = 2 * va.inserted(model)["inner"](model.conv(x))
+    assert torch.equal(model(x), expected)
+    va.remove_(model)
+    assert torch.equal(model(x), before)
+
+
+BRANCHES = {
+    "torchvision resnet18": (lambda: torchvision.models.resnet18(), "layer2.0", "layer2.0.bn2"),
+    "torchvision resnet50": (lambda: torchvision.models.resnet50(), "layer2.1", "layer2.1.bn3"),
+    "timm resnet18": (lambda: timm.create_model("resnet18"), "layer2.0", "layer2.0.bn2"),
+    "timm resnet50, with drop path": (
+        lambda: timm.create_model("resnet50", drop_path_rate=0.1),
+        "layer2.1",
+        "layer2.1.drop_path",
+    ),
+    "timm convnext": (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
+    "torchvision convnext": (
+        lambda: torchvision.models.convnext_tiny(),
+        "features.3.1",
+        "features.3.1.stochastic_depth",
+    ),
+    "pre-activation": (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
+    "inverted residual": (lambda: torchvision.models.mobilenet_v2(), "features.3", "features.3.conv.3"),
+    "cifar, padded shortcut": (lambda: timm.create_model("resnet20_a"), "layer2.0", "layer2.0.bn2"),
+    "vision transformer": (lambda: timm.create_model("vit_tiny_patch16_224"), "blocks.3", "blocks.3.drop_path2"),
+}
+
+
+@pytest.mark.parametrize("case", BRANCHES)
+def test_the_end_of_a_branch_is_found_before_its_addition(case):
+    make, site, end = BRANCHES[case]
+    with torch.device("meta"):
+        model = make()
+        (block,) = va.insert_(model, names=site, at="branch", num_heads=3 if "transformer" in case else 4).blocks
+    assert (block.site, block.at) == (end, "after")
+
+
+def test_a_block_in_a_branch_leaves_the_shortcut_alone():
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18().eval()
+    x = torch.randn(1, 3, 64, 64)
+    before = model(x)
+    va.insert_(model, names="layer3.1", at="branch", example_input=x)
+    assert torch.equal(model(x), before)
+    block = va.inserted(model)["layer3.1.bn2"]
+    with torch.no_grad():
+        block.gate.fill_(1.0)
+        y = torch.randn(1, 256, 4, 4)
+        site = model.layer3[1]
+        branch = block(site.bn2._forward_hooks and nn.Module.__call__(BatchNormOf(site.bn2), inner(site, y)))
+        assert torch.equal(site(y), torch.relu(branch + y))
+
+
+def inner(site, y):
+    return site.conv2(torch.relu(site.bn1(site.conv1(y))))
+
+
+class BatchNormOf(nn.Module):
+    """The norm without its hook."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = [norm]
+
+    def forward(self, x):
+        return self.norm[0].forward(x)
+
+
+def test_names_may_be_regular_expressions():
+    with torch.device("meta"):
+        model = torchvision.models.resnet18()
+        report = va.insert_(model, names=re.compile(r"layer[34]\.\d"))
+    assert [block.site for block in report.blocks] == ["layer3.0", "layer3.1", "layer4.0", "layer4.1"]
+    with pytest.raises(va.SiteError, match=r"'ayer\[34\]' matches no module"):
+        va.insert_(model, names=re.compile("ayer[34]"))
+
+
+STAGES = {
+    "torchvision mobilenet_v2": (
+        lambda: torchvision.models.mobilenet_v2(),
+        ["features.1", "features.3", "features.6", "features.13", "features"],
+    ),
+    "torchvision vgg11": (
+        lambda: torchvision.models.vgg11(),
+        ["features.1", "features.4", "features.9", "features.14", "features.19", "avgpool"],
+    ),
+    "torchvision swin_t": (lambda: torchvision.models.swin_t(), ["features.1", "features.3", "features.5", "permute"]),
+    "torchvision shufflenet": (
+        lambda: torchvision.models.shufflenet_v2_x0_5(),
+        ["conv1", "maxpool", "stage2", "stage3", "conv5"],
+    ),
+    "timm, declared": (
+        lambda: timm.create_model("convnext_atto"),
+        ["stages.0", "stages.1", "stages.2", "stages.3"],
+    ),
+    "pooled keys inside of the first stage": (
+        lambda: timm.create_model("pvt_v2_b0"),
+        ["stages.0", "stages.1", "stages.2", "stages.3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_are_those_declared_or_the_last_of_each_size(case):
+    make, stages = STAGES[case]
+    with torch.device("meta"):
+        model = make()
+    assert va.stage_names(model) == stages
+
+
+def test_a_declaration_that_is_wrong_is_not_believed():
+    with torch.device("meta"):
+        model = timm.create_model("resnet18")
+        model.feature_info[2]["num_chs"] = 77
+        assert va.stage_names(model) == ["act1", "layer1", "layer2", "layer3", "layer4"]
+        model.feature_info[2]["module"] = "nowhere"
+        assert va.stage_names(model) == ["act1", "layer1", "layer2", "layer3", "layer4"]
+
+
+@pytest.mark.filterwarnings("ignore:the map at")
+@pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "compiled", "data parallel"])
+def test_a_model_stays_in_its_state(state):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18().eval()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        if state == "half precision":
+            model, x = model.half(), x.half()
+        elif state == "channels last":
+            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        elif state == "compiled in place":
+            model.layer3.compile(backend="eager")
+        elif state == "compiled":
+            model = torch.compile(model, backend="eager")
+        elif state == "data parallel":
+            model = nn.DataParallel(model)
+        before = model(x)
+        va.insert_(model, stages=[-2, -1], example_input=x)
+        assert {p.dtype for block in va.inserted(model).values() for p in block.parameters()} == {x.dtype}
+        assert torch.equal(model(x), before)
+        if state == "channels last":
+            features = []
+            model.layer4.register_forward_hook(lambda module, args, output: features.append(output))
+            model(x)
+            assert features[0].is_contiguous(memory_format=torch.channels_last)
+        for block in va.inserted(model).values():
+            block.gate.fill_(0.5)
+        assert not torch.equal(model(x), before)
+        va.remove_(model)
+        assert torch.equal(model(x), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_is_refused():
+    model = torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 1)), torch.randn(1, 3, 4, 4))
+    with pytest.raises(va.SiteError, match="TorchScript"):
+        va.insert_(model, names="0")
+
+
+def test_a_map_that_nothing_is_read_of_is_warned_of():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3).eval()
+    with pytest.warns(UserWarning, match="reads nothing of the map at 'blocks.1', only the tokens before it"):
+        report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
+    assert [block.read for block in report.blocks] == [True, False]
+    x = torch.randn(1, 3, 224, 224)
+    model(x).sum().backward()
+    assert [bool(block.gate.grad.any()) for block in va.inserted(model).values()] == [True, False]

@@ -1,0 +1,118 @@
+"""The end of a residual branch: the module after which a block's output still goes through the addition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vision_attn.insertion.dry_run import run_quietly
+from vision_attn.insertion.sites import SiteError
+
+__all__ = ["branch_end"]
+
+ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
+
+
+def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
+    """The module in a residual block whose output is the branch that is added to the shortcut.
+
+    Of the last two maps that the block adds, the branch is the one that more operations led to.
+
+    Raises:
+        SiteError: the block adds no two maps, or no module gives the branch.
+    """
+    following = Following()
+    block = model.get_submodule(site)
+    handles = [
+        module.register_forward_hook(following.give(f"{site}.{name}")) for name, module in block.named_modules() if name
+    ]
+    handles.append(block.register_forward_pre_hook(lambda module, args: following.watch(True)))
+    handles.append(block.register_forward_hook(lambda module, args, output: following.watch(False)))
+    try:
+        with following:
+            run_quietly(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if following.last is None:
+        raise SiteError(
+            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
+        )
+    one, other = following.last
+    if one.depth == other.depth:
+        raise SiteError(
+            f"{site!r} adds two branches of equal length, and it cannot be told which is the shortcut: choose a module "
+            "inside one of them by names=, with at='after'"
+        )
+    branch = max(one, other, key=lambda step: step.depth)
+    if branch.module is None:
+        raise SiteError(
+            f"{site!r} adds what is no output of a module, so nothing can follow the branch: choose a module inside "
+            "it by names=, with at='after'"
+        )
+    return branch.module
+
+
+@dataclass
+class Step:
+    """How a tensor came about."""
+
+    #: the tensor itself, kept so that its identity is not given to another
+    tensor: Tensor
+    #: the longest row of operations that led to it from what the block was given
+    depth: int
+    #: the module that returned it as it is
+    module: str | None = None
+
+
+class Following(TorchFunctionMode):
+    """Follows the tensors of one block through its operations to the last addition of two maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self.steps: dict[int, Step] = {}
+        self.last: tuple[Step, Step] | None = None
+
+    def watch(self, on: bool) -> None:
+        self.watching = on
+
+    def give(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                self.step(output).module = name
+
+        return hook
+
+    def step(self, tensor: Tensor) -> Step:
+        return self.steps.setdefault(id(tensor), Step(tensor, 0))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        taken = [self.step(tensor) for tensor in tensors_of((*args, *kwargs.values()))]
+        if func in ADDITIONS and len(taken) == 2:
+            one, other = taken
+            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
+                self.last = Step(one.tensor, one.depth, one.module), Step(other.tensor, other.depth, other.module)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor):
+            # In place or not, this is no longer what a module returned.
+            self.steps[id(output)] = Step(output, 1 + max((step.depth for step in taken), default=0))
+        return output
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(value)

@@ -1,0 +1,134 @@
+"""Networks of timm and of ours with attention inserted near their end: ``resnet50_attention`` and the like.
+
+Before training such a network computes what the one it is made from computes, and ``pretrained=True`` loads the weights
+of that one, under the tags that timm has for them: ``resnet50_attention.a1_in1k`` begins as ``resnet50.a1_in1k``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import timm
+from timm.models import (
+    DefaultCfg,
+    build_model_with_cfg,
+    convnext,
+    generate_default_cfgs,
+    get_arch_pretrained_cfgs,
+    register_model,
+)
+from torch import Tensor, nn
+
+from vision_attn.insertion import insert_, inserted_keys
+from vision_attn.models import cifar_resnet, wide_resnet  # noqa: F401  (registers them)
+
+__all__ = [
+    "convnext_atto_attention",
+    "convnext_tiny_attention",
+    "efficientnet_b0_attention",
+    "resnet18_attention",
+    "resnet20_attention",
+    "resnet32_attention",
+    "resnet44_attention",
+    "resnet50_attention",
+    "resnet56_attention",
+    "wrn16_4_attention",
+    "wrn28_10_attention",
+    "wrn40_2_attention",
+]
+
+#: A state dict.
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Where blocks go in a family of networks, what they are, and what timm has to know of the family."""
+
+    stages: tuple[int, ...]
+    block: Mapping[str, Any]
+    #: rows and columns of the image that the maps are found with: small, for it is only the channels that count
+    example: tuple[int, int]
+    #: how timm takes features from the family
+    features: Mapping[str, Any]
+    #: what timm does to the family's checkpoints before it loads them
+    convert: Callable[[Weights, nn.Module], Weights] | None = None
+
+
+#: After the last two stages, whose maps are 14×14 and 7×7 for an image of 224×224: eight heads of 32 channels.
+RESNET = Insertion((-2, -1), {"num_heads": 8, "key_dim": 32, "value_dim": 32}, (64, 96), {})
+EFFICIENTNET = replace(RESNET, features={"flatten_sequential": True})
+CONVNEXT = replace(
+    RESNET,
+    features={"flatten_sequential": True, "out_indices": (0, 1, 2, 3)},
+    convert=convnext.checkpoint_filter_fn,
+)
+#: After the last stage, whose maps are 8×8: four heads.
+CIFAR = Insertion((-1,), {"num_heads": 4}, (32, 32), {"out_indices": (0, 1, 2)})
+
+default_cfgs: dict[str, DefaultCfg] = {}
+
+
+def with_attention(base: str, insertion: Insertion, about: str) -> Callable[..., nn.Module]:
+    """Register ``<base>_attention`` with timm.
+
+    Args:
+        base: a network that timm knows.
+        insertion: where blocks go, and what they are.
+        about: its docstring.
+
+    Returns:
+        The function that makes it, as timm calls it.
+    """
+    name = f"{base}_attention"
+
+    def network(**kwargs: Any) -> nn.Module:
+        model: nn.Module = timm.model_entrypoint(base)(**kwargs)
+        example = (1, kwargs.get("in_chans", 3), *insertion.example)
+        insert_(model, stages=insertion.stages, example_input=example, **insertion.block)
+        return model
+
+    def with_new_blocks(weights: Weights, model: nn.Module) -> Weights:
+        """A checkpoint of the base has nothing of the blocks: they stay as they are. Any other must have them whole."""
+        if insertion.convert is not None:
+            weights = insertion.convert(weights, model)
+        new = inserted_keys(model)
+        if new.isdisjoint(weights):
+            weights = weights | {key: value for key, value in model.state_dict().items() if key in new}
+        return weights
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        model = build_model_with_cfg(
+            network,
+            name,
+            pretrained,
+            feature_cfg=dict(insertion.features),
+            pretrained_filter_fn=with_new_blocks,
+            **kwargs,
+        )
+        assert isinstance(model, nn.Module)
+        return model
+
+    configurations = get_arch_pretrained_cfgs(base).values()  # the default one first
+    default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": cfg for cfg in configurations}))
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = about
+    return register_model(create)
+
+
+resnet18_attention = with_attention("resnet18", RESNET, "timm's ResNet-18 with two attention blocks.")
+resnet50_attention = with_attention("resnet50", RESNET, "timm's ResNet-50 with two attention blocks.")
+convnext_atto_attention = with_attention("convnext_atto", CONVNEXT, "timm's ConvNeXt-Atto with two attention blocks.")
+convnext_tiny_attention = with_attention("convnext_tiny", CONVNEXT, "timm's ConvNeXt-Tiny with two attention blocks.")
+efficientnet_b0_attention = with_attention(
+    "efficientnet_b0", EFFICIENTNET, "timm's EfficientNet-B0 with two attention blocks."
+)
+resnet20_attention = with_attention("resnet20", CIFAR, "CIFAR ResNet-20, option B, with an attention block.")
+resnet32_attention = with_attention("resnet32", CIFAR, "CIFAR ResNet-32, option B, with an attention block.")
+resnet44_attention = with_attention("resnet44", CIFAR, "CIFAR ResNet-44, option B, with an attention block.")
+resnet56_attention = with_attention("resnet56", CIFAR, "CIFAR ResNet-56, option B, with an attention block.")
+wrn16_4_attention = with_attention("wrn16_4", CIFAR, "Wide ResNet-16-4 with an attention block.")
+wrn28_10_attention = with_attention("wrn28_10", CIFAR, "Wide ResNet-28-10 with an attention block.")
+wrn40_2_attention = with_attention("wrn40_2", CIFAR, "Wide ResNet-40-2 with an attention block.")
