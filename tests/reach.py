@@ -151,6 +151,11 @@ def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], dict[str, 
 def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
     stages = va.stage_names(model, shape)
     row.stages = len(stages)
+    try:
+        row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
+        return
+    except va.SiteError:
+        pass  # which of them it is
     for stage in stages:
         try:
             row.sites += len(va.insert_(model, block, names=[stage], example_input=shape))

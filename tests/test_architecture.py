@@ -22,6 +22,7 @@ ROOMS = (
     "insertion",
     "checkpoints",
     "models",
+    "inspection",
     "capture",
     "figures",
     "training",

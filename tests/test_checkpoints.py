@@ -1,6 +1,7 @@
 """Checkpoints of every shape that circulates, and files that must not get in."""
 
 import argparse
+import hashlib
 import os
 import pickle
 
@@ -224,7 +225,7 @@ def test_a_truncated_file_is_refused_with_a_remedy(suffix, legacy, share, traine
         ([torch.zeros(1)], "holds a list, expected a dictionary of tensors"),
         ({"epoch": 3, "names": ["a"]}, "holds no weights.*the file has epoch, names"),
         (
-            {"other.weight": torch.zeros(1)},
+            {"other.gamma": torch.zeros(1)},
             "another architecture; the model has weight, bias; the checkpoint has other",
         ),
     ],
@@ -238,8 +239,149 @@ def test_a_file_of_something_else_is_refused(content, message, tmp_path):
 def test_a_file_that_is_not_there_is_said_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
         read_checkpoint(tmp_path / "nothing.pth")
-    with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint file in the folder, expected .*; it has notes.txt"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_hugging_faces_form_is_read(name, trained, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    if name == "model.safetensors":
+        save_file(trained.state_dict(), tmp_path / name)
+        torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    else:
+        torch.save(trained.state_dict(), tmp_path / name)
+    model = small_network()
+    assert va.load_checkpoint(model, tmp_path).path == str(tmp_path / name)
+    assert_loaded(model, trained)
+
+
+def test_a_folder_of_our_own_is_read(tmp_path):
+    source = timm.create_model("resnet20", num_classes=10)
+    vision_attn.models.registry.save_model(source, tmp_path / "saved", architecture="resnet20")
+    model = timm.create_model("resnet20", num_classes=10)
+    assert not va.load_checkpoint(model, tmp_path / "saved").missing
+    assert_loaded(model, source)
+
+
+@pytest.mark.parametrize("ending", [".pth", ".th", ".pth.tar"])
+def test_a_hash_in_the_name_is_verified(ending, trained, tmp_path):
+    save_file(trained.state_dict(), tmp_path / "plain.safetensors")
+    torch.save(trained.state_dict(), tmp_path / "plain")
+    digest = hashlib.sha256((tmp_path / "plain").read_bytes()).hexdigest()
+    length = next(length for length in range(8, 64) if not digest[:length].isdecimal())
+    path = (tmp_path / "plain").rename(tmp_path / f"resnet-{digest[:length]}{ending}")
+    model = small_network()
+    report = va.load_checkpoint(model, path)
+    assert report.verified == digest[:length]
+    assert f"its SHA-256 begins with {digest[:length]}, as its name says" in str(report)
+    assert va.load_checkpoint(model, tmp_path / "plain.safetensors").verified == ""
+
+    wrong = path.rename(tmp_path / f"resnet-deadbeef{ending}")
+    message = rf"says that its SHA-256 begins with deadbeef, and it begins with {digest[:8]}.*[Ff]etch .* or rename"
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for read in (read_checkpoint, lambda file: va.load_checkpoint(model, file)):
+        with pytest.raises(va.CheckpointError, match=message):
+            read(wrong)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["run-20260131.pth", "resnet-abcdef1.pth", "deadbeef.pth", "step-deadbeef-last.pth"])
+def test_other_endings_of_a_name_are_no_hash(name, trained, tmp_path):
+    torch.save(trained.state_dict(), tmp_path / name)
+    assert va.load_checkpoint(small_network(), tmp_path / name).verified == ""
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model.", "encoder.net."])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_prefix_that_all_names_share_is_taken_off(prefix, wrapper, trained, tmp_path):
+    state = {f"{wrapper}{prefix}{key}": value for key, value in trained.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "file.pth")
+    model = small_network()
+    report = va.load_checkpoint(model, tmp_path / "file.pth")
+    assert report.prefix == f"{wrapper}{prefix}"
+    assert f"prefix '{wrapper}{prefix}' taken off" in str(report)
+    assert_loaded(model, trained)
+
+
+def test_names_that_are_the_models_own_keep_their_prefix(trained, tmp_path):
+    model = nn.ModuleDict({"backbone": small_network()})
+    torch.save({f"backbone.{key}": value for key, value in trained.state_dict().items()}, tmp_path / "file.pth")
+    assert va.load_checkpoint(model, tmp_path / "file.pth").prefix == ""
+    assert_loaded(model["backbone"], trained)
+
+
+def test_a_module_that_was_compiled_inside_the_model_keeps_its_name(trained, tmp_path):
+    model = nn.Sequential(torch.compile(nn.Linear(2, 3)))
+    torch.save(model.state_dict(), tmp_path / "file.pth")
+    assert va.load_checkpoint(model, tmp_path / "file.pth").loaded == ("0._orig_mod.weight", "0._orig_mod.bias")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "prefix"),
+    [
+        ("", "backbone"),
+        ("", "backbone."),
+        ("module.", "backbone."),
+        ("module.", "module.backbone."),
+        ("_orig_mod.", "backbone"),
+    ],
+)
+def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained, tmp_path):
+    state = {f"{wrapper}backbone.{key}": value for key, value in trained.state_dict().items()}
+    state |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
+    if wrapper == "module.":
+        state["n_averaged"] = torch.tensor(3)
+    torch.save(state, tmp_path / "file.pth")
+    model = small_network()
+    with pytest.raises(va.CheckpointError, match="another architecture"):
+        va.load_checkpoint(model, tmp_path / "file.pth")
+    report = va.load_checkpoint(model, tmp_path / "file.pth", prefix=prefix)
+    assert (report.prefix, report.aside) == (
+        f"{wrapper}backbone.".removeprefix("_orig_mod."),
+        ("head.weight", "backbones"),
+    )
+    assert "2 left aside: head.weight, backbones" in str(report)
+    assert_loaded(model, trained)
+    with pytest.raises(
+        va.CheckpointError,
+        match=r"prefix 'body.' begins none of its keys; there are 'backbone.' \(9 keys\), 'head.' \(1 ",
+    ):
+        va.load_checkpoint(model, tmp_path / "file.pth", prefix="body.")
+
+
+def test_the_report_says_which_weights_were_not_taken(trained, tmp_path):
+    state = trained.state_dict()
+    torch.save(
+        {"model": state, "model_ema": state, "teacher": state, "optimizer": {"state": {}}}, tmp_path / "file.pth"
+    )
+    report = va.load_checkpoint(small_network(), tmp_path / "file.pth")
+    assert (report.entry, report.others) == ("model", ("model_ema", "teacher"))
+    assert "not taken: the weights under model_ema, teacher (ema=True takes the moving average)" in str(report)
+    report = va.load_checkpoint(small_network(), tmp_path / "file.pth", ema=True)
+    assert (report.entry, report.others) == ("model_ema", ("model", "teacher"))
+    assert "ema=True" not in str(report)
+    torch.save({"model_ema": state, "ema": state}, tmp_path / "averages.pth")
+    assert str(va.load_checkpoint(small_network(), tmp_path / "averages.pth")).endswith("the weights under ema")
+
+
+def test_blocks_in_a_file_are_told_by_the_sites_they_were_inserted_at(tmp_path):
+    def dense_network():
+        return timm.models.DenseNet(growth_rate=4, block_config=(2, 2), num_classes=3)
+
+    model = dense_network()
+    sites = ["features.denseblock1.denselayer2", "features.denseblock2"]
+    va.insert_(model, names=sites, num_heads=1, example_input=(1, 3, 128, 128))
+    va.replace_(model, names="features.denseblock1.denselayer1.conv2", num_heads=1, example_input=(1, 3, 128, 128))
+    torch.save(model.state_dict(), tmp_path / "file.pth")
+    with pytest.raises(va.CheckpointError) as caught:
+        va.load_checkpoint(dense_network(), tmp_path / "file.pth")
+    told = ", ".join(map(repr, va.inserted(model)))
+    for site in va.inserted(model):
+        assert repr(site) in str(caught.value), told
+    assert "insert_(model, names=[" in str(caught.value)
+    assert "replace_(model, names=['features.denseblock1.denselayer1.conv2']) first" in str(caught.value)
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

@@ -33,17 +33,30 @@ from vision_attn.blocks import (
     use_impl,
 )
 from vision_attn.capture import AttentionMap, capture
-from vision_attn.checkpoints import CheckpointError, LoadReport, load_checkpoint
+from vision_attn.checkpoints import (
+    AdapterReport,
+    CheckpointError,
+    LoadReport,
+    load_adapter,
+    load_checkpoint,
+    save_adapter,
+)
 from vision_attn.insertion import (
     InsertionReport,
     SiteError,
+    freeze_backbone_,
+    freeze_gates_,
+    gates,
     insert_,
     inserted,
+    parameter_groups,
     remove_,
     replace_,
+    set_gates_,
     stage_names,
     timm_layer,
 )
+from vision_attn.inspection import Inspection, inspect_model
 from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
@@ -51,6 +64,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLS",
+    "AdapterReport",
     "Attention1d",
     "Attention2d",
     "Attention3d",
@@ -62,6 +76,7 @@ __all__ = [
     "ConvBlock2d",
     "Grid",
     "InsertionReport",
+    "Inspection",
     "LinearAttention2d",
     "LoadReport",
     "Neighborhood",
@@ -76,13 +91,21 @@ __all__ = [
     "Window",
     "capture",
     "figures",
+    "freeze_backbone_",
+    "freeze_gates_",
+    "gates",
     "insert_",
     "inserted",
+    "inspect_model",
+    "load_adapter",
     "load_checkpoint",
     "models",
+    "parameter_groups",
     "register_impl",
     "remove_",
     "replace_",
+    "save_adapter",
+    "set_gates_",
     "set_impl",
     "stage_names",
     "timm_layer",

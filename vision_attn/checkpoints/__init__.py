@@ -1,16 +1,24 @@
 """Checkpoints: read safely, compared in full, and only then loaded; written whole or not at all."""
 
-from vision_attn.checkpoints.load import LoadReport, load_checkpoint
-from vision_attn.checkpoints.read import CheckpointError, read_checkpoint, read_weights
+from vision_attn.checkpoints.adapter import AdapterReport, load_adapter, save_adapter
+from vision_attn.checkpoints.errors import CheckpointError, shorten
+from vision_attn.checkpoints.load import load_checkpoint
+from vision_attn.checkpoints.read import read_checkpoint
+from vision_attn.checkpoints.report import LoadReport
+from vision_attn.checkpoints.weights import read_weights
 from vision_attn.checkpoints.write import save_weights, unwrap, write_atomically
 
 __all__ = [
+    "AdapterReport",
     "CheckpointError",
     "LoadReport",
+    "load_adapter",
     "load_checkpoint",
     "read_checkpoint",
     "read_weights",
+    "save_adapter",
     "save_weights",
+    "shorten",
     "unwrap",
     "write_atomically",
 ]

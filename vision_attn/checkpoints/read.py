@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-__all__ = ["CheckpointError", "read_checkpoint", "read_weights", "shorten"]
+from vision_attn.checkpoints.errors import CheckpointError, shorten
+from vision_attn.checkpoints.locate import check_hash, find_file
 
-#: Entries under which training scripts keep a network's weights, and those of its moving average.
-WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
-AVERAGED = ("model_ema", "state_dict_ema", "ema")
+__all__ = ["content_of", "read_checkpoint", "refusal", "shorten"]
 
 #: How NumPy pickles one number.
 NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
@@ -34,61 +32,35 @@ HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
-class CheckpointError(RuntimeError):
-    """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was."""
-
-
-def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = ()) -> tuple[str, dict[str, Tensor]]:
-    """The weights of a checkpoint file, and the entry they were found under; prefixes of wrappers are taken off.
-
-    Args:
-        path: the file.
-        ema: take the moving average of the weights that the file holds.
-        own: names that the model uses itself, and which are no prefix then.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, would run code, or holds no weights.
-    """
-    content = read_checkpoint(path)
-    order = AVERAGED if ema else WEIGHTS + AVERAGED
-    for entry in order:
-        if is_state_dict(content.get(entry)):
-            return entry, without_prefixes(content[entry], own)
-    if ema:
-        raise CheckpointError(
-            f"{path}: ema=True asks for averaged weights under one of {', '.join(AVERAGED)}; "
-            f"the file has {shorten(tuple(map(str, content)))}"
-        )
-    if is_state_dict(content):
-        return "", without_prefixes(content, own)
-    raise CheckpointError(
-        f"{path} holds no weights: expected tensors by name, at the top or under one of "
-        f"{', '.join(WEIGHTS + AVERAGED)}; the file has {shorten(tuple(map(str, content)))}"
-    )
-
-
 def read_checkpoint(path: str | Path) -> dict[str, object]:
     """The content of a checkpoint file, on the CPU, without running any code from it.
 
+    Args:
+        path: the file, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
+
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, or it is a pickle that asks for more than tensors and plain values.
+        CheckpointError: the file is damaged, is not the one whose hash its name holds, or is a pickle that asks for
+            more than tensors and plain values.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such checkpoint file")
+    file = find_file(path)
+    check_hash(file)
+    return content_of(file)
+
+
+def content_of(file: Path) -> dict[str, object]:
+    """What is in a file that is there and was checked."""
     try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
+        if file.suffix == ".safetensors":
+            return dict(load_file(file))
         with torch.serialization.safe_globals(HARMLESS):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
     except Exception as error:  # a damaged file can make the readers fail in any way
-        raise CheckpointError(refusal(path, str(error))) from error
+        raise CheckpointError(refusal(file, str(error))) from error
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, expected a dictionary of tensors")
     return dict(content)
 
 
@@ -106,29 +78,3 @@ def refusal(path: Path, message: str) -> str:
         f"{path} is truncated or no checkpoint: fetch or save it again, and compare its size and checksum with the "
         "source's"
     )
-
-
-def is_state_dict(value: object) -> bool:
-    """Names to tensors, some of which may be counters of other types."""
-    return (
-        isinstance(value, Mapping)
-        and any(isinstance(item, Tensor) for item in value.values())
-        and all(isinstance(key, str) for key in value)
-    )
-
-
-def without_prefixes(weights: object, own: Collection[str]) -> dict[str, Tensor]:
-    assert isinstance(weights, Mapping)
-    named = {key.replace("_orig_mod.", ""): value for key, value in weights.items() if isinstance(value, Tensor)}
-    while not any(key in own for key in named):
-        # torch's AveragedModel counts its updates beside the module that it wraps.
-        inner = [key for key in named if key != "n_averaged"]
-        if not inner or not all(key.startswith("module.") for key in inner):
-            break
-        named = {key.removeprefix("module."): named[key] for key in inner}
-    return named
-
-
-def shorten(keys: tuple[str, ...], limit: int = 6) -> str:
-    shown = ", ".join(keys[:limit])
-    return f"{shown}, … ({len(keys) - limit} more)" if len(keys) > limit else shown

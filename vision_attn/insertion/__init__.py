@@ -1,8 +1,11 @@
 """Into a backbone and out again."""
 
 from vision_attn.insertion.dry_run import plain_network, quiet_eval
+from vision_attn.insertion.freezing import freeze_backbone_
+from vision_attn.insertion.gates import freeze_gates_, gates, set_gates_
 from vision_attn.insertion.insert import insert_
 from vision_attn.insertion.out import inserted, inserted_keys, records, remove_
+from vision_attn.insertion.parameter_groups import parameter_groups
 from vision_attn.insertion.replace import replace_
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.insertion.sites import CHILD, SiteError
@@ -14,14 +17,19 @@ __all__ = [
     "InsertedBlock",
     "InsertionReport",
     "SiteError",
+    "freeze_backbone_",
+    "freeze_gates_",
+    "gates",
     "insert_",
     "inserted",
     "inserted_keys",
+    "parameter_groups",
     "plain_network",
     "quiet_eval",
     "records",
     "remove_",
     "replace_",
+    "set_gates_",
     "stage_names",
     "timm_layer",
 ]

@@ -178,6 +178,21 @@ class DryRun:
         what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
         raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
 
+    def unread(self, maps: Mapping[str, tuple[Element, FeatureMap, Layout]]) -> set[str]:
+        """The modules among these whose maps nothing comes of.
+
+        A head may read the class token alone, and then so it is with the grid after the last block. What comes before a
+        map that is read is taken to be read with it.
+        """
+        found = set()
+        for name in sorted(maps, key=lambda name: -self.calls[name][0].order):
+            element, _, layout = maps[name]
+            if layout.prefix:
+                if self.is_read(name, element, layout):
+                    break
+                found.add(name)
+        return found
+
     def is_read(self, name: str, element: Element, layout: Layout) -> bool:
         """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out."""
 
@@ -256,8 +271,9 @@ def run_quietly(model: nn.Module, example: Tensor) -> object:
 def quiet_eval(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, uncompiled; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        for module, _ in modes:
+            module.training = False  # without its train(), which may keep account of what it is told
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:  # parts of the model may be compiled, and are not to be again for this

@@ -76,6 +76,7 @@ def insert_(
     maps = {host: run.the_map(host, side) for host in hosts}
     holders = find_holders(model, hosts, run.example)
 
+    unread = set() if side == "before" else run.unread(maps)
     make = AttentionBlock2d if block is None else block
     blocks: dict[str, nn.Module] = {}
     for host, (element, tensor, layout) in maps.items():
@@ -91,8 +92,7 @@ def insert_(
             input_shape=tuple(run.example.shape),
             element=element,
             layout=layout,
-            # A head may read the class token alone, and then nothing comes of the grid after the last block.
-            read=side == "before" or layout.prefix == 0 or run.is_read(host, element, layout),
+            read=host not in unread,
         )
         blocks[host] = new
     # Only now, when nothing can fail any more, is the model changed.

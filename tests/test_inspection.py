@@ -1,0 +1,332 @@
+"""A network looked at before anything is inserted: what is counted is what happens, what is proposed can be done."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn import cli
+from vision_attn.blocks import AttentionBlock2d, use_impl
+from vision_attn.insertion import SiteError
+from vision_attn.inspection import inspect_model
+from vision_attn.inspection.advice import propose
+from vision_attn.inspection.memory import IMPLS_COUNTED, count_multiply_adds, count_saved_bytes, machine_memory
+from vision_attn.inspection.network import Share, example_for, network_of
+from vision_attn.inspection.sites import Site, cost_of_default, heads_for
+from vision_attn.inspection.units import MEBI
+
+#: Looking takes seconds where einx reads its lines for many sizes of map: what several tests look at is looked at once.
+look = cache(inspect_model)
+
+VARIANTS = {
+    "full": {},
+    "windows": {"pattern": va.Window(4)},
+    "windows that pad": {"pattern": va.Window(5)},
+    "rows": {"pattern": "rows"},
+    "neighbourhoods": {"pattern": va.Neighborhood(3)},
+    "fewer keys": {"kv_stride": 2},
+    "relative positions": {"position": va.RelPosDecomposed(feat_size=(12, 12))},
+    "a table that learns": {"position": va.RelPosTable(feat_size=(12, 12))},
+    "dropout": {"attn_drop": 0.1},
+}
+
+
+def bytes_really_saved(block, x, impl):
+    """What autograd holds after a forward on the CPU, without the block's own parameters and buffers."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+    storages = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with use_impl(block, impl), torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        block(x)
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("impl", IMPLS_COUNTED)
+def test_the_bytes_counted_are_those_that_autograd_keeps(impl, variant, dtype):
+    block = AttentionBlock2d(32, 4, dtype=dtype, **VARIANTS[variant])
+    x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
+    counted = count_saved_bytes(block, tuple(x.shape), impl, dtype)
+    assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02)
+
+
+def test_only_fused_attention_keeps_no_weights():
+    block = AttentionBlock2d(32, 4, device="meta")
+    weights = 4 * (48 * 48) ** 2 * 4
+    saved = {impl: count_saved_bytes(block, (1, 32, 48, 48), impl) for impl in IMPLS_COUNTED}
+    assert saved["sdpa"] < weights / 30
+    assert all(saved[impl] > weights for impl in ("einx", "bmm", "einsum"))
+
+
+def test_counting_allocates_nothing():
+    block = AttentionBlock2d(64, 8, device="meta")
+    assert count_saved_bytes(block, (128, 64, 512, 512), "bmm") > 1 << 48
+
+
+def test_flex_is_counted_as_sdpa():
+    block = AttentionBlock2d(32, 4, device="meta")
+    with pytest.raises(NotImplementedError, match="no backward pass on the CPU"):
+        count_saved_bytes(block, (1, 32, 8, 8), "flex")
+    assert "by implementation, flex as sdpa" in " ".join(str(look("resnet20")).split())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_multiply_adds_are_those_of_the_insertion_report(variant):
+    model = nn.Sequential(nn.Conv2d(3, 32, 1))
+    options = {"num_heads": 4, **VARIANTS[variant]}
+    report = va.insert_(model, names="0", example_input=(1, 3, 12, 12), **options)
+    block = AttentionBlock2d(32, device="meta", **options)
+    assert count_multiply_adds(block, (5, 32, 12, 12)) == report.multiply_adds
+
+
+def test_each_stage_has_its_share_of_the_network():
+    model = timm.create_model("resnet20").eval()
+    products = []
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.register_forward_hook(
+                lambda module, args, out: products.append(out.numel() * module.weight[0].numel())
+            )
+    found = look("resnet20")
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32))
+    assert found.whole.multiply_adds == sum(products)
+    assert found.whole.parameters == sum(p.numel() for p in model.parameters())
+    assert [site.path for site in found.sites] == ["layer1", "layer2", "layer3"]
+    stem = sum(p.numel() for module in (model.conv1, model.bn1) for p in module.parameters())
+    expected = [sum(p.numel() for p in module.parameters()) for module in (model.layer1, model.layer2, model.layer3)]
+    expected[0] += stem
+    assert [site.share.parameters for site in found.sites] == expected
+    head = found.whole.multiply_adds - sum(site.share.multiply_adds for site in found.sites)
+    assert head == model.fc.weight.numel()
+
+
+def test_the_image_is_one_that_the_network_takes():
+    grey = timm.create_model("resnet18", in_chans=1)
+    assert example_for(grey, 64).shape == (1, 1, 64, 64)
+    assert example_for(grey, (32, 48)).shape == (1, 1, 32, 48)
+    assert example_for(timm.create_model("resnet20").bfloat16(), None).dtype == torch.bfloat16
+    assert example_for(nn.Flatten(), None).shape == (1, 3, 224, 224)
+
+
+def test_heads_are_as_many_as_divide_the_channels():
+    assert [heads_for(channels) for channels in (64, 20, 21, 13)] == [8, 5, 7, 1]
+    assert heads_for(64, most=3) == 2
+
+
+def test_maps_with_nothing_to_mix_are_warned_of():
+    found = look("resnet18", input_size=32)
+    two, one = found.warnings
+    assert two.startswith("stage 3 (layer3): the map is 2×2, attention has next to nothing to mix")
+    assert one.startswith("stage 4 (layer4): the map is 1×1, attention has nothing to mix")
+    assert "a larger input (224×224 makes it about 7×7)" in one
+    assert look("resnet20", memory_limit=1000).warnings == ()
+
+
+def test_what_does_not_fit_into_memory_is_warned_of_by_implementation():
+    found = look("resnet20", memory_limit=1)
+    saved = found.sites[0].cost.saved
+    assert saved["sdpa"] < 1 << 30 < saved["bmm"]
+    (warning,) = found.warnings
+    assert warning.startswith("stage 0 (layer1): with einx, bmm or einsum training keeps 4.1 GiB for 128 images")
+    assert "more than the memory limit of 1.0 GiB: take impl='sdpa'" in warning
+    tight = look("resnet20", memory_limit=0.04)
+    assert "with einx, bmm, einsum or sdpa training keeps 0.06 GiB" in tight.warnings[0]
+    assert "a smaller batch" in tight.warnings[0]
+
+
+def test_inserted_blocks_are_held_against_the_memory_together():
+    one = inspect_model("resnet20", stages=1, batch_size=128, memory_limit=0.3)
+    both = inspect_model("resnet20", stages=[1, 2], batch_size=128, memory_limit=0.3)
+    assert one.warnings == ()
+    assert both.warnings[0].startswith("the 2 blocks together: with einx, bmm or einsum training keeps 0.31 GiB")
+
+
+def test_the_machine_has_some_memory():
+    found = machine_memory(torch.device("cpu"))
+    assert found is None or found > 1 << 28
+
+
+def stages(*maps):
+    """Sites of stages with so many channels and sides of the map, as ``inspect_model`` makes them."""
+    return [
+        Site(
+            f"layer{index}", index, channels, side, side, Share(1, 1), cost(channels, side, heads_for(channels)), learns
+        )
+        for index, (channels, side, learns) in enumerate(maps)
+    ]
+
+
+def cost(channels, side, heads=8, options=None):
+    return cost_of_default((1, channels, side, side), heads, torch.float32, options or {}, impls=("sdpa",))
+
+
+def proposed(sites, whole):
+    found = propose(sites, whole, lambda site, heads, options: cost(site.channels, site.height, heads, options))
+    return [proposal.arguments for proposal in found]
+
+
+HUGE = Share(10**12, 10**12)
+
+
+@pytest.mark.parametrize(
+    ("maps", "expected"),
+    [
+        ([(64, 32, True), (64, 16, True), (64, 8, True)], [{"stages": [-2, -1]}]),
+        # A map that is too small at the end, and a stem that has a good size and has learned nothing.
+        ([(64, 16, False), (64, 8, True), (64, 4, True), (64, 2, True)], [{"stages": [1]}]),
+        ([(64, 8, False), (64, 4, True), (64, 2, True)], [{"stages": [-2]}]),
+        ([(64, 2, True), (64, 1, True)], []),
+        (
+            [(64, 112, False), (64, 56, True), (64, 28, True), (64, 14, True), (64, 7, True)],
+            [{"stages": [-2, -1]}, {"stages": [1], "pattern": va.Window(7)}],
+        ),
+        ([(64, 64, True), (64, 48, True)], [{"stages": [-1], "pattern": va.Window(8)}]),
+        ([(24, 14, True), (20, 7, True)], [{"stages": [-2, -1], "num_heads": 4}]),
+    ],
+)
+def test_what_is_proposed(maps, expected):
+    assert proposed(stages(*maps), HUGE) == expected
+
+
+def test_a_dear_proposal_is_followed_by_one_with_narrower_heads():
+    late = stages((1024, 14, True), (2048, 7, True))
+    plain, narrow = proposed(late, Share(25_000_000, 4_000_000_000))
+    assert plain == {"stages": [-2, -1]}
+    assert narrow == {"stages": [-2, -1], "key_dim": 64, "value_dim": 64}
+    (alone,) = proposed(late, HUGE)
+    assert alone == plain
+
+
+def test_a_proposal_does_what_it_says_and_is_said():
+    found = look("resnet18", input_size=192, batch_size=1)
+    assert len(found.proposals) == 2
+    for proposal in found.proposals:
+        call = proposal.call(found.input_shape)
+        assert call in str(found)
+        report = eval(call, {"va": va, "model": timm.create_model("resnet18")})
+        assert (report.parameters, report.multiply_adds) == (proposal.cost.parameters, proposal.cost.multiply_adds)
+        assert [(block.height, block.width) for block in report.blocks] == [
+            (site.height, site.width) for site in proposal.sites
+        ]
+
+
+def test_the_call_names_the_size_only_where_it_is_not_the_models_own():
+    assert "va.insert_(model, stages=[-2, -1])\n" in str(look("resnet20"))
+    assert "va.insert_(model, stages=[1], example_input=(1, 3, 32, 32))\n" in str(look("resnet18", input_size=32))
+
+
+def test_a_proposal_is_also_flags_of_the_command():
+    found = look("resnet18", input_size=192, batch_size=1)
+    first, window = found.proposals
+    command = found.command(first)
+    assert command == "vision-attn train --data FOLDER --model resnet18 --img-size 192 --insert 2 -2"
+    assert command in str(found)
+    assert cli.parser().parse_args(command.split()[1:]).insert == ["2", "-2"]
+    assert found.command(window) is None  # the command has no flag for it
+
+
+def test_where_nothing_is_worth_trying_that_is_said():
+    found = dataclasses.replace(look("resnet20"), proposals=())
+    assert "No stage has a map that attention is worth trying on" in str(found)
+
+
+def test_torchvisions_networks_have_no_flags_and_no_weights_are_fetched():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.hub.load_state_dict_from_url", None)
+        model = network_of("torchvision:mobilenet_v3_small")
+    assert sum(p.numel() for p in model.parameters()) == 2_542_856
+    found = dataclasses.replace(look("resnet20"), model="torchvision:resnet20", trainable=False)
+    assert found.proposals
+    assert "vision-attn train" not in str(found)
+
+
+def test_options_of_the_block_are_kept_in_what_is_proposed():
+    found = inspect_model("resnet20", num_heads=4, position=va.Rope2d(), batch_size=1)
+    assert [site.cost.num_heads for site in found.sites] == [4, 4, 4]
+    (proposal,) = found.proposals
+    assert proposal.arguments == {"stages": [-2, -1], "num_heads": 4, "position": va.Rope2d()}
+    assert proposal.saved == sum(site.cost.saved["sdpa"] for site in found.sites[-2:])
+    assert "position=va.Rope2d(" in str(found)
+
+
+@pytest.mark.parametrize("chosen", [{"stages": [-2, -1]}, {"names": "layer2.1"}, {"stages": -1, "at": "before"}])
+def test_chosen_sites_show_what_their_blocks_cost_and_the_model_stays(chosen):
+    model = timm.create_model("resnet20")
+    keys = list(model.state_dict())
+    found = inspect_model(model, batch_size=3, num_heads=2, pattern="rows", **chosen)
+    assert list(model.state_dict()) == keys
+    assert va.inserted(model) == {}
+    report = va.insert_(model, **chosen, num_heads=2, pattern="rows")
+    assert found.inserted.blocks == report.blocks
+    for site, record, block in zip(found.sites, report.blocks, va.inserted(model).values(), strict=True):
+        assert site.path.split()[-1] == record.site
+        assert (site.cost.parameters, site.cost.multiply_adds) == (record.parameters, record.multiply_adds)
+        shape = (3, record.channels, record.height, record.width)
+        assert site.cost.saved["bmm"] == bytes_really_saved(block, torch.randn(shape, requires_grad=True), "bmm")
+    assert found.proposals == ()
+    assert ("together" in str(found)) == (len(report) > 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_small_maps_are_warned_of_once():
+    text = str(inspect_model("resnet18", input_size=32, stages=-1, batch_size=1))
+    assert text.count("warning:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"model": "resnet20"}, {"model": "resnet18", "input_size": 32}, {"model": "resnet20", "memory_limit": 0.04}],
+)
+def test_it_prints_aligned_and_narrow(arguments):
+    arguments = dict(arguments)
+    text = str(look(arguments.pop("model"), **arguments))
+    assert max(len(line) for line in text.splitlines()) <= 110
+    assert all(line == line.rstrip() for line in text.splitlines())
+    starts = [line for line in text.splitlines() if line.startswith(("stage  ", "    0 ", "    1 "))]
+    assert len({len(line) for line in starts[:3]}) == 1
+    assert len({len(line) for line in starts[3:]}) == 1
+
+
+def test_a_row_of_each_table():
+    found = look("resnet20")
+    lines = str(found).splitlines()
+    assert lines[0] == "resnet20 on images of 3×32×32: 272 k parameters, 40.8 M multiply-adds an image"
+    saved = "   ".join(f"{found.sites[2].cost.saved[impl] / MEBI:.1f}" for impl in ("einx", "bmm"))
+    assert "    2  layer3        64    8×8      64      75.5 %         32.1 %" in lines
+    assert any(line.startswith("    2  layer3      8      16.8 k  +6.2 %         1.57 M   +3.9 %") for line in lines)
+    assert any(saved in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "resnet21"}, ValueError, "there is no 'resnet21'; close to it: "),
+        ({"model": "torchvision:resnet19"}, ValueError, "no classifier 'resnet19'; close to it: resnet18"),
+        ({"model": "vit_tiny_patch16_224", "input_size": 100}, ValueError, "does not run on an image of 3×100×100"),
+        ({"input_size": (1, 2, 3)}, ValueError, "input_size must be a side or a height and a width"),
+        ({"input_size": 0}, ValueError, "input_size must be a side"),
+        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1; got 0"),
+        ({"memory_limit": 0.0}, ValueError, "memory_limit must be positive, in GiB; got 0.0"),
+        ({"stages": 9}, SiteError, "there is no stage 9; the stages are 0 'layer1'"),
+        ({"names": "layer9"}, SiteError, "'layer9' matches no module"),
+        ({"stages": 1, "names": "layer1"}, ValueError, "exactly one of stages, names and where"),
+        ({"pattern": "diagonal"}, ValueError, "pattern must be one of 'full'"),
+        ({"heads": 3}, TypeError, "heads"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, SiteError, "no modules that give"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments, error, message):
+    with pytest.raises(error, match=message):
+        inspect_model(**{"model": "resnet20", **arguments})

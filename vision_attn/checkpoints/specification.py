@@ -1,0 +1,92 @@
+"""Values as the code that makes them, read back without running any: what is written into adapter files.
+
+Literals, and the specifications of patterns and positions with literal arguments; nothing else is read or written.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
+from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
+
+__all__ = ["from_code", "to_code"]
+
+#: The only names that stand for something.
+SPECIFICATIONS: dict[str, Callable[..., Any]] = {
+    made.__name__: made
+    for made in (
+        Window,
+        Grid,
+        Neighborhood,
+        Pattern,
+        RelPosDecomposed,
+        RelPosTable,
+        Rope2d,
+        ConditionalPos,
+        SinCos,
+    )
+}
+
+
+def to_code(name: str, value: object) -> str:
+    """The code of an option's value.
+
+    Args:
+        name: the option, for errors.
+        value: the value.
+
+    Raises:
+        ValueError: the code does not give the value back.
+
+    >>> to_code("pattern", Window(7, shift=3))
+    'Window(size=7, shift=3)'
+    """
+    code = repr(value)
+    try:
+        again = from_code(code)
+        same = type(again) is type(value) and bool(again == value) and repr(again) == code
+    except Exception:  # whatever the value's own comparison does
+        same = False
+    if not same:
+        raise ValueError(
+            f"{name}={code} cannot be written down: options must be plain numbers, texts, True, False, None, tuples, "
+            f"lists and dictionaries of them, or one of {', '.join(SPECIFICATIONS)}"
+        )
+    return code
+
+
+def from_code(code: str) -> Any:
+    """The value of such code.
+
+    Raises:
+        ValueError: it is anything else.
+
+    >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
+    {'pattern': Window(size=7, shift=3), 'heads': -1}
+    """
+    try:
+        return value_of(ast.parse(code, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{code[:200]!r} is not the code of a value: {error}") from error
+
+
+def value_of(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Tuple(elts=items):
+            return tuple(map(value_of, items))
+        case ast.List(elts=items):
+            return list(map(value_of, items))
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {value_of(key): value_of(item) for key, item in zip(keys, values, strict=True) if key}
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPECIFICATIONS:
+            named = {keyword.arg: value_of(keyword.value) for keyword in keywords if keyword.arg is not None}
+            if len(named) == len(keywords):
+                return SPECIFICATIONS[name](*map(value_of, args), **named)
+    raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")
