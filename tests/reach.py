@@ -31,11 +31,12 @@ SMALL = 128
 
 HEAD = """# Reach
 
-The smallest model of every model module of timm {timm} and of every classification family of torchvision {torchvision},
-as `python tests/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of attention, in windows of
-8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images must be the same bits, and
-the network's own keys the same in the same order; gradients must reach every gate and, after one step, every projection;
-and after removal every module, hook and tensor must be the same object, and the output the same bits.
+The smallest model of every model module of timm {timm} and of every classification family of torchvision
+{torchvision}, as `python tests/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of
+attention, in windows of 8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images
+must be the same bits, and the network's own keys the same in the same order; gradients must reach every gate whose map
+is read and, after one step, every projection; and after removal every module, hook and tensor must be the same object,
+and the output the same bits.
 
 {summary}
 
@@ -52,6 +53,7 @@ class Row:
     layout: str = ""
     stages: int = 0
     sites: int = 0
+    read: int = 0
     identical: bool = False
     keys: bool = False
     gate: bool = False
@@ -68,11 +70,12 @@ class Row:
     @property
     def reached(self) -> bool:
         """Attention at every stage, and nothing harmed."""
-        return 0 < self.stages == self.sites and self.unharmed
+        return 0 < self.stages == self.sites and self.read > 0 and self.unharmed
 
     @property
     def unharmed(self) -> bool:
-        return self.identical and self.keys and self.gate and self.projections and self.removed
+        learns = (self.gate and self.projections) or not self.read
+        return self.identical and self.keys and self.removed and learns
 
     def cells(self) -> list[str]:
         def yes(value: bool) -> str:
@@ -86,6 +89,8 @@ class Row:
 
 
 def parameters(library: str, name: str) -> float:
+    if library == "torchvision":
+        return int(torchvision.models.get_model_weights(name).DEFAULT.meta["num_params"])
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in make(library, name).parameters())
@@ -149,7 +154,7 @@ def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], dict[str, 
 
 
 def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
-    stages = va.stage_names(model, shape)
+    stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
     try:
         row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
@@ -193,8 +198,9 @@ def measure(library: str, family: str, names: list[str]) -> Row:
         row.keys = [key for key in model.state_dict() if key not in inserted_keys(model)] == list(was[1])
         row.refusals += [f"{record.site}: nothing reads its map" for record in records(model) if not record.read]
         blocks = [block for block in va.inserted(model).values() if block.insertion.read]
-        optimizer = torch.optim.Adam([p for block in blocks for p in block.parameters()], lr=1e-3)
-        for step in range(2):
+        row.read = len(blocks)
+        optimizer = torch.optim.Adam([p for block in va.inserted(model).values() for p in block.parameters()], lr=1e-3)
+        for step in range(2 * bool(blocks)):
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()
             if step == 0:

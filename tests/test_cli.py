@@ -52,6 +52,7 @@ def test_every_flag_sets_what_it_names():
         "--data": "folder", "--dataset": "cifar10", "--dataset-download": None, "--img-size": "64",
         "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--crop-padding": "1", "--hflip": "0.25",
         "--model": "resnet32", "--pretrained": None, "--weights": "w.pth", "--weights-ema": None, "--reset-head": None,
+        "--freeze-backbone": None, "--attention-lr": "0.5", "--layer-decay": "0.75",
         "--insert": "layer1 layer2", "--block": "conv", "--num-heads": "2", "--impl": "bmm",
         "--epochs": "7", "--batch-size": "10", "--opt": "adamw", "--lr": "0.5", "--momentum": "0.8",
         "--weight-decay": "0.1", "--warmup-epochs": "1.5", "--min-lr": "0.01", "--clip-grad": "2.0",
@@ -96,6 +97,55 @@ def test_what_argparse_refuses_exits_with_2(capsys, arguments):
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: vision-attn" in capsys.readouterr().err
+
+
+def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
+    code, out, err = run(capsys, "inspect", "resnet20", "--batch-size", 4)
+    assert (code, err) == (0, "")
+    assert "    2  layer3        64    8×8      64      75.5 %         32.1 %\n" in out
+    assert "vision-attn train --data FOLDER --model resnet20 --insert -2 -1\n" in out
+
+
+def test_inspecting_takes_sites_and_options_of_the_block(capsys):
+    code, out, err = run(
+        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--insert", -1, "layer3", "--at",
+        "before",
+    )  # fmt: skip
+    assert (code, out) == (2, "")
+    assert "not both; got -1 layer3" in err
+    code, out, err = run(
+        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--insert", -1, "--at", "before",
+        "--num-heads", 4, "--pattern", "va.Window(4)", "--dtype", "bfloat16", "--memory-limit", 0.0001,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    assert "1 block inserted (AttentionBlock2d, pattern=va.Window(4), bfloat16;" in words
+    assert "before layer3.0 32 8×16 4 " in words
+    assert "for 2 images, more than the memory limit of 0.0001 GiB" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet21"], "model: there is no 'resnet21'; close to it"),
+        (["torchvision:resnet19"], "torchvision has no classifier 'resnet19'; close to it: resnet18"),
+        (["resnet20", "--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1'"),
+        (["resnet20", "--insert", "layer9"], "names: 'layer9' matches no module"),
+        (["resnet20", "--insert", "fc"], "'fc' returns a tensor of shape"),
+        (["resnet20", "--insert", "1", "--num-heads", "7"], "num_heads must divide channels"),
+        (["resnet20", "--at", "before"], "at applies to what is inserted"),
+        (["resnet20", "--pattern", "diagonal"], "pattern must be one of 'full'"),
+        (["resnet20", "--pattern", "Windo(7)"], "neither a literal nor one of Window"),
+        (["resnet20", "--input-size", "1", "2", "3"], "input_size must be a side or a height and a width"),
+        (["resnet20", "--memory-limit", "0"], "memory_limit must be positive"),
+    ],
+)
+def test_what_cannot_be_inspected_exits_with_2(capsys, arguments, message):
+    code, out, err = run(capsys, "inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("vision-attn: error: ")
+    assert message in err
+    assert "Traceback" not in err
 
 
 class RunsCode:

@@ -143,7 +143,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
     assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
-    with pytest.raises(va.SiteError, match="'layer3.2.conv2' holds an inserted block or is one"):
+    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' holds an inserted block or is one"):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model)) == 2

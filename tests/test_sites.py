@@ -105,7 +105,7 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         model(torch.randn(1, 3, 6, 6))
 
 
-@pytest.mark.filterwarnings("ignore:the map at", "ignore:the network reads nothing")
+@pytest.mark.filterwarnings("ignore:the map at", "ignore:nothing that the network gives")
 @pytest.mark.parametrize(
     ("name", "size", "layout"),
     [
@@ -444,9 +444,46 @@ def test_a_script_is_refused():
 def test_a_map_that_nothing_is_read_of_is_warned_of():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3).eval()
-    with pytest.warns(UserWarning, match="reads nothing of the map at 'blocks.1', only the tokens before it"):
+    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
     assert [block.read for block in report.blocks] == [True, False]
     x = torch.randn(1, 3, 224, 224)
     model(x).sum().backward()
     assert [bool(block.gate.grad.any()) for block in va.inserted(model).values()] == [True, False]
+
+
+class Two(nn.Module):
+    """A stage that gives two maps, of which one or both are read."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.stem, self.stage, self.head = nn.Conv2d(3, 8, 1), Give("tuple"), nn.Conv2d(8, 2, 1)
+        self.stage.forward = lambda x: (x[:, :6], 2 * x)
+        self.both = both
+        self.feature_info = [{"module": "stem", "num_chs": 8}, {"module": "stage", "num_chs": 6}]
+
+    def forward(self, x):
+        aside, main = self.stage(self.stem(x))
+        return self.head(main) + (aside.mean() if self.both else 0)
+
+
+@pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
+def test_of_several_maps_it_is_the_one_that_is_read_or_else_the_one_that_is_declared(both, element):
+    model = Two(both)
+    assert va.stage_names(model, (1, 3, 6, 8)) == ["stem", "stage"]
+    (block,) = va.insert_(model, stages=-1, num_heads=2, example_input=(1, 3, 6, 8)).blocks
+    assert (block.element, block.channels) == (element, 6 if both else 8)
+    va.remove_(model)
+    model.feature_info = []
+    if both:
+        with pytest.raises(va.SiteError, match="'stage' returns 2 maps"):
+            va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8))
+
+
+def test_a_map_beside_the_one_that_is_read_is_warned_of():
+    model = Two(both=False)
+    model.stage.forward = lambda x: (2 * x, x.mean((2, 3)))
+    model.forward = lambda x: model.stage(model.stem(x))[1]
+    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'stage'"):
+        (block,) = va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8)).blocks
+    assert not block.read

@@ -3,6 +3,8 @@
 import csv
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ import yaml
 from PIL import Image
 
 import vision_attn as va
-from vision_attn.checkpoints import CheckpointError, read_checkpoint
+from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
 from vision_attn.training.data import ImageSet, augment, draw_augmentation
@@ -20,7 +22,7 @@ from vision_attn.training.data import image_folder as open_folder
 from vision_attn.training.errors import DataError, TrainingError
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.loop import Run
-from vision_attn.training.network import build_network
+from vision_attn.training.network import build_network, new_head
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -97,8 +99,9 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
         {"opt": "adamw", "lr": 1e-3},
         {"amp": True, "channels_last": True},
         {"dropout": 0.5},
+        {"attention_lr": 0.2, "layer_decay": 0.7},
     ],
-    ids=["sgd", "ema", "adamw", "amp", "dropout"],
+    ids=["sgd", "ema", "adamw", "amp", "dropout", "rates"],
 )
 def test_a_resumed_run_ends_with_the_same_bits(base, options, tmp_path, monkeypatch):
     def with_dropout(*arguments):
@@ -155,6 +158,116 @@ def test_the_rate_warms_up_and_follows_the_cosine_over_the_whole_run(base, tmp_p
     warm = 0.0005 + 0.75 * (0.05 - 0.0005)
     cosine = [0.01 + 0.04 / 2 * (1 + math.cos(math.pi * step / 8)) for step in (3, 7)]
     assert rates("warm", warmup_epochs=1, min_lr=0.01) == pytest.approx([warm, *cosine], rel=1e-4)
+
+
+def test_rates_of_blocks_and_layers_keep_their_ratio_through_warm_up_and_cosine(base, monkeypatch):
+    seen = []
+    original = Run.record
+
+    def watching(run, *arguments):
+        seen.append({group["name"]: group["lr"] for group in run.optimizer.param_groups})
+        original(run, *arguments)
+
+    monkeypatch.setattr(Run, "record", watching)
+    options = {"attention_lr": 0.2, "layer_decay": 0.5, "min_lr": 0.01, "warmup_epochs": 1.5}
+    rows = []
+    train(replace(base, **options), rows.append)
+    assert len(seen) == 3
+    # The stem, nine blocks of layers and the classifier; the blocks of attention at four times the rate.
+    for rates, row in zip(seen, read_checkpoint(base.folder / "last.pth")["rows"], strict=True):
+        rate = float(row["lr"])
+        assert rates["attention, decay"] == rates["attention, no decay"] == pytest.approx(4 * rate, rel=1e-5)
+        assert rates["backbone, layer 10, decay"] == pytest.approx(rate, rel=1e-5)
+        assert rates["backbone, layer 0, no decay"] == pytest.approx(rate / 2**10, rel=1e-5)
+
+
+def frozen_run(base, tmp_path, classes=3, **options):
+    """A run that trains blocks alone, from weights of a network for some number of classes."""
+    torch.manual_seed(5)
+    torch.save(create_model("resnet20", num_classes=classes).state_dict(), tmp_path / "base.pth")
+    return replace(base, weights=str(tmp_path / "base.pth"), freeze_backbone=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"model_ema": True, "model_ema_decay": 0.5}, {"amp": True}], ids=str)
+def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_again(base, tmp_path, options):
+    lines = []
+    train(frozen_run(base, tmp_path, **options), lines.append)
+    assert "the backbone is frozen: 16,832 parameters are trained" in lines
+    given, last = read_checkpoint(tmp_path / "base.pth"), weights_of(tmp_path / "run")
+    assert equal({key: last[key] for key in given}, given)
+    assert last["layer3.2.inserted.gate"].abs().max() > 0
+
+    # The adapter is the best epoch, and needs no more than the network that the run began with.
+    model = create_model("resnet20", num_classes=3)
+    va.load_checkpoint(model, tmp_path / "base.pth")
+    load_adapter(model, tmp_path / "run" / "adapter.safetensors")
+    assert equal(model.state_dict(), read_checkpoint(tmp_path / "run" / "best.pth")["model"])
+    assert (tmp_path / "run" / "adapter.safetensors").stat().st_size < 100_000
+
+
+def test_a_new_head_is_trained_and_saved_with_the_adapter(base, tmp_path):
+    settings = frozen_run(base, tmp_path, classes=7, reset_head=True)
+    train(settings, quiet)
+    given, last = read_checkpoint(tmp_path / "base.pth"), weights_of(tmp_path / "run")
+    assert {key for key in given if not torch.equal(given[key], last[key])} == {"fc.weight", "fc.bias"}
+    model = create_model("resnet20", num_classes=3)
+    va.load_checkpoint(model, tmp_path / "base.pth", fresh=["fc.*"])
+    load_adapter(model, tmp_path / "run" / "adapter.safetensors")
+    assert equal(model.state_dict(), read_checkpoint(tmp_path / "run" / "best.pth")["model"])
+    # Without blocks the head alone learns, and there is nothing to adapt with.
+    probe = replace(settings, insert=(), overwrite=True)
+    train(probe, quiet)
+    last = weights_of(tmp_path / "run")
+    assert {key for key in given if not torch.equal(given[key], last[key])} == {"fc.weight", "fc.bias"}
+    assert not (tmp_path / "run" / "adapter.safetensors").exists()
+
+
+def test_pretrained_weights_for_other_classes_have_a_new_head_too():
+    settings = Settings(data="images", pretrained=True, insert=("layer3",))
+    assert new_head(create_model("resnet20", num_classes=3), settings, 3) == ("fc.*",)
+    assert new_head(create_model("resnet20.cifar10", num_classes=10), settings, 10) == ()
+    assert new_head(create_model("resnet20", num_classes=3), replace(settings, pretrained=False), 3) == ()
+
+
+def test_a_frozen_run_is_resumed_with_the_same_bits(base, tmp_path, monkeypatch):
+    settings = frozen_run(base, tmp_path, epochs=2, attention_lr=0.1)
+    train(settings, quiet)
+    whole = weights_of(tmp_path / "run")
+
+    class KilledError(Exception):
+        pass
+
+    def kill(line):
+        if line.startswith("epoch 2/"):
+            raise KilledError
+
+    interrupted = replace(settings, output=str(tmp_path / "interrupted"))
+    with pytest.raises(KilledError):
+        train(interrupted, kill)
+    train(replace(interrupted, resume=str(tmp_path / "interrupted" / "last.pth")), quiet)
+    assert equal(weights_of(tmp_path / "interrupted"), whole)
+
+
+def test_a_frozen_run_on_two_processes_gives_what_one_gives(base, image_folder, tmp_path):
+    # With batch norms, too: they are frozen, and do not know how the batch is shared.
+    settings = frozen_run(base, tmp_path, epochs=1, warmup_epochs=0)
+    train(settings, quiet)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    flags = [
+        "--data", image_folder, "--model", "resnet20", "--insert", "layer3", "--weights", settings.weights,
+        "--freeze-backbone", "--epochs", "1", "--batch-size", "16", "--lr", "0.05", "--crop-padding", "2",
+        "--label-smoothing", "0.1", "--clip-grad", "5", "--device", "cpu", "--output", tmp_path / "two",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+    command = [*launch, "vision_attn", "train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    one, two = weights_of(tmp_path / "run"), weights_of(tmp_path / "two")
+    given = read_checkpoint(tmp_path / "base.pth")
+    assert equal({key: two[key] for key in given}, given)
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
+    assert (tmp_path / "two" / "adapter.safetensors").exists()
 
 
 def test_resuming_refuses_another_run(base, tmp_path):
@@ -394,6 +507,8 @@ def test_evaluation_counts_every_image_once():
         {"num_heads": 4},
         {"img_size": 24},
         {"mean": (0.5,) * 3, "std": (0.5,) * 3},
+        {"attention_lr": 0.5},
+        {"layer_decay": 0.5},
     ],
     ids=str,
 )
@@ -490,6 +605,15 @@ def test_images_of_sixteen_bits_keep_their_upper_eight(tmp_path):
         ({"block": "conv", "num_heads": 4}, "num_heads applies to inserted attention, and block is 'conv'"),
         ({"insert": (), "impl": "bmm"}, "impl applies to inserted blocks, and insert is empty"),
         ({"reset_head": True}, "reset_head applies to weights, and none are given"),
+        ({"attention_lr": 0.0}, "attention_lr must be positive; got 0.0"),
+        ({"attention_lr": 0.1, "insert": ()}, "attention_lr applies to inserted blocks, and insert is empty"),
+        ({"layer_decay": 1.5}, "layer_decay must be above 0 and at most 1; got 1.5"),
+        ({"freeze_backbone": True}, "freeze_backbone keeps weights as they are, and none are given"),
+        ({"freeze_backbone": True, "weights": "a.pth", "insert": ()}, "freeze_backbone leaves nothing to train"),
+        (
+            {"freeze_backbone": True, "weights": "a.pth", "layer_decay": 0.5},
+            "layer_decay applies to the layers of the b",
+        ),
     ],
 )
 def test_values_out_of_range_and_settings_without_effect_are_refused(base, options, message):

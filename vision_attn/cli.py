@@ -107,6 +107,30 @@ def bench(options: argparse.Namespace) -> None:
     run_benchmark(Settings(**values))
 
 
+def inspect(options: argparse.Namespace) -> None:
+    import torch
+
+    from vision_attn.checkpoints.specification import from_code
+    from vision_attn.insertion import parse_sites
+    from vision_attn.inspection import inspect_model
+
+    if options.at != "after" and not options.insert:
+        raise ValueError("at applies to what is inserted, and insert is empty")
+    size, pattern = options.input_size, options.pattern.removeprefix("va.")
+    found = inspect_model(
+        options.model,
+        input_size=size[0] if size and len(size) == 1 else size,
+        batch_size=options.batch_size,
+        **parse_sites(options.insert),
+        at=options.at,
+        num_heads=options.num_heads,
+        dtype=getattr(torch, options.dtype),
+        memory_limit=options.memory_limit,
+        **({} if pattern == "full" else {"pattern": from_code(pattern) if pattern[:1].isupper() else pattern}),
+    )
+    print(found)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
@@ -136,7 +160,43 @@ def parser() -> argparse.ArgumentParser:
             help="time and memory of attention beside other libraries' and the floor",
         )
     )
+    add_inspect(
+        commands.add_parser(
+            "inspect",
+            parents=[common],
+            allow_abbrev=False,
+            help="what attention would cost at each stage of a network, and where to put it",
+        )
+    )
     return top
+
+
+def add_inspect(command: argparse.ArgumentParser) -> None:
+    """The arguments of :func:`vision_attn.inspection.inspect_model`."""
+    command.set_defaults(command=inspect)
+    add = command.add_argument
+    add("model", metavar="MODEL", help="a name that timm knows, one of ours, or torchvision:resnet18")
+    add(
+        "--input-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="side of the images in pixels, or height and width (default: the model's, else 224)",
+    )
+    add("--batch-size", type=int, default=128, help="images in a step of training (default: %(default)s)")
+    add("--insert", nargs="+", default=[], metavar="SITE", help="insert there: modules (globs) or stages by index")
+    add("--at", choices=("after", "before", "branch"), default="after", help="of these sites (default: %(default)s)")
+    add("--num-heads", type=int, default=8, help="heads of the attention (default: %(default)s)")
+    add(
+        "--pattern", default="full", help="full, rows, columns, 'Window(7)', … or a line of einx (default: %(default)s)"
+    )
+    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(default: %(default)s)")
+    add(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="memory that there is (default: the GPU's, else the machine's)",
+    )
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
@@ -186,12 +246,20 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--block", "what is inserted", choices=("attention", "conv"))
     add(group, "--num-heads", "heads of the attention", type=int)
     add(group, "--impl", "implementation of the attention", choices=IMPLS)
+    add(
+        group,
+        "--freeze-backbone",
+        "train the inserted blocks alone (and a new head), and save them as an adapter",
+        action="store_true",
+    )
 
     group = command.add_argument_group("recipe")
     add(group, "--epochs", "passes over the training images", type=int)
     add(group, "--batch-size", "images in a step, over all processes together", type=int)
     add(group, "--opt", "optimiser", choices=("sgd", "adamw"))
     add(group, "--lr", "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights)", type=float)
+    add(group, "--attention-lr", "rate of the inserted blocks (default: --lr)", type=float)
+    add(group, "--layer-decay", "factor on the rate from a layer to the one before it, such as 0.75", type=float)
     add(group, "--momentum", "of sgd", type=float)
     add(group, "--weight-decay", "of all but biases, norms and gates", type=float)
     add(group, "--warmup-epochs", "epochs of linear warm-up before the cosine", type=float)

@@ -8,7 +8,7 @@ from vision_attn.insertion.out import inserted, inserted_keys, records, remove_
 from vision_attn.insertion.parameter_groups import parameter_groups
 from vision_attn.insertion.replace import replace_
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
-from vision_attn.insertion.sites import CHILD, SiteError
+from vision_attn.insertion.sites import CHILD, SiteError, parse_sites
 from vision_attn.insertion.stages import stage_names
 from vision_attn.insertion.timm_layer import timm_layer
 
@@ -24,6 +24,7 @@ __all__ = [
     "inserted",
     "inserted_keys",
     "parameter_groups",
+    "parse_sites",
     "plain_network",
     "quiet_eval",
     "records",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vision_attn.insertion.elements import Element, FeatureMap, change, tensors_in
 from vision_attn.insertion.layout import Layout, consistent_layouts
-from vision_attn.insertion.sites import SiteError
+from vision_attn.insertion.sites import SiteError, declared_stages, last_of_sequential
 
 __all__ = ["DryRun", "example_images", "modules_around", "plain_network", "quiet_eval", "run_quietly"]
 
@@ -157,6 +157,8 @@ class DryRun:
         """
         self.check_called_once(name)
         maps = self.maps(name, at)
+        if len(maps) > 1 and at == "after":
+            maps = self.meant(name, maps)
         if len(maps) == 1:
             ((element, (tensor, layout)),) = maps.items()
             return element, tensor, layout
@@ -178,19 +180,40 @@ class DryRun:
         what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
         raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
 
+    def meant(
+        self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]
+    ) -> dict[Element, tuple[FeatureMap, Layout]]:
+        """Those of several maps that the network reads and, if that is more than one, that it declares for a stage."""
+        read = {element: found for element, found in maps.items() if self.is_read(name, element, found[1])} or maps
+        if len(read) == 1:
+            return read
+        channels = {
+            count
+            for stage, count in declared_stages(self.model)
+            if stage in self.calls and last_of_sequential(self.model, stage) == name
+        }
+        return {
+            element: (tensor, layout)
+            for element, (tensor, layout) in read.items()
+            if layout.map_shape(tensor.shape)[1] in channels
+        } or read
+
     def unread(self, maps: Mapping[str, tuple[Element, FeatureMap, Layout]]) -> set[str]:
         """The modules among these whose maps nothing comes of.
 
-        A head may read the class token alone, and then so it is with the grid after the last block. What comes before a
-        map that is read is taken to be read with it.
+        A head may read the class token alone, and then so it is with the grid after the last block; tokens that come
+        before a grid that is read are taken to be read with it. And what a module gives among other things may be for
+        those who ask for features only. Any other map is what the next module works on.
         """
         found = set()
+        grid_is_read = False
         for name in sorted(maps, key=lambda name: -self.calls[name][0].order):
             element, _, layout = maps[name]
-            if layout.prefix:
+            if element is not None or (layout.prefix and not grid_is_read):
                 if self.is_read(name, element, layout):
-                    break
-                found.add(name)
+                    grid_is_read |= layout.prefix > 0
+                else:
+                    found.add(name)
         return found
 
     def is_read(self, name: str, element: Element, layout: Layout) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 __all__ = ["FIRST", "LAST", "Layout", "consistent_layouts"]
 
-#: Class and register tokens that a sequence may begin with, where the model does not say how many it has.
-MOST_PREFIX_TOKENS = 8
+#: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
+#: four registers without and with the first.
+PREFIXES = (0, 1, 2, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def consistent_layouts(
             if abs(height * columns - width * rows) <= rows + columns and height <= rows and width <= columns
         }
     if len(shape) == 3:
-        prefixes = range(MOST_PREFIX_TOKENS + 1) if prefix is None else {0, prefix}
+        prefixes = PREFIXES if prefix is None else {0, prefix}
         grids = ((count, token_grid(shape[1] - count, rows, columns)) for count in prefixes)
         return {Layout("b t c", grid, count) for count, grid in grids if grid is not None}
     return set()
@@ -81,7 +82,7 @@ def consistent_layouts(
 
 def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
     """Rows and columns of a grid of so many tokens with the aspect of the image; None where there is no such grid."""
-    if tokens < 1:
+    if tokens < 2:  # one token is a class, or a vector
         return None
     around = math.sqrt(tokens * rows / columns)
     for height in range(max(1, math.floor(around) - 1), math.ceil(around) + 2):

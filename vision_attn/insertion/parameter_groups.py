@@ -137,9 +137,7 @@ def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
             depth += any(p.dim() > 1 for _, p in own)
             found.update((key, max(depth, 0)) for key, _ in own)
     # What hangs on the network itself, such as a class token, enters with its images.
-    depths = {key: found.get(key, 0) for key, _ in model.named_parameters() if key not in blocks}
-    order = sorted(set(depths.values()))
-    return {key: order.index(depth) for key, depth in depths.items()}
+    return {key: found.get(key, 0) for key, _ in model.named_parameters() if key not in blocks}
 
 
 def layers_in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

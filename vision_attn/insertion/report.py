@@ -111,8 +111,8 @@ class InsertionReport:
             if block.height <= 2 and block.width <= 2
         ]
         unread = [
-            f"warning: the network reads nothing of the map at {block.site!r}, only the tokens before it: the block "
-            "there has no effect; choose an earlier site"
+            f"warning: nothing that the network gives depends on the map at {block.site!r}, as where its head reads a "
+            "class token alone: the block there has no effect; choose an earlier site"
             for block in self.blocks
             if not block.read
         ]

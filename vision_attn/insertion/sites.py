@@ -5,10 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-__all__ = ["CHILD", "Names", "SiteError", "first_of_sequential", "last_of_sequential", "match_names", "match_stages"]
+__all__ = [
+    "CHILD",
+    "Names",
+    "SiteError",
+    "declared_stages",
+    "first_of_sequential",
+    "last_of_sequential",
+    "match_names",
+    "match_stages",
+    "match_where",
+    "parse_sites",
+]
 
 #: The name under which a block becomes a child of the module at its site, and so the part of its keys that tells it.
 CHILD = "inserted"
@@ -19,6 +31,26 @@ Names = str | re.Pattern[str]
 
 class SiteError(ValueError):
     """A site does not exist or cannot take a block; the model is as it was."""
+
+
+def parse_sites(words: Iterable[str]) -> dict[str, Any]:
+    """Sites as they are named on a command line: whole numbers are stages, anything else globs on module paths.
+
+    >>> parse_sites(["-2", "-1"]), parse_sites(["layer3.*"])
+    ({'stages': [-2, -1]}, {'names': ['layer3.*']})
+    """
+    words = list(words)
+    numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
+    if numbers and len(numbers) < len(words):
+        raise ValueError(f"insert takes stages by index or modules by name, not both; got {' '.join(words)}")
+    return {"stages": [int(word) for word in numbers]} if numbers else {"names": words} if words else {}
+
+
+def declared_stages(model: nn.Module) -> list[tuple[str, int]]:
+    """Path and channels of the stages in timm's ``feature_info``; empty where a model has none."""
+    info = getattr(model, "feature_info", None)
+    entries = getattr(info, "info", info) or []
+    return [(entry.get("module") or "", entry["num_chs"]) for entry in entries]
 
 
 def match_stages(model: nn.Module, wanted: Iterable[int | str], available: list[str]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vision_attn.insertion.dry_run import DryRun, example_images, modules_around, plain_network
-from vision_attn.insertion.sites import last_of_sequential
+from vision_attn.insertion.sites import declared_stages, last_of_sequential
 
-__all__ = ["declared_stages", "stage_names", "stages_of"]
+__all__ = ["stage_names", "stages_of"]
 
 
 def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None = None) -> list[str]:
@@ -29,13 +29,6 @@ def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None
     """
     model = plain_network(model)
     return stages_of(DryRun(model, example_images(model, example_input)))
-
-
-def declared_stages(model: nn.Module) -> list[tuple[str, int]]:
-    """Path and channels of the stages in timm's ``feature_info``; empty where a model has none."""
-    info = getattr(model, "feature_info", None)
-    entries = getattr(info, "info", info) or []
-    return [(entry.get("module") or "", entry["num_chs"]) for entry in entries]
 
 
 def stages_of(run: DryRun) -> list[str]:

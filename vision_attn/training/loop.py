@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
-from vision_attn.checkpoints import CheckpointError, read_checkpoint, unwrap
+from vision_attn.checkpoints import CheckpointError, read_checkpoint, save_adapter, unwrap
+from vision_attn.insertion import parameter_groups
 from vision_attn.training.data import ImageSet, augment, draw_augmentation
 from vision_attn.training.errors import TrainingError
 from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
@@ -71,7 +73,7 @@ class Run:
         self.model = model = network.model
         self.ema = ModelEmaV3(model, decay=settings.model_ema_decay) if settings.model_ema else None
         optimizer = create_optimizer_v2(
-            model, opt=settings.opt, lr=settings.base_lr, weight_decay=settings.weight_decay, momentum=settings.momentum
+            scaled_groups(model, settings), opt=settings.opt, lr=settings.base_lr, momentum=settings.momentum
         )
         warmup = round(settings.warmup_epochs * self.steps)
         self.schedule = CosineLRScheduler(
@@ -184,7 +186,9 @@ class Run:
 
     @property
     def rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The rate of a group that has no other: what the schedule makes of ``lr``."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["lr_scale"])
 
     def last_good(self) -> str:
         last = self.folder.path / "last.pth"
@@ -220,6 +224,9 @@ class Run:
         if self.accelerator.is_main_process:
             if improved:
                 self.folder.save("best.pth", {"model": weights(self.evaluated), **self.about(), "epoch": self.epoch})
+                if self.settings.freeze_backbone and self.network.inserted is not None:
+                    path = self.folder.path / "adapter.safetensors"
+                    save_adapter(self.evaluated, path, also=self.network.new_head)
             self.folder.save("last.pth", self.state())
             self.folder.write_metrics(self.rows)
 
@@ -271,6 +278,22 @@ class Run:
         self.best = Evaluation(**state["best"])  # type: ignore[arg-type]
         self.seconds = float(state["seconds"])  # type: ignore[arg-type]
         self.log(f"resumed after epoch {self.epoch} from {path}")
+
+
+def scaled_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """The parameters in groups whose rates keep their ratio throughout.
+
+    timm's schedules begin their warm-up and end their cosine at the same rate for every group, and then multiply it by
+    the group's own ``lr_scale``: in that, not in their rate, these groups differ.
+    """
+    groups = parameter_groups(
+        model,
+        settings.base_lr,
+        weight_decay=settings.weight_decay,
+        attention_lr=settings.attention_lr,
+        layer_decay=settings.layer_decay,
+    )
+    return [{**group, "lr": settings.base_lr, "lr_scale": group["lr"] / settings.base_lr} for group in groups]
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d
-from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights
-from vision_attn.checkpoints.read import shorten
-from vision_attn.insertion import CHILD, InsertionReport, insert_, quiet_eval
+from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights, shorten
+from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
@@ -34,6 +32,8 @@ class Network:
     std: tuple[float, ...]
     #: what was inserted; None where nothing was
     inserted: InsertionReport | None
+    #: globs on the keys of the classifier where it is a new one, which a frozen backbone has trained too
+    new_head: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -42,15 +42,16 @@ class Network:
 
 
 def build_network(settings: Settings, source: Source, say: Callable[[str], None]) -> Network:
-    """Make, insert, load.
+    """Make, insert, load, freeze.
 
     Args:
-        settings: ``model``, ``pretrained``, ``img_size``, ``insert`` and ``weights`` with their options are used.
+        settings: ``model``, ``pretrained``, ``img_size``, ``insert``, ``weights`` with their options and
+            ``freeze_backbone`` are used.
         source: the data it is for.
         say: told what was done.
 
     Raises:
-        ValueError: the model, a site or a block option does not exist.
+        ValueError: the model, a site or a block option does not exist, or a frozen network has nothing to train.
         CheckpointError: the weights cannot be read or do not fit.
     """
     model = create_model(
@@ -68,21 +69,36 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
         say(load_weights(model, settings))
         statistics = notes_of(settings, source) or statistics
     try_out(model, settings.model, (1, source.channels, *size))
+    head = new_head(model, settings, len(source.classes))
+    if settings.freeze_backbone:
+        count = freeze_backbone_(model, also_train=head)
+        say(f"the backbone is frozen: {count:,} parameters are trained")
     return Network(
         model,
         size,
         mean=settings.mean or tuple(statistics["mean"]),
         std=settings.std or tuple(statistics["std"]),
         inserted=inserted,
+        new_head=head,
     )
+
+
+def head_keys(model: nn.Module) -> tuple[str, ...]:
+    """Globs on the keys of the classifier."""
+    classifier = config_of(model)["classifier"]
+    return tuple(f"{head}.*" for head in ([classifier] if isinstance(classifier, str) else classifier))
+
+
+def new_head(model: nn.Module, settings: Settings, classes: int) -> tuple[str, ...]:
+    """The classifier's keys where it begins anew: on request, or with pretrained weights for other classes."""
+    made_anew = settings.pretrained and config_of(model)["num_classes"] != classes
+    return head_keys(model) if settings.reset_head or made_anew else ()
 
 
 def load_weights(model: nn.Module, settings: Settings) -> str:
     """Load the checkpoint that settings name; returns the report."""
     assert settings.weights is not None
-    classifier = config_of(model)["classifier"]
-    heads = [classifier] if isinstance(classifier, str) else list(classifier)
-    fresh = [f"{head}.*" for head in heads] if settings.reset_head else []
+    fresh = head_keys(model) if settings.reset_head else ()
     try:
         return str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh))
     except CheckpointError as error:
@@ -98,7 +114,8 @@ def networks_of(weights: str) -> list[str]:
         _, found = read_weights(weights)
     except CheckpointError:
         return []
-    given = {key for key in found if not key.endswith("num_batches_tracked") and f".{CHILD}." not in key}
+    of_blocks = {key for key in found if any(part.startswith(CHILD) for part in key.split("."))}
+    given = {key for key in found if not key.endswith("num_batches_tracked")} - of_blocks
     return [
         name
         for name in timm.list_models(module="cifar_resnet")
@@ -132,17 +149,12 @@ def try_out(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
 
 
 def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -> InsertionReport:
-    """Sites as they are named on the command line: whole numbers are stages, anything else globs on module paths."""
-    stages = [int(site) for site in settings.insert if re.fullmatch(r"-?\d+", site)]
-    names = [site for site in settings.insert if not re.fullmatch(r"-?\d+", site)]
-    if stages and names:
-        raise ValueError(f"insert takes stages by index or modules by name, not both; got {' '.join(settings.insert)}")
+    """The block that the settings name, at the sites that they name."""
     attention: dict[str, Any] = {"num_heads": settings.num_heads, "impl": settings.impl}
     return insert_(
         model,
         ConvBlock2d if settings.block == "conv" else AttentionBlock2d,
-        stages=stages or None,
-        names=names or None,
         example_input=shape,
+        **parse_sites(settings.insert),
         **({} if settings.block == "conv" else attention),
     )

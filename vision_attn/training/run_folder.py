@@ -16,19 +16,20 @@ __all__ = ["RunFolder"]
 
 
 #: What a run leaves.
-FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt")
+FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt", "adapter.safetensors")
 
 
 class RunFolder:
     """Where a run leaves what it makes.
 
-    ==================  ==========================================================================
-    ``settings.yaml``   the settings of the run
-    ``metrics.csv``     a row for each epoch
-    ``last.pth``        everything that is needed to go on after the last epoch
-    ``best.pth``        the weights of the epoch with the highest accuracy, ready to load
-    ``inserted.txt``    what was inserted where, and its cost
-    ==================  ==========================================================================
+    =======================  =========================================================================
+    ``settings.yaml``        the settings of the run
+    ``metrics.csv``          a row for each epoch
+    ``last.pth``             everything that is needed to go on after the last epoch
+    ``best.pth``             the weights of the epoch with the highest accuracy, ready to load
+    ``inserted.txt``         what was inserted where, and its cost
+    ``adapter.safetensors``  of that epoch the blocks alone, and a new head, where the backbone is frozen
+    =======================  =========================================================================
     """
 
     def __init__(self, path: Path) -> None:

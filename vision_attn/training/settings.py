@@ -50,6 +50,8 @@ class Settings:
     block: str = "attention"
     num_heads: int = 8
     impl: str = "sdpa"
+    #: train the inserted blocks alone, and the new head if there is one; the backbone's statistics stay too
+    freeze_backbone: bool = False
 
     epochs: int = 30
     #: images in one step of the optimiser, over all processes together
@@ -57,11 +59,15 @@ class Settings:
     #: ``sgd`` (with Nesterov momentum) or ``adamw``
     opt: str = "sgd"
     lr: float | None = None
+    #: rate of the inserted blocks; None for that of the backbone
+    attention_lr: float | None = None
+    #: factor on the rate from one layer of the backbone to the one before it; None for one rate
+    layer_decay: float | None = None
     momentum: float = 0.9
     weight_decay: float = 5e-4
     #: epochs of linear warm-up from a hundredth of the rate, before the cosine
     warmup_epochs: float = 0.0
-    #: rate that the cosine ends at
+    #: rate that the cosine ends at; blocks and layers with a rate of their own end at the same share of it
     min_lr: float = 0.0
     #: norm that gradients are clipped to; None for no clipping
     clip_grad: float | None = None
@@ -119,7 +125,9 @@ class Settings:
         for name in ("hflip", "label_smoothing", "momentum", "model_ema_decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}")
-        for name in ("lr", "clip_grad", "img_size", "std"):
+        if self.layer_decay is not None and not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(f"layer_decay must be above 0 and at most 1; got {self.layer_decay}")
+        for name in ("lr", "attention_lr", "clip_grad", "img_size", "std"):
             value = getattr(self, name)
             for part in value if isinstance(value, tuple) else (value,):
                 if part is not None and not 0.0 < part < math.inf:
@@ -137,6 +145,10 @@ class Settings:
             if getattr(self, name) != getattr(type(self), name) and not applies:
                 what = "attention, and block is 'conv'" if self.insert else "blocks, and insert is empty"
                 raise ValueError(f"{name} applies to inserted {what}")
+        if self.attention_lr is not None and not self.insert:
+            raise ValueError("attention_lr applies to inserted blocks, and insert is empty")
+        if self.freeze_backbone:
+            self.check_frozen()
         for name in ("weights_ema", "reset_head"):
             if getattr(self, name) and not self.weights:
                 raise ValueError(f"{name} applies to weights, and none are given")
@@ -146,6 +158,19 @@ class Settings:
             )
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together: give both, or neither for the model's own")
+
+    def check_frozen(self) -> None:
+        """What a frozen backbone needs: weights that are worth keeping, and something to train beside them."""
+        if not (self.insert or self.reset_head):
+            raise ValueError(
+                "freeze_backbone leaves nothing to train: insert blocks, or begin a new head with reset_head"
+            )
+        if not (self.weights or self.pretrained):
+            raise ValueError(
+                "freeze_backbone keeps weights as they are, and none are given: see weights and pretrained"
+            )
+        if self.layer_decay is not None:
+            raise ValueError("layer_decay applies to the layers of the backbone, and freeze_backbone freezes them")
 
     @property
     def folder(self) -> Path:

@@ -1,0 +1,437 @@
+"""Training a network with blocks in it: gates to open, a backbone that stays as it is, and rates by layer."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import BatchNormAct2d, EvoNorm2dB0
+from timm.optim import create_optimizer_v2
+from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+from vision_attn.insertion import (
+    freeze_backbone_,
+    freeze_gates_,
+    gates,
+    inserted,
+    inserted_keys,
+    parameter_groups,
+    set_gates_,
+)
+
+ATTENTION = {"num_heads": 4}
+
+
+def network(name="resnet20", stages=None, **options):
+    """A backbone with the statistics of one that has learned something, and blocks in it."""
+    torch.manual_seed(0)
+    make = torchvision.models.resnet18 if name == "torchvision" else lambda **kw: timm.create_model(name, **kw)
+    model = make(num_classes=5)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    stages = stages or ((-2, -1) if name == "resnet20" else (-3, -2))
+    va.insert_(model, stages=list(stages), example_input=(1, 3, 64, 64), **{**ATTENTION, **options})
+    return model
+
+
+def images(batch=4):
+    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def learn(model, epochs=2, steps=2, lr=0.1):
+    """A few epochs as people write them: ``model.train()`` at the start of each, evaluation at its end."""
+    optimizer = torch.optim.SGD(parameter_groups(model, lr, weight_decay=0.1), momentum=0.9)
+    for epoch in range(epochs):
+        model.train()
+        for step in range(steps):
+            x = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(10 * epoch + step))
+            loss = nn.functional.cross_entropy(model(x), torch.arange(4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+
+
+def backbone(model):
+    return {key: value.clone() for key, value in model.state_dict().items() if key not in inserted_keys(model)}
+
+
+def changed(model, before):
+    now = model.state_dict()
+    return {key for key, value in before.items() if not torch.equal(now[key], value)}
+
+
+# Gates
+
+
+def test_gates_are_the_parameters_of_the_blocks():
+    model = network()
+    assert list(gates(model)) == list(inserted(model))
+    assert all(gates(model)[site] is block.gate for site, block in inserted(model).items())
+    assert set_gates_(model, 0.5) == 2
+    assert all(torch.equal(gate, torch.full_like(gate, 0.5)) for gate in gates(model).values())
+
+
+def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
+    model = network(stages=(-1,))
+    va.insert_(model, nn.Conv2d, names="layer1", example_input=(1, 3, 64, 64), out_channels=16, kernel_size=1)
+    assert len(inserted(model)) == 2
+    assert len(gates(model)) == 1
+    # The output gate of plain attention is a convolution, or None: no gate of a residual.
+    plain = network(block=va.Attention2d, stages=(-1,), output_gate=True)
+    for function in (gates, freeze_gates_, lambda model: set_gates_(model, 0.0)):
+        with pytest.raises(
+            ValueError, match=r"no gate \(the blocks at 'layer3\.2' have none\): insert .*AttentionBlock2d"
+        ):
+            function(plain)
+        with pytest.raises(ValueError, match=r"no gate \(nothing is inserted in it\)"):
+            function(nn.ReLU())
+    with pytest.raises(ValueError, match="value must be a finite number; got nan"):
+        set_gates_(model, float("nan"))
+
+
+def test_a_warm_up_holds_the_gates_and_trains_what_is_behind_them():
+    model = network()
+    freeze_backbone_(model)
+    assert freeze_gates_(model) == 2
+    set_gates_(model, 0.25)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    learn(model)
+    moved = changed(model, before)
+    assert moved == {key for key in inserted_keys(model) if not key.endswith("gate")}
+    freeze_gates_(model, False)
+    learn(model)
+    assert changed(model, before) == inserted_keys(model)
+
+
+# Freezing
+
+
+@pytest.mark.parametrize("name", ["resnet20", "torchvision", "regnetx_002", "efficientnet_b0"])
+def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
+    model = network(name)
+    sites = set(inserted(model))
+    freeze_backbone_(model)
+    before, x = backbone(model), images()
+    blocks = {key: value.clone() for key, value in model.state_dict().items() if key in inserted_keys(model)}
+    plain = copy.deepcopy(model)
+    va.remove_(plain)
+    expected = plain.eval()(x)
+
+    learn(model)
+    assert changed(model, before) == set()
+    assert changed(model, blocks)
+    assert not torch.equal(model.eval()(x), expected)
+    assert set(va.inserted(model)) == sites
+    va.remove_(model)
+    freeze_backbone_(model, False)
+    assert torch.equal(model.eval()(x), expected)
+
+
+def test_a_frozen_norm_in_training_is_torchs_in_evaluation():
+    model = network()
+    freeze_backbone_(model)
+    x = images()
+    expected = copy.deepcopy(model).eval()(x)
+    model.train()
+    assert torch.equal(model(x), expected)
+    # The blocks and what else there is go with the mode.
+    assert all(block.training for block in inserted(model).values())
+    assert model.layer1.training
+    # Were it not frozen, the norms would take the statistics of the batch.
+    freeze_backbone_(model, False)
+    assert not torch.allclose(model.train()(x), expected)
+
+
+def test_dropout_inside_a_frozen_norm_goes_with_the_mode():
+    norm = BatchNormAct2d(8, drop_layer=nn.Dropout)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm)
+    va.insert_(model, names="0", example_input=(1, 3, 8, 8), **ATTENTION)
+    freeze_backbone_(model)
+    for mode in (True, False):
+        model.train(mode)
+        assert not norm.training
+        assert norm.drop.training is mode
+
+
+@pytest.mark.parametrize("make", [lambda: nn.InstanceNorm2d(8, track_running_stats=True), lambda: EvoNorm2dB0(8)])
+def test_every_norm_with_running_statistics_is_frozen(make):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    va.insert_(model, names="0", example_input=(1, 3, 64, 64), **ATTENTION)
+    freeze_backbone_(model)
+    before = backbone(model)
+    learn(model, epochs=1)
+    assert changed(model, before) == set()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_a_frozen_model_is_copied_pickled_and_compiled():
+    model = network(stages=(-1,))
+    keys = list(model.state_dict())
+    freeze_backbone_(model)
+    assert list(model.state_dict()) == keys
+    x, before = images(), backbone(model)
+    expected = copy.deepcopy(model).eval()(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.train()
+        assert torch.equal(other(x), expected)
+        assert changed(other, before) == set()
+        # A copy is thawed by itself, and the model that it is of stays frozen.
+        freeze_backbone_(other, False)
+        assert other.train().bn1.training
+        assert not model.train().bn1.training
+        assert other.conv1.weight.requires_grad
+        assert not model.conv1.weight.requires_grad
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled.train()
+    y = compiled(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert changed(model, before) == set()
+    assert {key for key, p in model.named_parameters() if p.grad is not None} == inserted_keys(model)
+
+
+def test_thawing_puts_everything_back():
+    model = network().train()
+    model.conv1.weight.requires_grad_(False)
+    model.bn1.eval()
+
+    def anatomy():
+        return {
+            name: (
+                module.training,
+                sorted(vars(module)),
+                [len(hooks) for name, hooks in vars(module).items() if name.endswith("hooks")],
+                [(key, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
+            )
+            for name, module in model.named_modules()
+        }
+
+    before = anatomy()
+    freeze_backbone_(model)
+    freeze_backbone_(model, also_train="fc.*")
+    freeze_backbone_(model)
+    assert anatomy() != before
+    freeze_backbone_(model, False)
+    assert anatomy() == before
+    freeze_backbone_(model, False)
+    assert anatomy() == before
+    # The mode that was asked for meanwhile is the one it comes back in.
+    freeze_backbone_(model)
+    model.eval()
+    freeze_backbone_(model, False)
+    assert not any(module.training for module in model.modules())
+
+
+def test_what_else_is_trained_is_chosen_by_globs():
+    model = network()
+    blocks = sum(p.numel() for block in inserted(model).values() for p in block.parameters())
+    assert freeze_backbone_(model) == blocks
+    assert freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
+    before = backbone(model)
+    learn(model)
+    assert changed(model, before) == {"fc.weight", "fc.bias"}
+    # The statistics of a norm are keys like others: they go with a stage that is trained, not with its scales.
+    freeze_backbone_(model, also_train=["layer3.*"])
+    assert model.train().layer3[0].bn1.training
+    freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
+    assert not model.train().layer3[0].bn1.training
+    assert model.layer3[0].bn1.weight.requires_grad
+    everything = sum(p.numel() for p in model.parameters())
+    assert freeze_backbone_(model, False) == everything
+
+
+def test_a_head_alone_can_be_trained_and_nothing_at_all_is_refused():
+    model = timm.create_model("resnet20", num_classes=5)
+    assert freeze_backbone_(model, also_train="fc.*") == 5 * 65
+    freeze_backbone_(model, False)
+    with pytest.raises(ValueError, match="no inserted block, and frozen it would have nothing to train: insert_ one"):
+        freeze_backbone_(model)
+    with pytest.raises(ValueError, match=r"also_train: 'head\.\*' matches no key of the model"):
+        freeze_backbone_(model, also_train=("fc.*", "head.*"))
+    with pytest.raises(ValueError, match="also_train applies to frozen=True"):
+        freeze_backbone_(model, False, also_train="fc.*")
+    assert all(p.requires_grad for p in model.parameters())
+    assert all("train" not in vars(module) for module in model.modules())
+
+
+def test_a_tensor_under_two_names_is_trained_if_either_is():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False))
+    va.insert_(model, names="1", example_input=(1, 3, 8, 8), **ATTENTION)
+    model[2].weight = inserted(model)["1"].attn.proj.weight
+    freeze_backbone_(model)
+    assert model[2].weight.requires_grad
+    assert not model[0].weight.requires_grad
+    assert sum(len(group["params"]) for group in parameter_groups(model, 0.1)) == 7
+
+
+# Parameter groups
+
+
+def by_parameter(model, groups, lr=1.0):
+    """What each parameter gets: rate and decay."""
+    keys = {id(parameter): key for key, parameter in model.named_parameters()}
+    found = [
+        (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
+        for group in groups
+        for parameter in group["params"]
+    ]
+    assert len(dict(found)) == len(found), "each parameter once"
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "convnext_atto", "vit_tiny_patch16_224", "resnet20", "swin_tiny_patch4_window7_224"]
+)
+def test_groups_are_those_of_timm(name):
+    model = timm.create_model(name, num_classes=5)
+    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05))
+    names = getattr(model, "no_weight_decay", set)()
+    theirs = param_groups_weight_decay(model, 0.05, no_weight_decay_list=names)
+    assert found == {key: (0.3, decay) for key, (_, decay) in by_parameter(model, theirs).items()}
+
+    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    theirs = by_parameter(model, param_groups_layer_decay(model, 0.05, names, layer_decay=0.75), lr=0.3)
+    assert found.keys() == theirs.keys()
+    for key, (rate, decay) in theirs.items():
+        assert found[key] == (pytest.approx(rate), decay), key
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto"])
+def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were(name):
+    model = timm.create_model(name, num_classes=5)
+    options = {"weight_decay": 0.05, "layer_decay": 0.75}
+    before = by_parameter(model, parameter_groups(model, 0.3, **options))
+    position = va.RelPosDecomposed(feat_size=8)
+    va.insert_(model, stages=[0, 1, 2], example_input=(1, 3, 64, 64), **ATTENTION, position=position)
+    found = by_parameter(model, parameter_groups(model, 0.3, attention_lr=2.0, **options))
+    blocks = inserted_keys(model)
+    assert {key: value for key, value in found.items() if key not in blocks} == before
+    assert {key for key in found if key in blocks} == blocks
+    assert all(found[key][0] == 2.0 for key in blocks)
+    # Of a block, the two projections decay: not its norm, its gate, its biases and its tables of positions.
+    decayed = {key.partition("attn.")[2] for key in blocks if found[key][1]}
+    assert decayed == {"qkv.weight", "proj.weight"}
+    found = by_parameter(model, parameter_groups(model, 0.3, **options))
+    assert all(found[key][0] == 0.3 for key in blocks)
+
+
+def test_scales_and_positions_do_not_decay_whatever_their_shape():
+    # LayerScale of torchvision's ConvNeXt is (c, 1, 1), a norm over maps (c, h, w); positions may be convolutions.
+    model = torchvision.models.convnext_tiny(num_classes=5)
+    found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
+    assert {decay for key, (_, decay) in found.items() if "layer_scale" in key} == {0.0}
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), va.Attention2d(8, 2, position=va.ConditionalPos(3))
+    )
+    found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
+    assert {key for key, (_, decay) in found.items() if decay} == {"0.weight", "2.qkv.weight", "2.proj.weight"}
+    assert any("position" in key for key in found)
+
+
+class Scaled(nn.Module):
+    """Scales of its own, of one axis and of more."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(8))
+        self.bias = nn.Parameter(torch.zeros(8, 1, 1))
+        self.gate = nn.Parameter(torch.zeros(8, 1, 1))
+        self.kernel = nn.Parameter(torch.ones(8, 1, 3, 3))
+
+
+def test_biases_and_gates_do_not_decay_whatever_module_they_are_in():
+    model = nn.Sequential(Scaled())
+    found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
+    assert {key for key, (_, decay) in found.items() if decay} == {"0.kernel"}
+
+
+def test_a_block_is_no_layer():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
+    va.insert_(model, names="1", example_input=(1, 3, 8, 8), **ATTENTION)
+    found = by_parameter(model, parameter_groups(model, 1.0, layer_decay=0.5))
+    assert (found["0.weight"][0], found["2.weight"][0]) == (0.5, 1.0)
+
+
+def test_layers_of_another_network_are_its_children_in_their_order():
+    # torchvision's resnet18 has the keys of timm's, and without a group_matcher it has the same layers.
+    ours, theirs = torchvision.models.resnet18(num_classes=5), timm.create_model("resnet18", num_classes=5)
+    options = {"weight_decay": 0.05, "layer_decay": 0.75}
+    expected = by_parameter(theirs, param_groups_layer_decay(theirs, 0.05, layer_decay=0.75))
+    assert by_parameter(ours, parameter_groups(ours, 1.0, **options)) == {
+        key: (pytest.approx(rate), decay) for key, (rate, decay) in expected.items()
+    }
+    # Eight convolutions, each with the norm after it, and a classifier of three layers.
+    vgg = torchvision.models.vgg11_bn(num_classes=5)
+    rates = {key: rate for key, (rate, _) in by_parameter(vgg, parameter_groups(vgg, 1.0, layer_decay=0.5)).items()}
+    assert rates["classifier.6.weight"] == 1.0
+    assert rates["classifier.0.weight"] == 0.25
+    assert rates["features.0.weight"] == rates["features.1.weight"] == 0.5**10
+    # What hangs on the network itself enters with its images.
+    vit = torchvision.models.VisionTransformer(32, 16, 1, 1, 8, 8, num_classes=5)
+    rates = {key: rate for key, (rate, _) in by_parameter(vit, parameter_groups(vit, 1.0, layer_decay=0.5)).items()}
+    assert rates["class_token"] == rates["conv_proj.weight"] == 0.25
+    assert rates["heads.head.weight"] == 1.0
+
+
+def test_groups_come_in_the_same_order_from_the_stem_to_the_head():
+    names = [group["name"] for group in parameter_groups(network(), 0.1, weight_decay=0.1, layer_decay=0.5)]
+    assert names[:4] == [f"backbone, layer {layer}, {decay}" for layer in (0, 1) for decay in ("decay", "no decay")]
+    assert names[-2:] == ["attention, decay", "attention, no decay"]
+    assert names == [group["name"] for group in parameter_groups(network(), 0.1, weight_decay=0.1, layer_decay=0.5)]
+    # A frozen backbone is left out, and its layers count for the head's place all the same.
+    model = network()
+    freeze_backbone_(model, also_train="fc.*")
+    found = parameter_groups(model, 0.1, layer_decay=0.5)
+    assert [group["lr"] for group in found] == [0.1] * 4
+    assert sum(len(group["params"]) for group in found) == 2 + 2 * 7
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, torch.optim.AdamW, lambda groups: create_optimizer_v2(groups, "lamb")]
+)
+def test_optimisers_and_schedules_of_torch_and_timm_take_them(make):
+    model = network()
+    optimizer = make(parameter_groups(model, 0.1, weight_decay=0.01, attention_lr=0.3, layer_decay=0.5))
+    first = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
+    model(images()).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate / 2 for rate in first])
+    # The saved state fits the groups of the same model made anew.
+    other = make(parameter_groups(network(), 0.1, weight_decay=0.01, attention_lr=0.3, layer_decay=0.5))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr must be a finite number above 0; got 0.0"),
+        ({"attention_lr": -1}, "attention_lr must be a finite number above 0; got -1"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0; got -0.1"),
+        ({"layer_decay": 1.5}, "layer_decay must be at most 1, .*; got 1.5"),
+        ({"layer_decay": 0.0}, "layer_decay must be a finite number above 0; got 0.0"),
+    ],
+    ids=str,
+)
+def test_rates_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        parameter_groups(network(), **{"lr": 0.1, **options})
+
+
+def test_nothing_to_train_is_refused():
+    model = network().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter to train, all are frozen: thaw it"):
+        parameter_groups(model, 0.1)
+    with pytest.raises(ValueError, match="attention_lr applies to inserted blocks, and none is trained"):
+        parameter_groups(nn.Linear(3, 3), 0.1, attention_lr=0.2)
