@@ -487,3 +487,16 @@ def test_a_map_beside_the_one_that_is_read_is_warned_of():
     with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'stage'"):
         (block,) = va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8)).blocks
     assert not block.read
+
+
+def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
+    torch.manual_seed(0)
+    backbone, x = torchvision.models.DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
+    before = backbone(x)
+    va.insert_(backbone, names=["features.denseblock1", "features.norm5"], num_heads=4, gate_init=1.0, example_input=x)
+    model = nn.Sequential(backbone, nn.Identity())
+    assert [record.site for record in records(model)] == ["0.features.denseblock1", "0.features.norm5"]
+    assert {key.split(".")[0] for key in inserted_keys(model)} == {"0"}
+    assert not torch.equal(model(x), before)
+    assert [block.site for block in va.remove_(model).blocks] == ["0.features.denseblock1", "0.features.norm5"]
+    assert torch.equal(model(x), before)

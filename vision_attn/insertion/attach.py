@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vision_attn.insertion.dry_run import run_quietly
 from vision_attn.insertion.elements import change
 from vision_attn.insertion.exchange import REPLACED
+from vision_attn.insertion.running import run_quietly
 from vision_attn.insertion.sites import CHILD, SiteError
 
 __all__ = ["RECORD", "attach", "detach", "find_holders", "is_host"]

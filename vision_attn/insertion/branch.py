@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vision_attn.insertion.dry_run import run_quietly
+from vision_attn.insertion.running import run_quietly
 from vision_attn.insertion.sites import SiteError
 
 __all__ = ["branch_end"]

@@ -9,8 +9,8 @@ from functools import partial
 
 from torch import nn
 
-from vision_attn.insertion.dry_run import plain_network
 from vision_attn.insertion.out import inserted_keys
+from vision_attn.insertion.running import plain_network
 
 __all__ = ["freeze_backbone_"]
 

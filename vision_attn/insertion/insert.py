@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import AttentionBlock2d
 from vision_attn.insertion.attach import RECORD, attach, find_holders
-from vision_attn.insertion.dry_run import DryRun, example_images, plain_network
+from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.out import forget_compiled_graphs
 from vision_attn.insertion.report import InsertionReport, describe
+from vision_attn.insertion.running import example_images, plain_network
 from vision_attn.insertion.selection import hosts_of, select_sites
 from vision_attn.insertion.sites import Names
 

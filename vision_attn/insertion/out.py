@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from vision_attn.insertion.attach import RECORD, detach, is_host
-from vision_attn.insertion.dry_run import plain_network
 from vision_attn.insertion.exchange import REPLACED, put_back
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
+from vision_attn.insertion.running import plain_network
 from vision_attn.insertion.sites import CHILD
 
 __all__ = ["forget_compiled_graphs", "inserted", "inserted_keys", "records", "remove_"]
@@ -71,7 +72,8 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     >>> records(nn.Sequential(nn.ReLU()))
     ()
     """
-    return tuple(vars(block)[RECORD] for block in inserted(model).values())
+    # A model may have become part of another since: a block is where it is now.
+    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted(model).items())
 
 
 def inserted_keys(model: nn.Module) -> set[str]:

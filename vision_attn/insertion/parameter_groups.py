@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from vision_attn.blocks.maps import check_number
-from vision_attn.insertion.dry_run import plain_network
 from vision_attn.insertion.out import inserted_keys
+from vision_attn.insertion.running import plain_network
 from vision_attn.position import PositionTerm
 
 __all__ = ["parameter_groups"]

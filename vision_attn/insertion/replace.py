@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import AttentionBlock2d, StridedAttention2d
 from vision_attn.insertion.attach import RECORD
-from vision_attn.insertion.dry_run import DryRun, example_images, plain_network
+from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.exchange import REPLACED, put_in_place
 from vision_attn.insertion.insert import finish
 from vision_attn.insertion.layout import FIRST
 from vision_attn.insertion.report import InsertionReport, describe
+from vision_attn.insertion.running import example_images, plain_network
 from vision_attn.insertion.selection import select_sites
 from vision_attn.insertion.sites import CHILD, Names, SiteError
 

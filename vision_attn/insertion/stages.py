@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from vision_attn.insertion.dry_run import DryRun, example_images, modules_around, plain_network
+from vision_attn.insertion.dry_run import DryRun, modules_around
+from vision_attn.insertion.running import example_images, plain_network
 from vision_attn.insertion.sites import declared_stages, last_of_sequential
 
 __all__ = ["stage_names", "stages_of"]
