@@ -430,3 +430,45 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
 def test_two_different_blocks_print_differently():
     shown = repr(va.Attention2d(16, 4, num_kv_heads=2, causal=True, scale=1.0, kv_stride=1, attn_drop=0.1))
     assert "num_kv_heads=2, scale=1.0, causal=True, attn_drop=0.1" in shown
+
+
+def in_groups(weight, groups):
+    """The weight of a grouped projection as that of a dense one, which is zero between the groups."""
+    parts = weight.chunk(groups)
+    return torch.block_diag(*(part.flatten(1) for part in parts))[:, :, None, None]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_stride": 2}, {"qkv_bias": False, "out_channels": 8}, {"key_dim": 4, "value_dim": 4}]
+)
+@pytest.mark.parametrize("impl", ["einx", "bmm", "einsum", "sdpa"])
+@pytest.mark.parametrize("heads", [2, 4, 1])
+def test_grouped_projections_are_dense_ones_with_zeros_between_the_groups(heads, impl, options):
+    torch.manual_seed(0)
+    grouped = va.Attention2d(16, heads, groups=4, impl=impl, dtype=torch.float64, **options)
+    dense = va.Attention2d(16, heads, impl=impl, dtype=torch.float64, **options)
+    weights = dict(grouped.state_dict())
+    assert weights["qkv.weight"].shape[1] == 4
+    weights["qkv.weight"] = torch.cat([in_groups(part, 4) for part in weights["qkv.weight"].chunk(3)])
+    weights["proj.weight"] = in_groups(weights["proj.weight"], 4)
+    dense.load_state_dict(weights)
+    x = torch.randn(2, 16, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(grouped(x), dense(x), rtol=1e-12, atol=1e-12)
+    other = torch.randn(2, 16, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(grouped(x, context=other), dense(x, context=other), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 3}, "groups must divide channels"),
+        ({"groups": 4, "out_channels": 6}, "groups must divide out_channels"),
+        ({"groups": 8, "key_dim": 1, "value_dim": 1}, "groups must divide num_heads · key_dim"),
+        ({"groups": 2, "num_kv_heads": 1}, "groups must be 1 with num_kv_heads"),
+        ({"groups": 2, "context_channels": 8}, "groups must be 1 with num_kv_heads, value_dim or context_channels"),
+        ({"groups": 0}, "groups must be"),
+    ],
+)
+def test_groups_that_do_not_go_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        va.Attention2d(16, 4, **options)

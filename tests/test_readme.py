@@ -68,7 +68,7 @@ def test_the_position_terms_of_the_table_are_there():
 def test_the_commands_are_commands():
     lines = [line for block in blocks(README, "text") for line in block.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("vision-attn ")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for arguments in commands:
         cli.parser().parse_args(arguments)
     for script in [line.split()[1] for line in lines if line.startswith("python ")]:

@@ -54,6 +54,7 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
         report = va.replace_(model, names=names, num_heads=4, example_input=x)
         new = va.inserted(model)
         assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
+        assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
         assert {block.at for block in report.blocks} == {"instead"}
         assert records(model) == report.blocks
         gone = {f"{site}.{key}" for site in new for key in modules[site].state_dict()}

@@ -47,6 +47,8 @@ class Attention2d(Attention):
         out_channels: channels of the result; ``channels`` when None.
         context_channels: channels of a second map that keys and values are then always taken from, by projections
             ``q`` and ``kv`` in the place of ``qkv``.
+        groups: groups of the projections, as of a grouped convolution: a channel of queries, keys, values or output is
+            of one group's channels only, and ``qkv.weight`` is ``(3c, c / groups, 1, 1)``.
         scale: factor on the logits; ``key_dim ** -0.5`` when None.
         qkv_bias: whether queries, keys and values have a bias.
         proj_bias: whether the output projection has a bias.

@@ -49,6 +49,7 @@ class Attention(nn.Module):
         num_kv_heads: int | None = None,
         out_channels: int | None = None,
         context_channels: int | None = None,
+        groups: int = 1,
         scale: float | None = None,
         qkv_bias: bool = True,
         proj_bias: bool = True,
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_counts(channels=channels, num_heads=num_heads, kv_stride=kv_stride)
+        check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         optional = {
             "key_dim": key_dim,
             "value_dim": value_dim,
@@ -87,7 +88,17 @@ class Attention(nn.Module):
         self.value_dim = e = channels // num_heads if value_dim is None else value_dim
         self.out_channels = channels if out_channels is None else out_channels
         self.context_channels = context_channels
+        self.groups = groups
         check_divides("num_kv_heads", m, "num_heads", n)
+        if groups > 1:
+            check_divides("groups", groups, "channels", channels)
+            check_divides("groups", groups, "num_heads · key_dim", n * d)
+            check_divides("groups", groups, "out_channels", self.out_channels)
+            if (m, e) != (n, d) or context_channels is not None:
+                raise ValueError(
+                    "groups must be 1 with num_kv_heads, value_dim or context_channels of their own: queries, keys and "
+                    f"values are grouped alike; got groups={groups}"
+                )
         if causal and (kv_stride > 1 or context_channels is not None):
             raise ValueError(
                 "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
@@ -105,12 +116,14 @@ class Attention(nn.Module):
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = CONVOLUTIONS[self.rank]
-        if context_channels is None:
+        if groups > 1:  # of a map that is there three times, so that the rows stay in their order
+            self.qkv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
+        elif context_channels is None:
             self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
         else:
             self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
-        self.proj = conv(n * e, self.out_channels, 1, bias=proj_bias, **factory)
+        self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
         self.q_norm = nn.LayerNorm(d, **factory) if qk_norm else None
         self.k_norm = nn.LayerNorm(d, **factory) if qk_norm else None
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
@@ -213,6 +226,7 @@ class Attention(nn.Module):
             "num_kv_heads": self.num_heads,
             "out_channels": self.channels,
             "context_channels": None,
+            "groups": 1,
             "scale": self.key_dim**-0.5,
             "kv_stride": 1,
             "causal": False,

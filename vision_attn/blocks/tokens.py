@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,7 +60,7 @@ def heads_of(block: Attention, x: Tensor, context: Tensor | None) -> tuple[Tenso
     einx = block.impl == "einx"
     x = prepared(block, x)
     if context is None and block.kv_stride == 1:
-        return (heads_einx if einx else heads_bmm)(laid_out(block, block.qkv(x)), *sizes)
+        return (heads_einx if einx else heads_bmm)(laid_out(block, block.qkv(times(3, block, x))), *sizes)
     source = x if context is None else prepared(block, context)
     if block.kv_stride > 1:
         squares = tuple(min(block.kv_stride, length) for length in source.shape[2:])
@@ -70,9 +71,19 @@ def heads_of(block: Attention, x: Tensor, context: Tensor | None) -> tuple[Tenso
         rows = block.num_heads * block.key_dim
         weight, bias = block.qkv.weight, block.qkv.bias
         convolve = CONVOLVE[block.rank]
-        q = convolve(x, weight[:rows], None if bias is None else bias[:rows])
-        kv = convolve(source, weight[rows:], None if bias is None else bias[rows:])
+        q = convolve(x, weight[:rows], None if bias is None else bias[:rows], groups=block.groups)
+        kv = convolve(
+            times(2, block, source),
+            weight[rows:],
+            None if bias is None else bias[rows:],
+            groups=1 if block.groups == 1 else 2 * block.groups,
+        )
     return (heads_apart_einx if einx else heads_apart_bmm)(laid_out(block, q), laid_out(block, kv), *sizes)
+
+
+def times(count: int, block: Attention, x: Tensor) -> Tensor:
+    """The map as often as grouped projections have it: each of queries, keys and values has all groups."""
+    return x if block.groups == 1 else torch.cat([x] * count, dim=1)
 
 
 def prepared(block: Attention, x: Tensor) -> Tensor:

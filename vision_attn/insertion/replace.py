@@ -34,10 +34,11 @@ def replace_(
     """Put attention in the place of chosen modules of a model, in place.
 
     A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` from its input channels to its output channels, with
-    an average pool for its stride, as in BoTNet; its kernel, dilation and groups have no counterpart, since every
-    position sees every other and the projections mix all channels. Any other module that returns a map of the shape it
-    takes, such as squeeze and excitation, becomes a :class:`vision_attn.AttentionBlock2d`. What is new is untrained,
-    and unlike :func:`insert_` this changes what the network computes. :func:`remove_` puts the old modules back.
+    its groups in the projections (``groups=1`` for dense ones) and an average pool for its stride, as in BoTNet; its
+    kernel and dilation have no counterpart, since every position sees every other. Any other module that returns a map
+    of the shape it takes, such as squeeze and excitation, becomes a :class:`vision_attn.AttentionBlock2d`. What is new
+    is untrained, and unlike :func:`insert_` this changes what the network computes. :func:`remove_` puts the old
+    modules back.
 
     Args:
         model: any network on images whose maps are ``(b, c, h, w)``.
@@ -77,7 +78,8 @@ def replace_(
         factory: dict[str, Any] = {"device": tensor.device, "dtype": tensor.dtype}
         if isinstance(old, nn.Conv2d):
             make = StridedAttention2d if block is None else block
-            new = make(channels, stride=stride, out_channels=old.out_channels, **factory, **block_options)
+            own = {"groups": old.groups} if block is None else {}
+            new = make(channels, stride=stride, out_channels=old.out_channels, **factory, **{**own, **block_options})
         elif shape == expected:
             new = (AttentionBlock2d if block is None else block)(channels, **factory, **block_options)
         else:

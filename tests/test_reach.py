@@ -1,0 +1,55 @@
+"""The table of backbones that take attention says what is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import reach
+
+TABLE = Path(__file__).with_name("reach.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.startswith("| ")]
+HEADER, BODY = ROWS[0], ROWS[2:]
+RESULTS = slice(HEADER.index("layout"), HEADER.index("seconds"))
+
+#: One of each kind: plain, looping over children, channels last, several maps at a stage, tokens, refused.
+SAMPLE = ("ghostnet", "regnet", "mambaout", "efficientvim", "hiera", "crossvit")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def row_of(library, family):
+    return next(row for row in BODY if row[:2] == [library, family])
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_row_is_what_is_measured(family):
+    (names,) = (names for library, module, names in reach.families() if (library, module) == ("timm", family))
+    row = reach.measure("timm", family, names)
+    assert row.unharmed or not row.sites
+    assert row.cells()[RESULTS] == row_of("timm", family)[RESULTS]
+
+
+def test_the_summary_is_that_of_the_rows():
+    for library in ("timm", "torchvision"):
+        own = [row for row in BODY if row[0] == library]
+        everywhere = [row for row in own if "no" not in row[RESULTS] and "**no**" not in row[RESULTS] and complete(row)]
+        found = re.search(rf"{library}: (\d+) of (\d+) families", TABLE)
+        assert [int(count) for count in found.groups()] == [len(everywhere), len(own)]
+
+
+def complete(row):
+    sites, stages = row[HEADER.index("sites")].split(" of ")
+    return sites == stages != "0"
+
+
+def test_what_is_not_reached_is_refused_by_name():
+    for row in BODY:
+        assert complete(row) or row[HEADER.index("refused")], row
+
+
+@pytest.mark.slow
+def test_no_family_is_harmed():
+    rows = [reach.measure(*family) for family in reach.families()]
+    assert [row.cells() for row in rows if row.sites and not row.unharmed] == []
+    assert [row.cells() for row in rows if not row.reached and not row.refusals] == []
+    assert sum(row.reached for row in rows if row.library == "timm" and "w) c" not in row.layout) >= 65
