@@ -172,7 +172,7 @@ def measure(library: str, family: str, names: list[str]) -> Row:
     begin = time.perf_counter()
     row = Row(library, family, min(names, key=lambda name: parameters(library, name)))
     torch.manual_seed(0)
-    model = make(library, row.model).eval()
+    model = make(library, row.model).eval().requires_grad_(False)  # gradients pass through it, to the blocks
     as_after_training(model)
     for row.size in size_of(model):
         shape = (2, 3, row.size, row.size)
