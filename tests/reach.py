@@ -29,6 +29,9 @@ from vision_attn.insertion import inserted_keys, records
 #: Side of the images where a model takes any: 4×4 cells at a stride of 32.
 SMALL = 128
 
+#: Parameters beyond which one image takes long enough.
+LARGE = 100_000_000
+
 HEAD = """# Reach
 
 The smallest model of every model module of timm {timm} and of every classification family of torchvision
@@ -175,7 +178,7 @@ def measure(library: str, family: str, names: list[str]) -> Row:
     model = make(library, row.model).eval().requires_grad_(False)  # gradients pass through it, to the blocks
     as_after_training(model)
     for row.size in size_of(model):
-        shape = (2, 3, row.size, row.size)
+        shape = (1 if sum(p.numel() for p in model.parameters()) > LARGE else 2, 3, row.size, row.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
             with torch.no_grad():
