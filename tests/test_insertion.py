@@ -421,8 +421,10 @@ def test_feature_extraction_and_features_only_see_the_block():
 
 def test_removal_needs_no_forward_and_says_what_was_there():
     model = timm.create_model("resnet18", in_chans=1)
-    with pytest.raises(va.SiteError, match=r"does not run on an example of shape \(1, 3, 224, 224\).*example_input"):
-        va.insert_(model, stages=-1)
+    with pytest.raises(va.SiteError, match=r"does not run on an example of shape \(1, 3, 64, 64\).*example_input"):
+        va.insert_(model, stages=-1, example_input=(1, 3, 64, 64))
+    assert va.insert_(model, stages=-1).blocks[0].input_shape == (1, 1, 224, 224)
+    va.remove_(model)
     report = va.insert_(model, stages=-2, example_input=(1, 1, 64, 64))
     assert va.remove_(model).blocks == report.blocks
     assert report.blocks[0].input_shape == (1, 1, 64, 64)
@@ -434,7 +436,7 @@ def test_a_map_with_as_many_channels_as_rows_is_told_apart():
         (block,) = va.insert_(model, names="0", example_input=(1, 3, 16, 16)).blocks
         assert (block.channels, str(block.layout)) == (16, "b c h w")
         # 96 channels on 96×96 cells, and a network that takes one size only: as its other maps lie.
-        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384, strict_img_size=False)
+        swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
     (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384)).blocks
     assert (block.channels, block.height, block.width, str(block.layout)) == (96, 96, 96, "b h w c")
 

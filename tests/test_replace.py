@@ -170,3 +170,25 @@ def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(case):
     with pytest.raises(ValueError, match=message):
         va.replace_(model, names=["relu", names] if case == "unknown" else names, num_heads=2 if case == "heads" else 1)
     assert dict(model.named_modules()) == modules
+
+
+def test_insertion_at_what_is_replaced_and_replacement_inside_of_what_is_replaced_are_refused():
+    model = torchvision.models.resnet18()
+    before = dict(model.named_modules())
+    with pytest.raises(va.SiteError, match=r"'layer3.1.conv2' lies inside of 'layer3.1'"):
+        va.replace_(model, names=["layer3.1.conv2", "layer3.1"], example_input=(1, 3, 64, 64))
+    assert dict(model.named_modules()) == before
+    va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
+    with pytest.raises(va.SiteError, match=r"'layer3.1.conv2' has replaced a module"):
+        va.insert_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
+    va.remove_(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_what_is_out_of_place_thaws_with_the_rest():
+    model = torchvision.models.resnet18()
+    va.freeze_backbone_(model, also_train="fc.*")
+    va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
+    va.freeze_backbone_(model, False)
+    va.remove_(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -12,25 +12,34 @@ from vision_attn.insertion.exchange import REPLACED
 from vision_attn.insertion.running import run_quietly
 from vision_attn.insertion.sites import CHILD, SiteError
 
-__all__ = ["RECORD", "attach", "detach", "find_holders", "is_host"]
+__all__ = ["RECORD", "attach", "block_at", "detach", "find_holders", "is_host"]
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
 RECORD = "insertion"
 
+#: The attribute in which a module that loops over its children keeps the path, from itself, of its block.
+HELD = "inserted_at"
+
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
     """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
-    return run_block(getattr(module, CHILD), output)
+    return run_block(block_at(module), output)
 
 
 def run_before(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The hook that runs a block on what its module is given."""
-    block = getattr(module, CHILD)
-    if isinstance(block.insertion.element, str):
+    block = block_at(module)
+    record: Any = block.insertion
+    if isinstance(record.element, str):
         return args, run_block(block, kwargs)
     return run_block(block, args), kwargs
+
+
+def block_at(module: nn.Module) -> nn.Module:
+    """The block that runs at a module: its child, or one that a module inside it holds."""
+    return module.get_submodule(vars(module).get(HELD, CHILD))
 
 
 def run_block(block: nn.Module, value: Any) -> Any:
@@ -139,7 +148,7 @@ def attach(model: nn.Module, site: str, holder: tuple[str, str], block: nn.Modul
     path, child = holder
     model.get_submodule(path).add_module(child, block)
     if path != site:
-        vars(host)[CHILD] = block  # where the hook finds it, without making it a child
+        vars(host)[HELD] = f"{path.removeprefix(f'{site}.')}.{child}"
     if vars(block)[RECORD].at == "before":
         host.register_forward_pre_hook(run_before, with_kwargs=True)
     else:
@@ -148,7 +157,7 @@ def attach(model: nn.Module, site: str, holder: tuple[str, str], block: nn.Modul
 
 def detach(model: nn.Module, host: nn.Module) -> None:
     """Undo :func:`attach`."""
-    block = getattr(host, CHILD)
+    block = block_at(host)
     for hooks, flags, ours in (
         (host._forward_hooks, (host._forward_hooks_with_kwargs, host._forward_hooks_always_called), run_after),
         (host._forward_pre_hooks, (host._forward_pre_hooks_with_kwargs,), run_before),
@@ -156,7 +165,7 @@ def detach(model: nn.Module, host: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if hook is ours]:
             for entries in (hooks, *flags):
                 entries.pop(key, None)
-    vars(host).pop(CHILD, None)
+    vars(host).pop(HELD, None)
     for module in model.modules():
         for child in [name for name, other in module._modules.items() if other is block]:
             del module._modules[child]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.insertion.alignment import misaligned
 from vision_attn.insertion.elements import Element, FeatureMap, change, tensors_in
 from vision_attn.insertion.layout import Layout, consistent_layouts
 from vision_attn.insertion.running import run_quietly
@@ -53,7 +54,7 @@ class DryRun:
         found: dict[Element, tuple[FeatureMap, Layout]] = {}
         for element, tensor in self.side(calls[0], at).items():
             layouts = self.layouts(name, tensor)
-            if len(layouts) > 1 and self.wider is not None and len(self.wider.calls.get(name, [])) == 1:
+            if layouts and self.wider is not None and len(self.wider.calls.get(name, [])) == 1:
                 twin = self.wider.side(self.wider.calls[name][0], at).get(element)
                 layouts = same_kind(layouts, self.wider.layouts(name, twin)) if twin is not None else set()
             if len(layouts) > 1:
@@ -76,7 +77,7 @@ class DryRun:
     def compares_tokens(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a module holds the weights of an attention: a number for each pair of the tokens that a
         module around it takes."""
-        if len(shape) != 4 or shape[2] != shape[3]:
+        if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
         taken = [
             tensor.shape
@@ -88,7 +89,7 @@ class DryRun:
 
     @cached_property
     def wider(self) -> DryRun | None:
-        """The same on a wider image, which tells axes apart that are equal on this one; None if the size is fixed."""
+        """The same on a wider image: maps become wider with it. None if the network takes one size only."""
         try:
             return DryRun(self.model, torch.cat([self.example, self.example], dim=3))
         except SiteError:
@@ -147,13 +148,34 @@ class DryRun:
         what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
         raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
 
+    def the_maps(self, names: Iterable[str], at: str) -> dict[str, tuple[Element, FeatureMap, Layout]]:
+        """The one map of each of several modules, each seen to be one of the image.
+
+        Raises:
+            SiteError: as :meth:`the_map`, or a tensor has the shape of a map and is none.
+        """
+        found = {name: self.the_map(name, at) for name in names}
+        # Of tokens, and where there is no other size of image to compare with, a shape says little.
+        doubtful = {
+            name: (element, layout)
+            for name, (element, _, layout) in found.items()
+            if layout.grid is not None or self.wider is None
+        }
+        for name in misaligned(self.model, doubtful, self.example, at):
+            _, tensor, layout = found[name]
+            height, width = layout.map_shape(tensor.shape)[2:]
+            raise SiteError(
+                f"{name!r} {'takes' if at == 'before' else 'returns'} a tensor of shape {tensor.shape}, which is no "
+                f"map of {height}×{width}: what changes in the image does not show at its place there; choose another "
+                "module"
+            )
+        return found
+
     def meant(
         self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]
     ) -> dict[Element, tuple[FeatureMap, Layout]]:
         """Those of several maps that the network reads and, if that is more than one, that it declares for a stage."""
         read = {element: found for element, found in maps.items() if self.is_read(name, element, found[1])} or maps
-        if len(read) == 1:
-            return read
         channels = {
             count
             for stage, count in declared_stages(self.model)

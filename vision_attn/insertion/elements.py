@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Element", "FeatureMap", "change", "tensors_in"]
+__all__ = ["Element", "FeatureMap", "change", "pick", "tensors_in"]
 
 #: An index of a tuple or list, a key of a dictionary, or ``None`` where the value is the tensor itself.
 Element = int | str | None
@@ -34,6 +34,12 @@ def tensors_in(value: object) -> dict[Element, FeatureMap]:
     elif isinstance(value, (tuple, list)):
         items = list(enumerate(value))
     return {key: tensors_in(item)[None] for key, item in items if isinstance(item, Tensor)}
+
+
+def pick(value: Any, element: Element) -> Tensor:
+    """One of the tensors of a value."""
+    tensor: Tensor = value if element is None else value[element]
+    return tensor
 
 
 def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -> Any:

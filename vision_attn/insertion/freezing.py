@@ -9,13 +9,13 @@ from functools import partial
 
 from torch import nn
 
-from vision_attn.insertion.out import inserted_keys
+from vision_attn.insertion.out import inserted_keys, replaced
 from vision_attn.insertion.running import plain_network
 
 __all__ = ["freeze_backbone_"]
 
 #: The attribute in which a module with something frozen keeps what it was.
-RECORD = "_before_freezing"
+FROZEN = "_before_freezing"
 
 
 @dataclass
@@ -97,7 +97,7 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
     held = bool(statistics) and not any(prefix + name in live for name in statistics)
     if not (trained or held):
         return
-    vars(module)[RECORD] = BeforeFreezing(trained, module.training)
+    vars(module)[FROZEN] = BeforeFreezing(trained, module.training)
     for name in trained:
         own[name].requires_grad_(False)
     if held:
@@ -107,8 +107,9 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
 
 
 def thaw(model: nn.Module) -> None:
-    for module in model.modules():
-        before: BeforeFreezing | None = vars(module).pop(RECORD, None)
+    kept = [part for module in replaced(model).values() for part in module.modules()]  # those out of place, too
+    for module in (*model.modules(), *kept):
+        before: BeforeFreezing | None = vars(module).pop(FROZEN, None)
         if before is None:
             continue
         for name in before.trained:
@@ -120,6 +121,6 @@ def thaw(model: nn.Module) -> None:
 def stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     """What ``train`` is for a frozen norm: its children, the dropout in some norms of timm, take the mode."""
     type(module).train(module, mode)
-    vars(module)[RECORD].training = mode
+    vars(module)[FROZEN].training = mode
     module.training = False
     return module

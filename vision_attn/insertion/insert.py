@@ -17,11 +17,11 @@ from vision_attn.insertion.attach import RECORD, attach, find_holders
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.out import forget_compiled_graphs
 from vision_attn.insertion.report import InsertionReport, describe
-from vision_attn.insertion.running import example_images, plain_network
+from vision_attn.insertion.running import changeable, example_images
 from vision_attn.insertion.selection import hosts_of, select_sites
 from vision_attn.insertion.sites import Names
 
-__all__ = ["finish", "insert_"]
+__all__ = ["check_maker", "check_new", "insert_", "warn"]
 
 
 def insert_(
@@ -70,11 +70,12 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
-    model = plain_network(model)
+    check_maker(block)
+    model = changeable(model)
     run = DryRun(model, example_images(model, example_input))
     hosts = hosts_of(run, select_sites(run, stages=stages, names=names, where=where), at)
     side = "before" if at == "before" else "after"
-    maps = {host: run.the_map(host, side) for host in hosts}
+    maps = run.the_maps(hosts, side)
     holders = find_holders(model, hosts, run.example)
 
     unread = set() if side == "before" else run.unread(maps)
@@ -83,6 +84,7 @@ def insert_(
     for host, (element, tensor, layout) in maps.items():
         shape = layout.map_shape(tensor.shape)
         new = make(shape[1], device=tensor.device, dtype=tensor.dtype, **block_options)
+        check_new(new, blocks.values())
         new.train(model.get_submodule(host).training)
         vars(new)[RECORD] = describe(
             new,
@@ -96,14 +98,28 @@ def insert_(
             read=host not in unread,
         )
         blocks[host] = new
+    report = InsertionReport(tuple(vars(new)[RECORD] for new in blocks.values()))
+    warn(report)
     # Only now, when nothing can fail any more, is the model changed.
     for host, new in blocks.items():
         attach(model, host, holders[host], new)
-    return finish(InsertionReport(tuple(vars(new)[RECORD] for new in blocks.values())))
-
-
-def finish(report: InsertionReport) -> InsertionReport:
     forget_compiled_graphs()
+    return report
+
+
+def check_maker(block: object) -> None:
+    if block is not None and (isinstance(block, nn.Module) or not callable(block)):
+        raise ValueError(f"block must be a class or a function that makes a block, or None; got {block!r}")
+
+
+def check_new(block: object, others: Iterable[nn.Module]) -> None:
+    if not isinstance(block, nn.Module):
+        raise ValueError(f"block must make a module for each site; it made {block!r}")
+    if RECORD in vars(block) or any(block is other for other in others):
+        raise ValueError(f"block must make a new module for each site; it made the same {type(block).__name__} again")
+
+
+def warn(report: InsertionReport) -> None:
+    """The report's warnings, before anything is changed: a person may have made them errors."""
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
-    return report

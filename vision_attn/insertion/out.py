@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from vision_attn.insertion.attach import RECORD, detach, is_host
+from vision_attn.insertion.attach import RECORD, block_at, detach, is_host
 from vision_attn.insertion.exchange import REPLACED, put_back
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
-from vision_attn.insertion.running import plain_network
-from vision_attn.insertion.sites import CHILD
+from vision_attn.insertion.running import changeable, plain_network
+from vision_attn.insertion.sites import SiteError
 
-__all__ = ["forget_compiled_graphs", "inserted", "inserted_keys", "records", "remove_"]
+__all__ = ["forget_compiled_graphs", "inserted", "inserted_keys", "keys_of_blocks", "records", "remove_", "replaced"]
 
 
 def remove_(model: nn.Module) -> InsertionReport:
@@ -37,7 +37,7 @@ def remove_(model: nn.Module) -> InsertionReport:
     >>> len(remove_(model)), list(model.state_dict()) == keys
     (2, True)
     """
-    model = plain_network(model)
+    model = changeable(model)
     blocks = inserted(model)
     if not blocks:
         raise ValueError("model has no inserted block to remove")
@@ -59,11 +59,30 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     {}
     """
     model = plain_network(model)
-    return {
-        name: getattr(module, CHILD) if is_host(module) else module
-        for name, module in model.named_modules()
-        if is_host(module) or REPLACED in vars(module)
-    }
+    refuse_orphans(model)
+    found = {}
+    for name, module in model.named_modules():
+        if is_host(module):
+            found[name] = block_at(module)
+        elif REPLACED in vars(module):
+            found[name] = module
+    return found
+
+
+def replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back."""
+    return {site: vars(block)[REPLACED] for site, block in inserted(model).items() if REPLACED in vars(block)}
+
+
+def refuse_orphans(model: nn.Module) -> None:
+    """Say so where a block is there and nothing runs it: a conversion made another module of the one at its site."""
+    run = {id(block_at(module)) for module in model.modules() if is_host(module)}
+    for name, module in model.named_modules():
+        if RECORD in vars(module) and REPLACED not in vars(module) and id(module) not in run:
+            raise SiteError(
+                f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
+                "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
+            )
 
 
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
@@ -78,13 +97,17 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 def inserted_keys(model: nn.Module) -> set[str]:
     """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint."""
-    blocks = {id(block) for block in inserted(model).values()}
-    return {
-        ".".join(filter(None, (name, key)))
-        for name, module in plain_network(model).named_modules()
-        if id(module) in blocks
-        for key in module.state_dict()
-    }
+    return set().union(*keys_of_blocks(model).values())
+
+
+def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
+    """The same for each site; a block that a model has under several names has keys under each."""
+    sites = {id(block): site for site, block in inserted(model).items()}
+    keys: dict[str, set[str]] = {site: set() for site in sites.values()}
+    for name, module in plain_network(model).named_modules(remove_duplicate=False):
+        if id(module) in sites:
+            keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
+    return keys
 
 
 def forget_compiled_graphs() -> None:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from vision_attn.blocks import AttentionBlock2d, StridedAttention2d
 from vision_attn.insertion.attach import RECORD
 from vision_attn.insertion.dry_run import DryRun
-from vision_attn.insertion.exchange import REPLACED, put_in_place
-from vision_attn.insertion.insert import finish
+from vision_attn.insertion.exchange import put_in_place
+from vision_attn.insertion.insert import check_maker, check_new, warn
 from vision_attn.insertion.layout import FIRST
+from vision_attn.insertion.out import forget_compiled_graphs
 from vision_attn.insertion.report import InsertionReport, describe
-from vision_attn.insertion.running import example_images, plain_network
+from vision_attn.insertion.running import changeable, example_images
 from vision_attn.insertion.selection import select_sites
-from vision_attn.insertion.sites import CHILD, Names, SiteError
+from vision_attn.insertion.sites import Names, SiteError
 
 __all__ = ["replace_"]
 
@@ -65,10 +66,12 @@ def replace_(
     >>> [(block.site, block.height) for block in report.blocks]
     [('layer4.0.conv2', 14), ('layer4.1.conv2', 7), ('layer4.2.conv2', 7)]
     """
-    model = plain_network(model)
+    check_maker(block)
+    model = changeable(model)
     run = DryRun(model, example_images(model, example_input))
     sites = select_sites(run, stages=stages, names=names, where=where)
-    pairs = []
+    refuse_nested(sites)
+    pairs: list[tuple[nn.Module, nn.Module]] = []
     for site in sites:
         old = model.get_submodule(site)
         refuse_inserted(site, old)
@@ -87,6 +90,7 @@ def replace_(
                 f"{site!r} is a {type(old).__name__} that makes {expected} of {shape}: replace_ takes Conv2d, and "
                 "modules that return a map of the shape they take"
             )
+        check_new(new, (other for _, other in pairs))
         new.train(old.training)
         vars(new)[RECORD] = describe(
             new,
@@ -98,15 +102,25 @@ def replace_(
             input_shape=tuple(run.example.shape),
         )
         pairs.append((old, new))
+    report = InsertionReport(tuple(vars(new)[RECORD] for _, new in pairs), verb="put in place")
+    warn(report)
     # Only now, when nothing can fail any more, is the model changed.
     for old, new in pairs:
         put_in_place(model, old, new)
-    return finish(InsertionReport(tuple(vars(new)[RECORD] for _, new in pairs), verb="put in place"))
+    forget_compiled_graphs()
+    return report
 
 
 def refuse_inserted(site: str, old: nn.Module) -> None:
-    if REPLACED in vars(old) or any(hasattr(module, CHILD) for module in old.modules()):
+    if any(RECORD in vars(module) for module in old.modules()):
         raise SiteError(f"{site!r} holds an inserted block or is one: take it out with remove_ first")
+
+
+def refuse_nested(sites: list[str]) -> None:
+    for site in sites:
+        inner = next((other for other in sites if other.startswith(f"{site}.")), None)
+        if inner is not None:
+            raise SiteError(f"{inner!r} lies inside of {site!r}: replace one of the two")
 
 
 def shapes_at(run: DryRun, site: str) -> tuple[int, tuple[int, int, int, int], tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,39 +11,66 @@ from torch import Tensor, nn
 
 from vision_attn.insertion.sites import SiteError
 
-__all__ = ["example_images", "plain_network", "quiet_eval", "run_quietly"]
+__all__ = ["changeable", "example_images", "plain_network", "quiet_eval", "run_quietly"]
+
+#: Classes that count a network's parameters when they wrap it, by name: importing them all takes a while.
+SYNCHRONISED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def plain_network(model: nn.Module) -> nn.Module:
-    """The network inside torch.compile's and DataParallel's wrappers; what cannot be changed any more is refused."""
+    """The network inside the wrappers of torch.compile and of running in parallel."""
     while True:
-        if isinstance(model, torch.jit.ScriptModule):
-            raise SiteError("model is a TorchScript program, which cannot be changed: insert before scripting it")
-        if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
-            raise SiteError(
-                f"model is wrapped in {type(model).__name__}, which has counted its parameters already: insert into "
-                "the network and wrap it then"
-            )
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel):
-            inner = model.module
+        if inner is None and (isinstance(model, nn.DataParallel) or is_synchronised(model)):
+            inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
+def is_synchronised(module: nn.Module) -> bool:
+    return any(kind.__name__ in SYNCHRONISED for kind in type(module).__mro__)
+
+
+def changeable(model: nn.Module) -> nn.Module:
+    """The same, where modules can still be put in and taken out.
+
+    Raises:
+        SiteError: the model is a TorchScript program, or wrapped for several processes.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
+        if is_synchronised(module):
+            raise SiteError(
+                f"model is wrapped in {type(module).__name__}, which has counted its parameters already: insert into "
+                "the network and wrap it then"
+            )
+    return plain_network(model)
+
+
 def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | None) -> Tensor:
+    """The images of a dry run: those given, or empty ones of the shape given, or one of the model's own shape.
+
+    Raises:
+        ValueError: ``example_input`` is neither.
+    """
     if isinstance(example_input, Tensor):
         return example_input
     if example_input is None:
         config = getattr(model, "pretrained_cfg", None) or {}
-        example_input = (1, *config.get("input_size", (3, 224, 224)))
-    if len(example_input) != 4:
+        channels, height, width = config.get("input_size", (3, 224, 224))
+        # timm's configuration is of the published weights, and does not know of other channels.
+        channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), channels)
+        example_input = (1, channels, height, width)
+    shape = tuple(example_input) if isinstance(example_input, Sequence) else ()
+    if len(shape) != 4 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in shape):
         raise ValueError(
-            f"example_input must be an image batch or its shape (batch, channels, height, width); got {example_input}"
+            "example_input must be an image batch or its shape (batch, channels, height, width), of whole numbers; got "
+            f"{example_input!r}"
         )
     reference = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.zeros(example_input, device=reference.device, dtype=reference.dtype)
+    return torch.zeros(shape, device=reference.device, dtype=reference.dtype)
 
 
 def run_quietly(model: nn.Module, example: Tensor) -> object:
@@ -71,6 +98,8 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
             module.training = False  # without its train(), which may keep account of what it is told
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
+                stack.enter_context(torch.autocast(device, enabled=False))  # maps have the type of the network
             if "torch._dynamo" in sys.modules:  # parts of the model may be compiled, and are not to be again for this
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

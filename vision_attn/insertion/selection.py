@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
+from vision_attn.insertion.attach import is_host
 from vision_attn.insertion.branch import branch_end
 from vision_attn.insertion.dry_run import DryRun
+from vision_attn.insertion.exchange import REPLACED
 from vision_attn.insertion.out import inserted
 from vision_attn.insertion.sites import (
-    CHILD,
     Names,
     SiteError,
     first_of_sequential,
@@ -44,16 +47,31 @@ def select_sites(
         for module in block.modules()
         if module is not run.model.get_submodule(site)
     }
-    modules = {name: module for name, module in run.model.named_modules() if name and id(module) not in own}
+    first = {id(module): name for name, module in run.model.named_modules()}
+    modules = {
+        name: module
+        for name, module in run.model.named_modules(remove_duplicate=False)
+        if name and id(module) not in own
+    }
     if stages is not None:
-        wanted = [stages] if isinstance(stages, (int, str)) else list(stages)
-        chosen = match_stages(run.model, wanted, stages_of(run))
+        chosen = match_stages(run.model, several("stages", stages, (int, str)), stages_of(run))
     elif names is not None:
-        chosen = match_names(modules, [names] if not isinstance(names, Iterable) or isinstance(names, str) else names)
+        chosen = match_names(modules, several("names", names, (str, re.Pattern)))
     else:
         assert where is not None
         chosen = match_where(modules, where)
-    return list(dict.fromkeys(chosen))
+    # A module that has several names goes by its first.
+    return list(dict.fromkeys(first[id(modules[name])] for name in chosen))
+
+
+def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """One or several of some kinds, as a list."""
+    items = [given] if isinstance(given, kinds) else list(given) if isinstance(given, Iterable) else [given]
+    wrong = [item for item in items if isinstance(item, bool) or not isinstance(item, kinds)]
+    if wrong or not items:
+        what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
+        raise ValueError(f"{argument} must be {what}, or several; got {given!r}")
+    return items
 
 
 def hosts_of(run: DryRun, sites: list[str], at: str) -> list[str]:
@@ -68,6 +86,9 @@ def hosts_of(run: DryRun, sites: list[str], at: str) -> list[str]:
         hosts = [last_of_sequential(run.model, branch_end(run.model, host, run.example)) for host in hosts]
     hosts = list(dict.fromkeys(hosts))
     for host in hosts:
-        if hasattr(run.model.get_submodule(host), CHILD):
+        module = run.model.get_submodule(host)
+        if REPLACED in vars(module):
+            raise SiteError(f"{host!r} has replaced a module: insert at the module around it, or give it its options")
+        if is_host(module):
             raise SiteError(f"{host!r} has an inserted block already: take it out with remove_, or choose another site")
     return hosts

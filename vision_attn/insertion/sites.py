@@ -121,8 +121,15 @@ def first_of_sequential(model: nn.Module, name: str) -> str:
 
 
 def end_of_sequential(model: nn.Module, name: str, index: int) -> str:
-    module = model.get_submodule(name)
+    name, module = uncompiled(name, model.get_submodule(name))
     while type(module).forward is nn.Sequential.forward and len(module._modules):
         end = list(module._modules)[index]
-        name, module = f"{name}.{end}", module.get_submodule(end)
+        name, module = uncompiled(f"{name}.{end}", module.get_submodule(end))
     return name
+
+
+def uncompiled(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside torch.compile's wrapper, which has no hooks of its own."""
+    while isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        name, module = f"{name}._orig_mod", inner
+    return name, module
