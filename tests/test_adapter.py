@@ -292,6 +292,24 @@ def test_a_wrapped_model_is_saved_and_loaded_as_the_network_in_it(wrap, adapter,
     assert again.read_bytes() == adapter.read_bytes()
 
 
+def test_a_network_in_training_on_several_devices_is_saved_and_not_changed(adapter, tmp_path):
+    """DistributedDataParallel has counted its parameters: new ones would not be trained."""
+    model = small_network()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(va.insertion.SiteError, match="DistributedDataParallel"):
+            load_adapter(nn.parallel.DistributedDataParallel(model), adapter)
+        load_adapter(model, adapter)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        again = save_adapter(parallel, tmp_path / "again.safetensors")
+        va.checkpoints.save_weights(parallel, tmp_path / "whole.safetensors")
+        loaded = va.load_checkpoint(parallel, tmp_path / "whole.safetensors").loaded
+        assert set(loaded) == model.state_dict().keys()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert again.read_bytes() == adapter.read_bytes()
+
+
 def test_a_model_with_blocks_is_refused(adapter):
     model = small_network()
     load_adapter(model, adapter)

@@ -455,3 +455,108 @@ def test_a_damaged_file_is_refused_however_the_reader_fails(legacy, trained, tmp
         except va.CheckpointError:
             refused += 1
     assert refused > 20
+
+
+def replaced_network(seed=0):
+    """A network with attention in the place of a convolution, and the key of what it stands in for."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+    va.replace_(model, names="1", num_heads=2, example_input=(1, 3, 8, 8))
+    return model
+
+
+def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_path):
+    torch.manual_seed(1)
+    source = timm.create_model("resnet20", num_classes=10)
+    torch.save(source.state_dict(), tmp_path / "base.pth")
+    models = [timm.create_model("resnet20", num_classes=10) for _ in range(2)]
+    va.load_checkpoint(models[0], tmp_path / "base.pth")
+    for model in models:
+        va.replace_(model, names="layer3.1.conv2", num_heads=2)
+    report = va.load_checkpoint(models[1], tmp_path / "base.pth")
+    assert report.replaced == ("layer3.1.conv2.weight",)
+    assert "1 for modules that are replaced, loaded for when they come back: layer3.1.conv2.weight" in str(report)
+    assert not report.unexpected
+    assert set(report.new) == va.insertion.inserted_keys(models[1])
+    assert "layer3.1.conv2.weight" not in report.loaded
+    for model in models:
+        va.remove_(model)
+        assert_loaded(model, source)
+
+
+def test_what_was_replaced_must_fit_and_be_whole(tmp_path):
+    model = replaced_network()
+    state = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 5), nn.BatchNorm2d(8)).state_dict()
+    torch.save(state, tmp_path / "file.pth")
+    with pytest.raises(va.CheckpointError, match=r"1 of another shape: 1.weight \(model \(8, 8, 3, 3\), checkpoint"):
+        va.load_checkpoint(model, tmp_path / "file.pth")
+    kept = {key: value.clone() for key, value in model[1].replaced.state_dict().items()}
+    report = va.load_checkpoint(model, tmp_path / "file.pth", strict=False)
+    assert report.replaced == ("1.bias",)
+    assert torch.equal(model[1].replaced.weight, kept["weight"])
+    assert torch.equal(model[1].replaced.bias, state["1.bias"])
+
+    del state["1.weight"]
+    torch.save(state, tmp_path / "part.pth")
+    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 1\.weight"):
+        va.load_checkpoint(model, tmp_path / "part.pth")
+    assert "1.weight" in va.load_checkpoint(model, tmp_path / "part.pth", fresh="1.*").new
+
+    # What was saved with attention in the place of the convolution knows nothing of that.
+    torch.save(replaced_network(seed=2).state_dict(), tmp_path / "with.pth")
+    report = va.load_checkpoint(model, tmp_path / "with.pth")
+    assert (report.new, report.replaced, report.missing) == ((), (), ())
+
+
+def test_what_was_replaced_under_two_names_is_loaded(tmp_path):
+    shared = nn.Conv2d(3, 3, 1)
+    model = nn.Sequential(shared, nn.ReLU(), nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    va.replace_(model, names="0", num_heads=1, example_input=(1, 3, 8, 8))
+    model.append(model[0])
+    torch.save(state | {"3.weight": state["0.weight"], "3.bias": state["0.bias"]}, tmp_path / "file.pth")
+    assert va.load_checkpoint(model, tmp_path / "file.pth").replaced == ("0.weight", "0.bias", "3.weight", "3.bias")
+    assert torch.equal(shared.weight, state["0.weight"])
+
+
+def test_a_block_in_part_is_missing_and_one_that_is_not_there_is_new(tmp_path):
+    model = small_network()
+    va.insert_(model, names=["0", "1"], num_heads=2, example_input=(1, 3, 8, 8))
+    state = model.state_dict()
+    whole = {key: value for key, value in state.items() if not key.startswith("1.inserted.")}
+    torch.save(whole, tmp_path / "one.pth")
+    report = va.load_checkpoint(model, tmp_path / "one.pth")
+    assert set(report.new) == state.keys() - whole.keys()
+
+    torch.save({key: value for key, value in whole.items() if key != "0.inserted.gate"}, tmp_path / "part.pth")
+    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0\.inserted\.gate"):
+        va.load_checkpoint(model, tmp_path / "part.pth")
+    report = va.load_checkpoint(model, tmp_path / "part.pth", strict=False)
+    assert report.missing == ("0.inserted.gate",)
+    assert set(report.new) == state.keys() - whole.keys()
+
+
+def test_tied_weights_are_written_and_read(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    save_weights(model, tmp_path / "tied.safetensors")
+    _, weights = read_weights(tmp_path / "tied.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_part_that_would_fit_is_named_with_its_prefix(wrapper, trained, tmp_path):
+    state = {f"{wrapper}backbone.{key}": value for key, value in trained.state_dict().items()}
+    state |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}scale": torch.zeros(1)}
+    torch.save(state, tmp_path / "file.pth")
+    remedy = f'without "{wrapper}backbone." before them 9 of its names are the model\'s: prefix="{wrapper}backbone."'
+    with pytest.raises(va.CheckpointError) as caught:
+        va.load_checkpoint(small_network(), tmp_path / "file.pth")
+    assert remedy in str(caught.value)
+    model = small_network()
+    va.load_checkpoint(model, tmp_path / "file.pth", prefix=f"{wrapper}backbone.")
+    assert_loaded(model, trained)
+    with pytest.raises(va.CheckpointError, match="another architecture") as caught:
+        va.load_checkpoint(nn.LSTM(1, 1), tmp_path / "file.pth")
+    assert "prefix" not in str(caught.value)

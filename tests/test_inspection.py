@@ -130,7 +130,8 @@ def test_maps_with_nothing_to_mix_are_warned_of():
     two, one = found.warnings
     assert two.startswith("stage 3 (layer3): the map is 2×2, attention has next to nothing to mix")
     assert one.startswith("stage 4 (layer4): the map is 1×1, attention has nothing to mix")
-    assert "a larger input (224×224 makes it about 7×7)" in one
+    assert "a larger input (112×112 makes it about 7×7)" in two
+    assert one.endswith("choose an earlier stage or a larger input")  # 1×1 tells nothing of how much larger
     assert look("resnet20", memory_limit=1000).warnings == ()
 
 
@@ -235,6 +236,29 @@ def test_a_proposal_is_also_flags_of_the_command():
     assert command in str(found)
     assert cli.parser().parse_args(command.split()[1:]).insert == ["2", "-2"]
     assert found.command(window) is None  # the command has no flag for it
+
+
+def test_stages_that_hold_a_block_are_not_proposed_and_it_is_said():
+    model = timm.create_model("resnet20")
+    va.insert_(model, stages=-1)
+    found = inspect_model(model, batch_size=1)
+    assert [site.occupied for site in found.sites] == [False, False, True]
+    assert [proposal.arguments for proposal in found.proposals] == [{"stages": [0, -2]}]
+    assert "layer3 (has a block)" in str(found)
+    assert "Not proposed, for it has a block already: layer3. remove_(model) takes blocks out." in str(found)
+    assert "(has a block)" not in str(look("resnet20"))
+    eval(found.proposals[0].call(), {"va": va, "model": model})
+    full = inspect_model(model, batch_size=1, memory_limit=0.0001)
+    assert full.proposals == full.warnings == ()
+    assert (
+        str(full)
+        .replace("\n", " ")
+        .endswith(
+            "Not proposed, for they have a block already: layer1, layer2 and layer3. remove_(model) takes blocks out."
+        )
+    )
+    none = dataclasses.replace(found, proposals=())
+    assert "No other stage has a map that attention is worth trying on" in str(none)
 
 
 def test_where_nothing_is_worth_trying_that_is_said():

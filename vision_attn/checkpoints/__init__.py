@@ -6,7 +6,7 @@ from vision_attn.checkpoints.load import load_checkpoint
 from vision_attn.checkpoints.read import read_checkpoint
 from vision_attn.checkpoints.report import LoadReport
 from vision_attn.checkpoints.weights import read_weights
-from vision_attn.checkpoints.write import save_weights, unwrap, write_atomically
+from vision_attn.checkpoints.write import save_weights, write_atomically
 
 __all__ = [
     "AdapterReport",
@@ -19,6 +19,5 @@ __all__ = [
     "save_adapter",
     "save_weights",
     "shorten",
-    "unwrap",
     "write_atomically",
 ]

@@ -17,10 +17,11 @@ from vision_attn.checkpoints.adapter_file import Adapter, Placement, read_adapte
 from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.fingerprint import fingerprint
 from vision_attn.checkpoints.load import kind, refuse_meta
-from vision_attn.checkpoints.write import unwrap
+from vision_attn.checkpoints.write import copy_to_write
 from vision_attn.insertion import (
     InsertedBlock,
     InsertionReport,
+    changeable,
     insert_,
     inserted,
     inserted_keys,
@@ -93,7 +94,7 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    model = unwrap(model)
+    model = plain_network(model)
     refuse_meta(model)
     placed = records(model)
     if not placed:
@@ -103,10 +104,7 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
         refuse_unknown_make(record, made[record.site])
     state, of_blocks = model.state_dict(), inserted_keys(model)
     further = matching(also, [key for key in state if key not in of_blocks])
-    # Copies, since safetensors takes no two names of one storage.
-    tensors = {
-        key: state[key].detach().cpu().contiguous().clone() for key in state if key in of_blocks or key in further
-    }
+    tensors = {key: copy_to_write(state[key]) for key in state if key in of_blocks or key in further}
     placements = tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in placed)
     base = fingerprint(network_of(state, without=of_blocks | further))
     write_adapter(path, Adapter(vision_attn.__version__, placements, tuple(sorted(further)), base, tensors))
@@ -131,10 +129,11 @@ def load_adapter(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model has inserted blocks or is on the meta device; or ``block`` is not needed.
+        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in;
+            or ``block`` is not needed.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
     """
-    model = plain_network(model)
+    model = changeable(model)
     refuse_meta(model)
     if inserted(model):
         raise ValueError(

@@ -14,9 +14,8 @@ from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.locate import check_hash, find_file
 from vision_attn.checkpoints.read import content_of
 from vision_attn.checkpoints.report import LoadReport, Shapes, advise
-from vision_attn.checkpoints.weights import Weights, find_weights
-from vision_attn.checkpoints.write import unwrap
-from vision_attn.insertion import inserted_keys
+from vision_attn.checkpoints.weights import Weights, find_weights, fitting_prefix
+from vision_attn.insertion import keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
 
 __all__ = ["kind", "load_checkpoint", "refuse_meta"]
@@ -33,7 +32,8 @@ def load_checkpoint(
 ) -> LoadReport:
     """Load a checkpoint file into a model, before or after blocks are inserted.
 
-    Tables of relative positions that were saved for a map of another size are stretched to the model's.
+    Tables of relative positions that were saved for a map of another size are stretched to the model's. What belongs to
+    a module that :func:`vision_attn.replace_` took out goes into that module, for when it comes back.
 
     Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
     it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like, with or without the
@@ -43,16 +43,16 @@ def load_checkpoint(
     Args:
         model: the network; it changes only if the checkpoint fits.
         path: the file, or a folder as Hugging Face and timm write them.
-        strict: refuse a checkpoint unless nothing but inserted blocks (and ``fresh``) is missing, nothing is left over,
-            and every shape fits. Otherwise load what fits and report the rest.
+        strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``fresh``) is missing, nothing is left
+            over, and every shape fits. Otherwise load what fits and report the rest.
         ema: take the moving average of the weights that the file holds.
         fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
         prefix: where the network is only a part of what was saved, the part: with ``"backbone."`` only keys that begin
             with it are read, without it, and all others are left aside.
 
     Returns:
-        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled`` and ``aside`` keys,
-        and of where in the file the weights were.
+        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
+        ``aside`` keys, and of where in the file the weights were.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -66,9 +66,10 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    model = unwrap(model)
-    own = model.state_dict()
+    model = plain_network(model)
     refuse_meta(model)
+    kept = kept_modules(model)
+    own = own_and_kept(model, kept)
     file = find_file(path)
     if is_adapter(file):
         raise CheckpointError(
@@ -82,10 +83,15 @@ def load_checkpoint(
     resampled = {key: (tuple(value.shape), tuple(found.tensors[key].shape)) for key, value in stretched.items()}
     weights = {**found.tensors, **stretched}
     report = compare(model, found, weights, path=file, fresh=fresh, resampled=resampled, verified=verified)
-    if not report.loaded:
+    if not report.loaded and not report.replaced:
+        part, number = fitting_prefix(weights, own)
+        remedy = (
+            f'; without "{found.prefix}{part}" before them {number} of its names are the model\'s: '
+            f'prefix="{found.prefix}{part}" reads these'
+        )
         raise CheckpointError(
             f"{file}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
-            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}"
+            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}{remedy if part else ''}"
         )
     if strict and (report.missing or report.unexpected or report.mismatched):
         raise CheckpointError(
@@ -93,12 +99,32 @@ def load_checkpoint(
             f"{advise(report, dict(model.named_modules()))}"
         )
     model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
+    for path, module in kept.items():
+        begin = f"{path}."
+        module.load_state_dict(
+            {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
+        )
     return report
 
 
 def refuse_meta(model: nn.Module) -> None:
     if any(isinstance(value, Tensor) and value.is_meta for value in model.state_dict().values()):
         raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
+
+
+def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that were replaced, under every name that they had and will have again."""
+    kept = {id(model.get_submodule(site)): module for site, module in replaced(model).items()}
+    return {
+        path: kept[id(module)] for path, module in model.named_modules(remove_duplicate=False) if id(module) in kept
+    }
+
+
+def own_and_kept(model: nn.Module, kept: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """What a checkpoint can hold for a model: its state dict, and what is in the modules that it keeps besides."""
+    state = model.state_dict()
+    of_kept = {f"{path}.{key}": value for path, module in kept.items() for key, value in module.state_dict().items()}
+    return state | {key: value for key, value in of_kept.items() if key not in state}
 
 
 def compare(
@@ -111,35 +137,41 @@ def compare(
     resampled: Shapes,
     verified: str,
 ) -> LoadReport:
-    own = model.state_dict()
+    state, kept = model.state_dict(), kept_modules(model)
+    own = own_and_kept(model, kept)
     for key, value in weights.items():
         if key in own and kind(value) != kind(own[key]):
             raise CheckpointError(
                 f"{path}: {key} is {kind(value)} and the model's is {kind(own[key])}, nothing was loaded: save it as "
                 "the model's kind"
             )
-    kept = {key for key in own if any(fnmatchcase(key, pattern) for pattern in fresh)}
     for pattern in fresh:
         if not any(fnmatchcase(key, pattern) for key in own):
             raise ValueError(f"fresh: {pattern!r} matches no key of the model; it has {shorten(own)}")
+    asked = {key for key in own if any(fnmatchcase(key, pattern) for pattern in fresh)}
     given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, pattern) for pattern in fresh)}
     # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
     counters = {key for key in own if key.endswith("num_batches_tracked")}
-    by_design = inserted_keys(model) | kept | counters
+    # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
+    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
+    of_kept = [{key for key in own.keys() - state.keys() if key.startswith(f"{path}.")} for path in kept]
+    gone = set[str]().union(*(keys for keys in of_kept if keys.isdisjoint(given)))
     shapes = {
         key: (tuple(own[key].shape), tuple(value.shape))
         for key, value in given.items()
         if key in own and own[key].shape != value.shape
     }
+    fitting = [key for key in given if key in own and key not in shapes]
     return LoadReport(
         path=str(path),
         entry=found.entry,
-        loaded=tuple(key for key in given if key in own and key not in shapes),
-        new=tuple(key for key in own if key not in given and key in by_design and key not in counters),
-        missing=tuple(key for key in own if key not in given and key not in by_design),
+        loaded=tuple(key for key in fitting if key in state),
+        new=tuple(key for key in own if key not in given and key in new),
+        missing=tuple(key for key in own if key not in given and key not in new | counters | gone),
         unexpected=tuple(key for key in given if key not in own),
         mismatched=shapes,
         resampled={key: shapes for key, shapes in resampled.items() if key in given},
+        replaced=tuple(key for key in fitting if key not in state),
         others=found.others,
         prefix=found.prefix,
         aside=found.aside,

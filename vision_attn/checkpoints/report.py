@@ -20,7 +20,7 @@ class LoadReport:
     """What of a checkpoint went into a model, key by key; prints as a summary.
 
     ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
-    purpose; ``missing`` are those it should know.
+    purpose; ``missing`` are those it should know. A block that the checkpoint has in part is one that it should know.
     """
 
     path: str
@@ -34,6 +34,8 @@ class LoadReport:
     mismatched: Shapes
     #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
     resampled: Shapes = field(default_factory=dict)
+    #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
+    replaced: tuple[str, ...] = ()
     #: other parts of the file that hold weights, and were not taken
     others: tuple[str, ...] = ()
     #: what was taken off the names of all weights: ``"backbone."``
@@ -55,6 +57,7 @@ class LoadReport:
         if self.prefix:
             lines.append(f"prefix {self.prefix!r} taken off")
         for title, keys in (
+            ("for modules that are replaced, loaded for when they come back", self.replaced),
             ("left aside", self.aside),
             ("new by design", self.new),
             ("missing in the checkpoint", self.missing),

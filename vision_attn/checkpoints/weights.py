@@ -12,7 +12,7 @@ from torch import Tensor
 from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.read import read_checkpoint
 
-__all__ = ["AVERAGED", "Weights", "find_weights", "read_weights"]
+__all__ = ["AVERAGED", "Weights", "find_weights", "fitting_prefix", "read_weights"]
 
 #: Entries under which training scripts keep a network's weights, and those of its moving average.
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
@@ -136,3 +136,19 @@ def without_shared_prefix(weights: dict[str, Tensor], own: Collection[str]) -> t
         inner = {key.removeprefix(part): value for key, value in inner.items()}
         taken += part
     return taken, inner
+
+
+def fitting_prefix(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, int]:
+    """The first component without which most tensors fit the model's, and how many do.
+
+    >>> import torch
+    >>> one = torch.ones(1)
+    >>> fitting_prefix({"backbone.weight": one, "head.bias": one}, {"weight": one})
+    ('backbone.', 1)
+    """
+    fitting: Counter[str] = Counter()
+    for key, value in weights.items():
+        first, dot, rest = key.partition(".")
+        if dot and rest in own and own[rest].shape == value.shape:
+            fitting[f"{first}."] += 1
+    return fitting.most_common(1)[0] if fitting else ("", 0)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["save_weights", "unwrap", "write_atomically"]
+from vision_attn.insertion import plain_network
+
+__all__ = ["copy_to_write", "save_weights", "write_atomically"]
 
 
 def save_weights(model: nn.Module, path: str | Path) -> None:
@@ -21,8 +24,13 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    tensors = {key: value.detach().cpu().contiguous() for key, value in unwrap(model).state_dict().items()}
+    tensors = {key: copy_to_write(value) for key, value in plain_network(model).state_dict().items()}
     write_atomically(path, save(tensors))
+
+
+def copy_to_write(tensor: Tensor) -> Tensor:
+    """A tensor in a storage of its own, since safetensors takes no two names of one storage."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -40,14 +48,3 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The network inside torch.compile's and the parallel wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner

@@ -79,7 +79,7 @@ def propose(
     """What is worth trying first: late stages, on maps between 7×7 and 32×32, and windows on a larger one.
 
     Args:
-        sites: the stages of a network.
+        sites: the stages of a network; those that hold a block are left out.
         whole: what the network has and does.
         cost: of a block with so many heads and such options at a site.
         num_heads: heads, where they divide the channels.
@@ -95,7 +95,7 @@ def propose(
         together = Share(sum(one.parameters for one in costs), sum(one.multiply_adds for one in costs))
         return Proposal(tuple(chosen), arguments, why, together, sum(one.saved["sdpa"] for one in costs))
 
-    learning = [site for site in sites if site.learns]
+    learning = [site for site in sites if site.learns and not site.occupied]
     late = [site for site in learning if min(sides(site)) >= SHORTEST and max(sides(site)) <= LONGEST][-2:]
     small = [site for site in learning if min(sides(site)) > 2 and max(sides(site)) <= LONGEST][-1:]
     large = [site for site in learning if max(sides(site)) > LONGEST][-1:]
@@ -146,13 +146,13 @@ def size_warnings(sites: Sequence[Site], image: tuple[int, int]) -> list[str]:
     lines = []
     for site in sites:
         if max(sides(site)) <= 2:
-            larger = "×".join(
-                str(-(-SHORTEST * pixels // side)) for pixels, side in zip(image, sides(site), strict=True)
-            )
+            larger = "×".join(str(-(-SHORTEST * pixels // 2)) for pixels in image)
+            # An image of any size up to the network's reduction makes one position: that tells no size to take.
+            size = f" ({larger} makes it about {SHORTEST}×{SHORTEST})" if min(sides(site)) == 2 else ""
             little = "nothing" if site.tokens == 1 else "next to nothing"
             lines.append(
                 f"{name_of(site)}: the map is {site.size}, attention has {little} to mix: choose an earlier stage or "
-                f"a larger input ({larger} makes it about {SHORTEST}×{SHORTEST})"
+                f"a larger input{size}"
             )
     return lines
 

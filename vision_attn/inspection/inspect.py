@@ -162,9 +162,10 @@ def stages_as_sites(
     options: dict[str, Any],
 ) -> list[Site]:
     """Every stage, with what a block after it would cost."""
-    sites = []
+    sites, taken = [], inserted(run.model)
     for index, path in enumerate(paths):
-        _, tensor, layout = run.the_map(last_of_sequential(run.model, path))
+        host = last_of_sequential(run.model, path)
+        _, tensor, layout = run.the_map(host)
         _, channels, height, width = layout.map_shape(tensor.shape)
         sites.append(
             Site(
@@ -178,6 +179,7 @@ def stages_as_sites(
                     (batch_size, channels, height, width), heads_for(channels, num_heads), dtype, options
                 ),
                 learns=any(True for _ in run.model.get_submodule(path).parameters()),
+                occupied=host in taken,
             )
         )
     return sites

@@ -6,11 +6,10 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vision_attn.insertion import quiet_eval
+from vision_attn.insertion import example_images, quiet_eval
 
 __all__ = ["TORCHVISION", "Share", "Work", "example_for", "measure", "network_of"]
 
@@ -51,23 +50,18 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Ten
 
     Args:
         model: the network.
-        input_size: side of the image, or its height and width, in pixels; None: what timm's ``pretrained_cfg`` says,
-            else 224.
+        input_size: side of the image, or its height and width, in pixels; None: the model's own.
 
     Raises:
         ValueError: ``input_size`` is neither.
     """
-    config = getattr(model, "pretrained_cfg", None) or {}
-    channels, height, width = config.get("input_size", (3, 224, 224))
-    # timm's configuration is of the published weights, and does not know of other channels.
-    channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), channels)
-    if input_size is not None:
-        size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-        if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
-            raise ValueError(f"input_size must be a side or a height and a width, in pixels; got {input_size!r}")
-        height, width = size
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.zeros(1, channels, height, width, device=weight.device, dtype=weight.dtype)
+    own = example_images(model, None)
+    if input_size is None:
+        return own
+    size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
+        raise ValueError(f"input_size must be a side or a height and a width, in pixels; got {input_size!r}")
+    return own.new_zeros(1, own.shape[1], *size)
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,13 @@ class Inspection:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each map that is too small, and for what does not fit into memory."""
+        """A line for each map where a block can go that is too small, and for what does not fit into memory."""
         height, width = self.input_shape[2:]
-        lines = size_warnings(self.sites, (height, width))
+        free = [site for site in self.sites if not site.occupied]
+        lines = size_warnings(free, (height, width))
         if self.memory_limit is not None:
             chosen = self.inserted is not None
-            lines += memory_warnings(self.sites, self.batch_size, self.memory_limit, together=chosen)
+            lines += memory_warnings(free, self.batch_size, self.memory_limit, together=chosen)
         return tuple(lines)
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class Inspection:
         parts.append(f"{paragraph(title)}\n{cost_table(self)}")
         parts.append("\n".join(paragraph(f"warning: {line}", "  ") for line in self.warnings))
         if self.inserted is None:
-            parts.append(advice(self))
+            parts += [occupied(self), advice(self)]
         return "\n\n".join(filter(None, parts))
 
     def command(self, proposal: Proposal) -> str | None:
@@ -106,7 +107,7 @@ def stage_table(found: Inspection) -> str:
     rows = [
         (
             f"{site.stage}",
-            site.path,
+            f"{site.path} (has a block)" if site.occupied else site.path,
             f"{site.channels}",
             site.size,
             f"{site.tokens:,}",
@@ -144,10 +145,24 @@ def cost_cells(sites: Sequence[Site], whole: Share) -> tuple[str, ...]:
     )
 
 
+def occupied(found: Inspection) -> str:
+    """Which stages a block cannot be inserted at."""
+    paths = [site.path for site in found.sites if site.occupied]
+    have = "it has" if len(paths) == 1 else "they have"
+    return (
+        paragraph(f"Not proposed, for {have} a block already: {listed(paths)}. remove_(model) takes blocks out.")
+        if paths
+        else ""
+    )
+
+
 def advice(found: Inspection) -> str:
     """Where to begin."""
+    if all(site.occupied for site in found.sites):
+        return ""
     if not found.proposals:
-        return paragraph("No stage has a map that attention is worth trying on: see the warnings, or a larger input.")
+        which = "No other stage" if any(site.occupied for site in found.sites) else "No stage"
+        return paragraph(f"{which} has a map that attention is worth trying on: see the warnings, or a larger input.")
     lines = ["Worth trying:"]
     for number, proposal in enumerate(found.proposals, 1):
         names = listed([f"{site.path} ({site.size})" for site in proposal.sites])

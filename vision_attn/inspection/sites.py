@@ -44,6 +44,8 @@ class Site:
     cost: Cost
     #: whether the module has parameters: the activation that ends a stem has none
     learns: bool = True
+    #: whether a block is inserted there already, so that no other can be
+    occupied: bool = False
 
     @property
     def tokens(self) -> int:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import get_arch_pretrained_cfgs
 from torch import nn
 
-from vision_attn.checkpoints import save_weights, write_atomically
+from vision_attn.checkpoints import save_weights, shorten, write_atomically
+from vision_attn.insertion import inserted, plain_network
 
 __all__ = ["config_of", "create_model", "save_model"]
 
@@ -75,11 +77,13 @@ def save_model(
         The folder.
 
     Raises:
-        ValueError: timm knows no such architecture.
+        ValueError: timm knows no such architecture, or makes another network by it.
         OSError: the folder cannot be written.
     """
     if not timm.is_model(architecture):
         raise ValueError(f"architecture must be a name that timm knows; got {architecture!r}")
+    model = plain_network(model)
+    refuse_another(model, architecture, model_args or {})
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kept = ("input_size", "mean", "std", "num_classes", "first_conv", "classifier", "interpolation", "crop_pct")
@@ -94,3 +98,31 @@ def save_model(
     save_weights(model, folder / "model.safetensors")
     write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     return folder
+
+
+def refuse_another(model: nn.Module, architecture: str, model_args: Mapping[str, Any]) -> None:
+    differing = differences(model, architecture, model_args)
+    if not differing:
+        return
+    attention = f"{architecture}_attention"
+    if not inserted(model):
+        remedy = "give the architecture that it is, and in model_args what it was made with"
+    elif timm.is_model(attention) and not differences(model, attention, model_args):
+        remedy = f"blocks are inserted in it: save_model(…, architecture={attention!r})"
+    else:
+        remedy = "blocks are inserted in it: save_adapter(model, path) writes its blocks, without the network"
+    raise ValueError(f"architecture: {architecture!r} makes another network: {shorten(differing)}; {remedy}")
+
+
+def differences(model: nn.Module, architecture: str, model_args: Mapping[str, Any]) -> list[str]:
+    """Names and shapes of a model that are not those of the network that timm makes."""
+    with torch.device("meta"):
+        other = timm.create_model(architecture, **{"num_classes": model.num_classes, **model_args})
+    ours, theirs = (
+        {key: tuple(value.shape) for key, value in network.state_dict().items()} for network in (model, other)
+    )
+    return [
+        f"{key} {ours[key]}, made {theirs[key]}" if key in ours and key in theirs else key
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key)
+    ]

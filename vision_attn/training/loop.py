@@ -17,8 +17,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from tqdm import tqdm
 
-from vision_attn.checkpoints import CheckpointError, read_checkpoint, save_adapter, unwrap
-from vision_attn.insertion import parameter_groups
+from vision_attn.checkpoints import CheckpointError, read_checkpoint, save_adapter
+from vision_attn.insertion import parameter_groups, plain_network
 from vision_attn.training.data import ImageSet, augment, draw_augmentation
 from vision_attn.training.errors import TrainingError
 from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
@@ -298,4 +298,4 @@ def scaled_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A state dict on the CPU, of plain names."""
-    return {key: value.detach().cpu().clone() for key, value in unwrap(model).state_dict().items()}
+    return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}
