@@ -231,10 +231,10 @@ def summary(rows: list[Row]) -> str:
     for library in ("timm", "torchvision"):
         own = [row for row in rows if row.library == library]
         reached = [row for row in own if row.reached]
-        kinds = ", ".join(f"{sum(kind in row.layout for row in reached)} {kind}" for kind in ("b c h w", "b h w c"))
+        maps = sum("w) c" not in row.layout for row in reached)
         lines.append(
-            f"{library}: {len(reached)} of {len(own)} families take attention at every stage ({kinds}, the others as "
-            f"tokens); {sum(row.sites < row.stages or not row.stages for row in own)} refuse a site by name."
+            f"{library}: {len(reached)} of {len(own)} families take attention at every stage, {maps} on maps and "
+            f"{len(reached) - maps} on tokens; of the others, {len(own) - len(reached)}, each row says why not."
         )
     return "\n".join(lines)
 

@@ -52,16 +52,22 @@ def misaligned(
 def shows(changes: Tensor) -> bool:
     """Whether what changes for each place ``(places, h, w)`` does so there.
 
-    A cell is judged by how much of its change is due to one place: some change more than others with anything.
+    A cell is judged by its change, or by how much of its change is due to one place: deep in a network some cells
+    change more than others with anything.
     """
-    height, width = changes.shape[1:]
     share = changes / (changes.mean(0) + 1e-3 * changes.max() + torch.finfo(changes.dtype).tiny)
-    hits = 0
-    for (y, x), map in zip(PLACES, share, strict=True):
-        row, column = divmod(int(map.argmax()), width)
+    return max(hits(changes), hits(share)) >= 3
+
+
+def hits(changes: Tensor) -> int:
+    """For how many places the cell that changes most is where the place is."""
+    height, width = changes.shape[1:]
+    count = 0
+    for (y, x), change in zip(PLACES, changes, strict=True):
+        row, column = divmod(int(change.argmax()), width)
         near = abs(row + 0.5 - y * height) <= reach(height) and abs(column + 0.5 - x * width) <= reach(width)
-        hits += near and bool(map.any())
-    return hits >= 3
+        count += near and bool(change.any())
+    return count
 
 
 def reach(side: int) -> float:
