@@ -155,13 +155,7 @@ class DryRun:
             SiteError: as :meth:`the_map`, or a tensor has the shape of a map and is none.
         """
         found = {name: self.the_map(name, at) for name in names}
-        # Of tokens, and where there is no other size of image to compare with, a shape says little.
-        doubtful = {
-            name: (element, layout)
-            for name, (element, _, layout) in found.items()
-            if layout.grid is not None or self.wider is None
-        }
-        for name in misaligned(self.model, doubtful, self.example, at):
+        for name in self.misplaced(found, at):
             _, tensor, layout = found[name]
             height, width = layout.map_shape(tensor.shape)[2:]
             raise SiteError(
@@ -170,6 +164,16 @@ class DryRun:
                 "module"
             )
         return found
+
+    def misplaced(self, found: Mapping[str, tuple[Element, FeatureMap, Layout]], at: str = "after") -> set[str]:
+        """The modules among these whose tensor has the shape of a map and is none of the image."""
+        # Of tokens, and where there is no other size of image to compare with, a shape says little.
+        doubtful = {
+            name: (element, layout)
+            for name, (element, _, layout) in found.items()
+            if layout.grid is not None or self.wider is None
+        }
+        return misaligned(self.model, doubtful, self.example, at)
 
     def meant(
         self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]

@@ -47,7 +47,24 @@ def gives_channels(run: DryRun, name: str, channels: int) -> bool:
 
 
 def stages_seen(run: DryRun) -> list[str]:
-    """For each size of map the last module to give it outside of the next reduction, while maps become smaller."""
+    """The last module to give a map of each size, once what only has the shape of a map is left out."""
+    others: set[tuple[int, ...]] = set()
+    while True:
+        stages = last_of_each_size(run, others)
+        found = {host: run.the_map(host) for host in (last_of_sequential(run.model, stage) for stage in stages)}
+        wrong = {found[host][1].shape for host in run.misplaced(found)}
+        if not wrong:
+            return stages
+        others |= wrong
+
+
+def last_of_each_size(run: DryRun, others: set[tuple[int, ...]]) -> list[str]:
+    """For each size of map the last module to give it outside of the next reduction, while maps become smaller.
+
+    Args:
+        run: the dry run.
+        others: shapes of tensors that are no maps.
+    """
     last: dict[tuple[int, int], tuple[int, str]] = {}
     for name, calls in run.calls.items():
         maps = run.maps(name)
@@ -55,8 +72,8 @@ def stages_seen(run: DryRun) -> list[str]:
             continue
         ((tensor, layout),) = maps.values()
         height, width = layout.map_shape(tensor.shape)[2:]
-        if height * width == 1:
-            continue  # a pooled vector, of the head or of squeeze and excitation
+        if height * width == 1 or tensor.shape in others:
+            continue  # one cell is a pooled vector, of the head or of squeeze and excitation
         if not any(halves(run, around, height) for around in modules_around(name)):
             last[height, width] = max(last.get((height, width), (-1, "")), (calls[0].order, name))
     stages: list[tuple[int, str]] = []
