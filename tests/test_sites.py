@@ -623,9 +623,10 @@ def test_autocast_around_the_insertion_does_not_change_the_blocks_type():
 
 def test_a_warning_that_is_an_error_leaves_the_model_alone():
     model = torchvision.models.resnet18()
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r"the map at 'layer4.1' is 1×1"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        va.insert_(model, names="layer4", example_input=(1, 3, 32, 32))
+        with pytest.raises(UserWarning, match=r"the map at 'layer4.1' is 1×1"):
+            va.insert_(model, names="layer4", example_input=(1, 3, 32, 32))
     assert va.inserted(model) == {}
 
 
