@@ -111,8 +111,10 @@ def make(library: str, name: str) -> nn.Module:
 def families() -> Iterator[tuple[str, str, list[str]]]:
     """Library, family and the names of its models."""
     for module in list_modules():
-        # timm's own tests have still smaller ones, which nobody uses.
-        yield "timm", module, [name for name in list_models(module=module) if not name.startswith("test_")]
+        # timm's own tests have still smaller ones, which nobody uses; and others register theirs, as this library does.
+        names = [name for name in list_models(module=module) if not name.startswith("test_")]
+        if timm.model_entrypoint(names[0]).__module__.startswith("timm."):
+            yield "timm", module, names
     by_module: dict[str, list[str]] = {}
     for name in torchvision.models.list_models(module=torchvision.models):
         builder = torchvision.models.get_model_builder(name)

@@ -29,6 +29,14 @@ def test_a_row_is_what_is_measured(family):
     assert row.cells()[RESULTS] == row_of("timm", family)[RESULTS]
 
 
+def test_the_families_are_those_of_the_libraries_whatever_else_is_registered():
+    import vision_attn.models  # noqa: F401
+
+    assert sorted((library, module) for library, module, _ in reach.families()) == sorted(
+        tuple(row[:2]) for row in BODY
+    )
+
+
 def test_the_summary_is_that_of_the_rows():
     for library in ("timm", "torchvision"):
         own = [row for row in BODY if row[0] == library]
