@@ -18,6 +18,7 @@ Importing this package is light: einx, timm, matplotlib and accelerate are loade
 
 import importlib
 
+from vision_attn import convert
 from vision_attn.attend import IMPLS, register_impl
 from vision_attn.blocks import (
     Attention1d,
@@ -90,6 +91,7 @@ __all__ = [
     "TransformerBlock2d",
     "Window",
     "capture",
+    "convert",
     "figures",
     "freeze_backbone_",
     "freeze_gates_",

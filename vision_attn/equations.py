@@ -59,7 +59,9 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
 
     Args:
         rank: number of axes of the queries, heads and width among them.
-        attention_axes: axes along which is attended, at least one, none of them batch, heads or width.
+        attention_axes: axes along which is attended, at least one, none of them batch, heads or width; negative ones
+            count from the width, whereas those of a layer of Keras, and of :func:`attention_pattern`, count on the
+            input, which has one axis less.
 
     Returns:
         Both equations, and the rank of the weights.

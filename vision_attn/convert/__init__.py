@@ -1,0 +1,34 @@
+"""Other libraries' attention as blocks of ours, with its weights: ``from_<library>_<layer>``.
+
+A converter gives a block with copies of the layer's weights, in its type, on its device, in its mode, trained where it
+is trained. It refuses by name what the block does not do, and proves itself on random weights before it returns.
+"""
+
+from vision_attn.convert.keras_layers import from_keras_gqa, from_keras_mha
+from vision_attn.convert.linear_layers import from_linear_projections
+from vision_attn.convert.proof import ConversionError
+from vision_attn.convert.timm_layers import (
+    from_timm_attention,
+    from_timm_attention2d,
+    from_timm_bottleneck_attn,
+    from_timm_multi_query_attention2d,
+)
+from vision_attn.convert.timm_maxxvit import from_timm_maxxvit_attention
+from vision_attn.convert.torch_layers import from_torch_encoder_layer, from_torch_mha
+from vision_attn.convert.torchvision_layers import from_torchvision_maxvit, from_torchvision_swin
+
+__all__ = [
+    "ConversionError",
+    "from_keras_gqa",
+    "from_keras_mha",
+    "from_linear_projections",
+    "from_timm_attention",
+    "from_timm_attention2d",
+    "from_timm_bottleneck_attn",
+    "from_timm_maxxvit_attention",
+    "from_timm_multi_query_attention2d",
+    "from_torch_encoder_layer",
+    "from_torch_mha",
+    "from_torchvision_maxvit",
+    "from_torchvision_swin",
+]

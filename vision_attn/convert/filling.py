@@ -1,0 +1,85 @@
+"""Blocks that are made without memory and given their parameters, so that nothing is initialised first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.blocks import Attention, Attention1d, Attention2d, Attention3d
+from vision_attn.convert.rows import Rows
+
+__all__ = ["attention", "check_rank", "convolution", "filled"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+#: By the number of axes of a map.
+BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
+
+
+def check_rank(rank: int) -> None:
+    """Refuse a number of axes that no map has.
+
+    Args:
+        rank: the number.
+
+    Raises:
+        ValueError: it is not 1, 2 or 3.
+    """
+    if isinstance(rank, bool) or rank not in BLOCKS:
+        raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
+
+
+def attention(
+    rank: int,
+    projections: Mapping[str, Rows],
+    tables: Mapping[str, Tensor] | None = None,
+    *,
+    training: bool,
+    **options: Any,
+) -> Attention:
+    """The block for maps with this number of axes, with copies of these projections and tables.
+
+    Args:
+        rank: axes of the maps, 1, 2 or 3.
+        projections: by name, as ``qkv`` and ``proj``.
+        tables: further parameters by name, as ``position.height_rel``.
+        training: whether the block is in training mode.
+        **options: the arguments of the block.
+    """
+    block = BLOCKS[rank](**options, device="meta")
+    tensors = dict(tables or {})
+    for name, rows in projections.items():
+        tensors.update(convolution(name, rows, rank))
+    return filled(block, tensors, training=training)
+
+
+def convolution(name: str, rows: Rows, rank: int = 2) -> dict[str, Tensor]:
+    """The parameters of a 1×1 convolution by name, ``(rows, c, 1, 1)`` and ``(rows,)``.
+
+    Args:
+        name: of the convolution.
+        rows: what it computes.
+        rank: axes of its maps.
+    """
+    tensors = {f"{name}.weight": rows.weight[(..., *(None,) * rank)]}
+    return tensors if rows.bias is None else {**tensors, f"{name}.bias": rows.bias}
+
+
+def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
+    """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are.
+
+    Args:
+        block: the block, without memory.
+        tensors: one for each parameter, by name.
+        training: whether the block is in training mode.
+    """
+    copies = {
+        name: nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format)) for name, x in tensors.items()
+    }
+    block.load_state_dict(copies, assign=True)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(tensors[name].requires_grad)
+    return block.train(training)

@@ -1,0 +1,290 @@
+"""timm's attention: of ViT on tokens, of MobileNetV4 and BoTNet on maps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from vision_attn.blocks import Attention
+from vision_attn.convert.filling import attention, check_rank
+from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
+from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_pointwise
+from vision_attn.convert.rows import Rows, heads_first, identity_rows, rows_of, side_by_side
+from vision_attn.position import RelPosDecomposed
+
+__all__ = [
+    "from_timm_attention",
+    "from_timm_attention2d",
+    "from_timm_bottleneck_attn",
+    "from_timm_multi_query_attention2d",
+]
+
+
+# --- of ViT -----------------------------------------------------------------------------------------------------------
+
+
+def from_timm_attention(module: nn.Module, *, rank: int = 2) -> Attention:
+    """The block that does with the positions of a map what ``timm.layers.Attention``, of ViT, does with tokens.
+
+    ``qk_norm`` by layer norm is carried over with its ``eps``, which is the block's then, though not of its state dict;
+    ``gated`` becomes the output gate, with a bias of zeros that is not trained where timm's has none.
+
+    Args:
+        module: the layer.
+        rank: axes of the maps that the block is for: 1, 2 or 3.
+
+    Returns:
+        :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or does what the block does not, as with ``scale_norm`` or RMS norms.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/attention.py
+
+    >>> import torch
+    >>> from timm.layers import Attention as TimmAttention
+    >>> from_timm_attention(TimmAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+    check_kind(
+        "module",
+        module,
+        "timm.layers.Attention",
+        "timm.layers.attention.Attention",
+        "timm.models.vision_transformer.Attention",
+    )
+    check_rank(rank)
+    check_vit(module)
+    return proven(module, partial(vit, rank=rank), run_tokens, shape=(channels_of(module), *SIZES[rank]))
+
+
+def check_vit(module: Any) -> None:
+    check_parameters(module)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(module, name)
+        whole = isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+        remedy = "the block normalises queries and keys by layer norm, with weight and bias, or not"
+        check_carried(module, name, norm, whole or isinstance(norm, nn.Identity), remedy)
+    norm = getattr(module, "norm", None)
+    plain = norm is None or isinstance(norm, nn.Identity)
+    check_carried(
+        module, "norm", norm, plain, "the block has no norm before its output: make the layer without scale_norm"
+    )
+
+
+def vit(module: Any, rank: int) -> Attention:
+    normed = isinstance(module.q_norm, nn.LayerNorm)
+    tables = {
+        f"{name}.{key}": p for name in ("q_norm", "k_norm") for key, p in getattr(module, name).named_parameters()
+    }
+    gate = getattr(module, "gate", None)
+    projections = {} if gate is None else {"gate": with_bias(rows_of(gate))}
+    block = plain(module, module.head_dim, projections, tables, rank=rank, qk_norm=normed, output_gate=gate is not None)
+    for ours, theirs in ((block.q_norm, module.q_norm), (block.k_norm, module.k_norm)):
+        if ours is not None:
+            ours.eps = theirs.eps
+    return block
+
+
+def with_bias(rows: Rows) -> Rows:
+    return Rows(rows.weight, rows.weight.new_zeros(len(rows.weight)) if rows.bias is None else rows.bias)
+
+
+def run_tokens(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    return from_tokens(module(to_tokens(x)), x.shape[2:])
+
+
+# --- of maps ----------------------------------------------------------------------------------------------------------
+
+
+def from_timm_attention2d(module: nn.Module) -> Attention:
+    """The block that computes what ``timm.layers.attention2d.Attention2d`` does, whichever order its rows are in.
+
+    timm's mask is added to the logits: here that is a float mask, and a bool one says where to look.
+
+    Args:
+        module: the layer.
+
+    Returns:
+        The :class:`Attention2d`, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/attention2d.py
+
+    >>> import torch
+    >>> from timm.layers.attention2d import Attention2d as TimmAttention2d
+    >>> from_timm_attention2d(TimmAttention2d(64, num_heads=4, head_first=True))(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+    check_kind("module", module, "timm.layers.attention2d.Attention2d")
+    check_parameters(module)
+    return proven(module, attention2d, run_map, shape=(channels_of(module), *SIZES[2]))
+
+
+def attention2d(module: Any) -> Attention:
+    return plain(module, module.dim_head, head_first=module.head_first)
+
+
+def run_map(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    return module(x)
+
+
+def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
+    """The block that computes what ``timm.layers.attention2d.MultiQueryAttention2d`` does, without its strides.
+
+    Args:
+        module: the layer, with strides of 1.
+
+    Returns:
+        The :class:`Attention2d` with one head of keys and values, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or has strides, which are depthwise convolutions and norms of its own.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/attention2d.py
+
+    >>> import torch
+    >>> from timm.layers.attention2d import MultiQueryAttention2d
+    >>> from_timm_multi_query_attention2d(MultiQueryAttention2d(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+    check_kind("module", module, "timm.layers.attention2d.MultiQueryAttention2d")
+    check_multi_query(module)
+    return proven(module, multi_query, run_map, shape=multi_query_shape(module))
+
+
+def check_multi_query(module: Any) -> None:
+    check_parameters(module)
+    strides = tuple(module.query_strides)
+    remedy = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
+    check_carried(module, "query_strides", strides, strides == (1, 1), remedy)
+    check_carried(module, "kv_stride", module.kv_stride, module.kv_stride == 1, remedy)
+    for name in ("query", "key", "value", "output"):
+        check_pointwise(f"{name}.proj", getattr(module, name).proj)
+
+
+def multi_query_shape(module: Any) -> tuple[int, ...]:
+    return module.query.proj.weight.shape[1], *SIZES[2]
+
+
+def multi_query(module: Any) -> Attention:
+    q, k, v, out = (rows_of(getattr(module, name).proj) for name in ("query", "key", "value", "output"))
+    return attention(
+        2,
+        {"qkv": side_by_side(query=q, key=k, value=v), "proj": out},
+        training=module.training,
+        channels=q.weight.shape[1],
+        num_heads=module.num_heads,
+        num_kv_heads=1,
+        key_dim=module.key_dim,
+        value_dim=module.value_dim,
+        out_channels=len(out.weight),
+        qkv_bias=q.bias is not None,
+        proj_bias=out.bias is not None,
+        attn_drop=module.attn_drop.p,
+        proj_drop=module.output.drop.p,
+    )
+
+
+def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
+    """The block that computes what ``timm.layers.bottleneck_attn.BottleneckAttn``, of BoTNet, does.
+
+    Its tables become those of :class:`RelPosDecomposed`. It has no output projection: the block's is the identity and
+    is not trained.
+
+    Args:
+        module: the layer, with a stride of 1.
+
+    Returns:
+        The :class:`Attention2d`, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or has a stride of 2.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/bottleneck_attn.py
+
+    >>> import torch
+    >>> from timm.layers.bottleneck_attn import BottleneckAttn
+    >>> from_timm_bottleneck_attn(BottleneckAttn(64, feat_size=(14, 10)))(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+    check_kind("module", module, "timm.layers.bottleneck_attn.BottleneckAttn")
+    check_bottleneck(module)
+    return proven(module, bottleneck, run_map, shape=bottleneck_shape(module))
+
+
+def check_bottleneck(module: Any) -> None:
+    check_parameters(module)
+    remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
+    check_carried(module, "pool", module.pool, isinstance(module.pool, nn.Identity), remedy)
+
+
+def bottleneck_shape(module: Any) -> tuple[int, ...]:
+    return channels_of(module), module.pos_embed.height, module.pos_embed.width
+
+
+def bottleneck(module: Any) -> Attention:
+    qkv, tables = rows_of(module.qkv), module.pos_embed
+    factor = module.scale if module.scale_pos_embed else 1.0
+    return attention(
+        2,
+        {"qkv": qkv, "proj": identity_rows(module.dim_out_v, qkv.weight)},
+        {f"position.{name}": factor * getattr(tables, name) for name in ("height_rel", "width_rel")},
+        training=module.training,
+        channels=qkv.weight.shape[1],
+        num_heads=module.num_heads,
+        key_dim=module.dim_head_qk,
+        value_dim=module.dim_head_v,
+        out_channels=module.dim_out_v,
+        position=RelPosDecomposed(feat_size=(tables.height, tables.width)),
+        scale=module.scale,
+        qkv_bias=qkv.bias is not None,
+        proj_bias=False,
+    )
+
+
+# --- what most of them share ------------------------------------------------------------------------------------------
+
+
+def channels_of(module: Any) -> int:
+    return module.qkv.weight.shape[1]
+
+
+def plain(
+    module: Any,
+    width: int,
+    projections: dict[str, Rows] | None = None,
+    tables: dict[str, Tensor] | None = None,
+    *,
+    rank: int = 2,
+    head_first: bool = False,
+    **options: Any,
+) -> Attention:
+    """A block of ``qkv``, ``proj`` and their dropouts, with heads of this width."""
+    qkv, out = rows_of(module.qkv), rows_of(module.proj)
+    if head_first:
+        qkv = heads_first(qkv, module.num_heads)
+    return attention(
+        rank,
+        {**(projections or {}), "qkv": qkv, "proj": out},
+        tables,
+        training=module.training,
+        channels=channels_of(module),
+        num_heads=module.num_heads,
+        key_dim=width,
+        value_dim=width,
+        out_channels=len(out.weight),
+        qkv_bias=qkv.bias is not None,
+        proj_bias=out.bias is not None,
+        attn_drop=module.attn_drop.p,
+        proj_drop=module.proj_drop.p,
+        **options,
+    )
