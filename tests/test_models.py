@@ -80,6 +80,13 @@ def test_timms_ways_of_using_a_model_work(name, widths):
     assert len(groups) > 5
 
 
+@pytest.mark.parametrize("name", ["digit_pairs", "digit_pairs_attention"])
+def test_the_maps_of_the_digit_networks_are_those_of_their_four_stages(name):
+    features = timm.create_model(name, features_only=True)
+    shapes = [tuple(f.shape[1:]) for f in features(torch.randn(2, 1, 8, 44))]
+    assert shapes == [(16, 8, 44), (32, 4, 22), (32, 2, 11), (32, 2, 11)]
+
+
 @pytest.mark.parametrize("name", ["resnet20", "wrn16_4", "resnet20_attention"])
 def test_gradient_checkpointing_changes_nothing(name):
     torch.manual_seed(0)

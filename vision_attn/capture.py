@@ -16,7 +16,12 @@ __all__ = ["AttentionMap", "capture"]
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """Where the queries of one attention module looked, in its last forward pass."""
+    """Where the queries of one attention module looked, in its last forward pass.
+
+    >>> seen = AttentionMap(torch.full((1, 8, 1, 3, 4), 1 / 12), cells=((2, 0),), image_size=(48, 64))
+    >>> seen.weights.shape
+    torch.Size([1, 8, 1, 3, 4])
+    """
 
     #: ``(b, heads, queries, h, w)``: for each query the weights over the map, which sum to one
     weights: Tensor
@@ -33,9 +38,8 @@ def capture(
     """Record the attention maps of every forward pass inside a ``with`` block.
 
     The network computes what it always does; the weights of the chosen queries are computed beside it from the same
-    input, so that a fused kernel can be looked into as well. Of full attention only the chosen
-    queries take memory, ``heads · queries · tokens`` a module and image; of another
-    pattern all groups are looked at first.
+    input, so that a fused kernel can be looked into as well. Of full attention only the chosen queries take memory,
+    ``heads · queries · tokens`` a module and image; of another pattern all groups are looked at first.
 
     Args:
         model: a network with :class:`vision_attn.Attention2d` modules in it.

@@ -28,7 +28,20 @@ EXTRAS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted."""
+    """Run one command of ``vision-attn``; errors are said on standard error.
+
+    Args:
+        arguments: those of the command line; this process's own when None.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted.
+
+    Raises:
+        SystemExit: there is no such command or flag, with code 2; after ``--help`` and ``--version``, with code 0.
+
+    >>> main(["inspect", "resnet-that-is-none"])
+    2
+    """
     options = parser().parse_args(arguments)
     try:
         options.command(options)

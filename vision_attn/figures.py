@@ -30,9 +30,18 @@ def attention_figure(
         titles: a line above each image.
         width: of the figure, in inches.
 
+    Returns:
+        The figure, for :func:`save_figure`.
+
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there are not as many maps, or titles, as images.
+
+    >>> import torch
+    >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
+    >>> figure = attention_figure(torch.rand(2, 3, 28, 28), seen)
+    >>> len(figure.axes)  # two for each image, and the scale
+    5
     """
     try:
         from matplotlib.figure import Figure
@@ -85,9 +94,20 @@ def square(corner: tuple[float, float], cell: tuple[float, float]) -> object:
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write a figure as PNG, whole or not at all.
 
+    Args:
+        figure: what to write.
+        path: the file, ``.png``.
+
     Raises:
         ValueError: the path has another ending.
         OSError: the file cannot be written.
+
+    >>> import tempfile
+    >>> from matplotlib.figure import Figure
+    >>> path = Path(tempfile.mkdtemp()) / "empty.png"
+    >>> save_figure(Figure(), path)
+    >>> path.read_bytes()[1:4]
+    b'PNG'
     """
     path = Path(path)
     if path.suffix != ".png":

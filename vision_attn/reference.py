@@ -30,9 +30,15 @@ __all__ = [
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the last axis; a row of nothing but ``-inf`` gives zeros.
+    """The softmax over the last axis; a row of nothing but ``-inf`` gives zeros.
 
     ``softmax(l)_j = exp(l_j - max l) / sum_j' exp(l_j' - max l)``
+
+    Args:
+        logits: ``(…, j)``.
+
+    Returns:
+        The weights, ``(…, j)``.
 
     >>> softmax(np.zeros((3, 4))).shape
     (3, 4)
@@ -69,15 +75,22 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: n
 
 
 class Relation(NamedTuple):
-    """Along one axis of the map."""
+    """Along one axis of the map.
 
-    allowed: np.ndarray  # (query, key): whether they see each other
-    offset: np.ndarray  # (query, key): key less query, in steps of the pattern
-    extent: int  # how many places a group has
+    >>> along(3).offset.shape
+    (3, 3)
+    """
+
+    allowed: np.ndarray  #: ``(query, key)``: whether they see each other
+    offset: np.ndarray  #: ``(query, key)``: key less query, in steps of the pattern
+    extent: int  #: how many places a group has
 
 
 def along(length: int) -> Relation:
-    """Every place sees every place of the axis.
+    """The relation in which every place sees every place of the axis.
+
+    Args:
+        length: of the axis, in positions.
 
     >>> along(3).offset[0].tolist()
     [0, 1, 2]
@@ -87,7 +100,11 @@ def along(length: int) -> Relation:
 
 
 def alike(length: int, every: int | None = None) -> Relation:
-    """A place sees itself only; with ``every``, the places that leave the same remainder.
+    """The relation in which a place sees itself only or, with ``every``, the places that leave the same remainder.
+
+    Args:
+        length: of the axis, in positions.
+        every: what the places are divided by.
 
     >>> alike(4, every=2).allowed[0].tolist()
     [True, False, True, False]
@@ -98,7 +115,14 @@ def alike(length: int, every: int | None = None) -> Relation:
 
 
 def window(length: int, side: int, shift: int = 0) -> Relation:
-    """Windows of ``side`` places, the first whole one at ``shift``; no shift where one window holds the axis.
+    """The relation of windows of ``side`` places, the first whole one at ``shift``.
+
+    There is no shift where one window holds the axis.
+
+    Args:
+        length: of the axis, in positions.
+        side: of a window, in positions.
+        shift: where the first whole window begins, in positions.
 
     >>> window(5, 2, shift=1).allowed[1].tolist()
     [False, True, True, False, False]
@@ -109,7 +133,11 @@ def window(length: int, side: int, shift: int = 0) -> Relation:
 
 
 def grid(length: int, side: int) -> Relation:
-    """Places that lie apart by as many steps as make ``side`` of them fill the axis.
+    """The relation of places that lie apart by as many steps as make ``side`` of them fill the axis.
+
+    Args:
+        length: of the axis, in positions.
+        side: of a grid, in places.
 
     >>> grid(6, 2).allowed[1].tolist()
     [False, True, False, False, True, False]
@@ -121,7 +149,12 @@ def grid(length: int, side: int) -> Relation:
 
 
 def neighborhood(length: int, kernel: int, dilation: int = 1) -> Relation:
-    """The ``kernel`` places around each, ``dilation`` apart, shifted at the ends so that they lie on the axis.
+    """The relation to the ``kernel`` places around each, shifted at the ends so that they lie on the axis.
+
+    Args:
+        length: of the axis, in positions.
+        kernel: how many places each one sees.
+        dilation: positions from one of them to the next.
 
     >>> neighborhood(5, 3).allowed[0].tolist()
     [True, True, True, False, False]
@@ -140,6 +173,14 @@ def neighborhood(length: int, kernel: int, dilation: int = 1) -> Relation:
 
 def stretched(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
     """A table by offset, for groups of another extent: its ends and its middle stay, what is between is linear.
+
+    Args:
+        table: ``2s - 1`` long along ``axis``, by offset from ``1 - s`` to ``s - 1``.
+        extent: how many places a group has.
+        axis: which axis.
+
+    Returns:
+        The table, ``2·extent - 1`` long along ``axis``.
 
     >>> stretched(np.array([0.0, 2.0, 4.0]), 3).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -183,6 +224,14 @@ def depthwise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray
 
 def conv1x1(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """A 1×1 convolution of one map ``(c, h, w)``: the same linear layer at every position.
+
+    Args:
+        x: the map, ``(c, h, w)``, or with another number of axes.
+        weight: ``(out, c, 1, 1)``.
+        bias: ``(out,)``, or None.
+
+    Returns:
+        ``(out, h, w)``.
 
     >>> conv1x1(np.ones((2, 4, 5)), np.ones((3, 2, 1, 1)), None).shape
     (3, 4, 5)

@@ -37,6 +37,24 @@ __all__ = ["attend_bmm", "attend_einsum", "attend_einx", "attend_flex", "attend_
 def attend_einx(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
+    """Attention with every axis by its name; it holds the weights.
+
+    Args:
+        q: queries, ``(b, n, i, d)``.
+        k: keys, ``(b, n, j, d)``.
+        v: values, ``(b, n, j, e)``.
+        scale: factor on the logits.
+        mask: bool (True = may attend) or additive float, broadcastable to ``(b, n, i, j)``, or None.
+        causal: whether a query attends to no later key than itself.
+        dropout: probability with which a weight is dropped.
+
+    Returns:
+        ``(b, n, i, e)`` in the dtype of ``v``.
+
+    >>> q = torch.randn(2, 4, 49, 8)
+    >>> attend_einx(q, q, q, scale=8**-0.5, mask=None, causal=False, dropout=0.0).shape
+    torch.Size([2, 4, 49, 8])
+    """
     import einx
 
     logits = scale * einx.dot("b n i d, b n j d -> b n i j", at_least_float32(q), at_least_float32(k))
@@ -49,6 +67,10 @@ def attend_einx(
 def attend_bmm(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
+    """Attention with axes by their place: views, and two batched products of matrices; it holds the weights.
+
+    Arguments and result are those of :func:`attend_einx`.
+    """
     b, n, i, d = q.shape
     j, e = v.shape[2:]
     q = at_least_float32(q).reshape(b * n, i, d)
@@ -63,6 +85,10 @@ def attend_bmm(
 def attend_einsum(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
+    """Attention by the two einsum equations of Keras; it holds the weights.
+
+    Arguments and result are those of :func:`attend_einx`.
+    """
     # In the axes of Keras, (batch, tokens, heads, width): key, query -> (batch, heads, query tokens, key tokens).
     dot, combine, _ = attention_equations(rank=4, attention_axes=(1,))  # "aecd,abcd->acbe", "acbe,aecd->abcd"
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -76,6 +102,10 @@ def attend_einsum(
 def attend_sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
+    """Attention by the kernel that torch chooses, which holds no weights where it is a fused one.
+
+    Arguments and result are those of :func:`attend_einx`.
+    """
     # Fused kernels want keys and values of one width: zeros fill up the narrower ones and change nothing.
     e = v.shape[3]
     width = max(q.shape[3], e)
@@ -97,6 +127,14 @@ def attend_sdpa(
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
+    """Attention by FlexAttention, compiled to one kernel on CUDA.
+
+    Arguments and result are those of :func:`attend_einx`.
+
+    Raises:
+        ValueError: ``dropout`` is not zero.
+        NotImplementedError: gradients are asked for on the CPU.
+    """
     if dropout:
         raise ValueError(
             f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {dropout}: use impl='sdpa'"

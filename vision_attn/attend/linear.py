@@ -19,6 +19,17 @@ __all__ = ["LINEAR_IMPLS", "attend_linear", "check_linear_impl", "linear_bmm", "
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Linear attention with every axis by its name.
+
+    Args:
+        q: queries, ``(b, n, i, d)``.
+        k: keys, ``(b, n, j, d)``.
+        v: values, ``(b, n, j, e)``.
+        mask: bool (True = may be attended to), broadcastable to ``(b, n, j, 1)``, or None.
+
+    Returns:
+        ``(b, n, i, e)`` in the dtype of ``v``.
+    """
     import einx
 
     q = einx.softmax("b n i [d]", at_least_float32(q)).to(v.dtype)
@@ -29,6 +40,10 @@ def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def linear_bmm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Linear attention with axes by their place.
+
+    Arguments and result are those of :func:`linear_einx`.
+    """
     b, n, i, d = q.shape
     j, e = v.shape[2:]
     q = torch.softmax(at_least_float32(q), dim=-1).to(v.dtype)
@@ -55,6 +70,9 @@ def attend_linear(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: T
     Returns:
         ``(b, n, i, e)`` in the dtype of ``v``; zeros where nothing may be attended to.
 
+    Raises:
+        ValueError: unknown ``impl``.
+
     Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
     https://arxiv.org/abs/1812.01243
 
@@ -68,5 +86,13 @@ def attend_linear(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: T
 
 
 def check_linear_impl(impl: str) -> None:
+    """Refuse what is no form of linear attention.
+
+    Args:
+        impl: a name.
+
+    Raises:
+        ValueError: it is none of :data:`LINEAR_IMPLS`.
+    """
     if not isinstance(impl, str) or impl not in LINEAR_IMPLS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, LINEAR_IMPLS))} for linear attention; got {impl!r}")

@@ -115,13 +115,16 @@ def attention_weights(
 
     Args:
         q: queries, ``(b, n, i, d)``.
-        k: keys, ``(b, n, j, d)``.
+        k: keys, ``(b, m, j, d)``, shared as in :func:`attend`.
         scale: factor on the logits; ``d ** -0.5`` when None.
         mask: as in :func:`attend`.
         causal: as in :func:`attend`.
 
     Returns:
         ``(b, n, i, j)``, float32 or float64; every row sums to one, or to zero if its query may attend to nothing.
+
+    Raises:
+        ValueError: heads that are no multiple, or a mask of another dtype or of a shape that does not broadcast.
 
     >>> attention_weights(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)).shape
     torch.Size([1, 2, 3, 5])
@@ -135,5 +138,17 @@ def attention_weights(
 
 
 def check_impl(impl: str) -> None:
+    """Refuse what is no implementation.
+
+    Args:
+        impl: a name.
+
+    Raises:
+        ValueError: it is neither one of :data:`IMPLS` nor was it registered.
+
+    >>> check_impl("cudnn")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex'...; got 'cudnn'
+    """
     if not isinstance(impl, str) or impl not in _ATTEND:
         raise ValueError(f"impl must be one of {', '.join(map(repr, _ATTEND))}; got {impl!r}")

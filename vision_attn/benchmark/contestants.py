@@ -18,7 +18,9 @@ from vision_attn.position import RelPosDecomposed
 
 __all__ = ["FLOOR", "OURS", "Contestant", "Step", "contestants", "contestants_relative", "make_map"]
 
+#: The contestant that the others are compared with.
 OURS = "ours sdpa"
+#: The contestant that does what any attention has to do, and nothing else.
 FLOOR = "floor"
 
 
@@ -40,15 +42,27 @@ class Step:
 
     @torch.no_grad()
     def forward(self) -> Tensor:
+        """What the call gives, without gradients.
+
+        Returns:
+            The output, of any shape.
+        """
         return self.call(*self.inputs)
 
     def forward_backward(self) -> tuple[Tensor, ...]:
+        """The gradients of the call by its inputs and by its parameters.
+
+        Returns:
+            One for each, of its shape.
+        """
         return torch.autograd.grad(self.call(*self.inputs), (*self.inputs, *self.parameters), self.gradient)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody's attention. Its time is the sum of its steps', and its output that of the last one.
+    """Somebody's attention.
+
+    Its time is the sum of its steps', and its output that of the last one.
 
     Args:
         name: as the report calls it.
@@ -68,13 +82,28 @@ class Contestant:
 
 
 def make_map(shape: Shape, *, device: torch.device, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """Random maps, ``(b, c, h, w)``, that require a gradient."""
+    """Draw random maps that require a gradient.
+
+    Args:
+        shape: ``(b, c, h, w)``.
+        device: where they are.
+        dtype: their type.
+        channels_last: whether they are in the channels-last memory format.
+
+    Returns:
+        The maps, ``(b, c, h, w)``.
+    """
     x = torch.randn(shape).to(device, dtype)
     return x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
 
 
 def contestants(x: Tensor, heads: int) -> list[Contestant]:
-    """The floor, ours by every implementation, and the others: attention between all positions, without positions."""
+    """The floor, ours by every implementation, and the others: attention between all positions, without positions.
+
+    Args:
+        x: the maps, ``(b, c, h, w)``.
+        heads: of every contestant.
+    """
     ours = Attention2d(x.shape[1], heads)
     found = [floor(ours, x)]
     for impl in IMPLS_IN_ORDER:
@@ -85,7 +114,12 @@ def contestants(x: Tensor, heads: int) -> list[Contestant]:
 
 
 def contestants_relative(x: Tensor, heads: int) -> list[Contestant]:
-    """Ours and the others with BoTNet's relative positions, which have no output projection, and so ours has none."""
+    """The contestants with BoTNet's relative positions: ours, which then projects no output either, and the others.
+
+    Args:
+        x: the maps, ``(b, c, h, w)``.
+        heads: of every contestant.
+    """
     ours = Attention2d(x.shape[1], heads, position=RelPosDecomposed(feat_size=(x.shape[2], x.shape[3])), qkv_bias=False)
     ours.proj = nn.Identity()  # type: ignore[assignment]
     found = [contestant(OURS, with_impl(ours, "sdpa"), x)]

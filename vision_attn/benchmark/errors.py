@@ -16,7 +16,15 @@ class BenchmarkError(RuntimeError):
 
 @contextmanager
 def naming(contestant: str, place: str) -> Iterator[None]:
-    """Say which contestant ran out of memory, and where."""
+    """Say which contestant ran out of memory, and where.
+
+    Args:
+        contestant: who is run inside.
+        place: where, in the message.
+
+    Raises:
+        BenchmarkError: the memory did not suffice.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -40,6 +40,14 @@ class Machine:
 
 
 def choose_device(name: str | None) -> torch.device:
+    """The device of a name, or the best there is.
+
+    Args:
+        name: ``"cpu"``, ``"cuda"`` or None.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -47,7 +55,12 @@ def choose_device(name: str | None) -> torch.device:
 
 @contextmanager
 def prepared(settings: Settings, device: torch.device) -> Iterator[None]:
-    """The threads and the seed of the settings, and float32 that is float32; as it was before when it ends."""
+    """The threads and the seed of the settings, and float32 that is float32; as it was before when it ends.
+
+    Args:
+        settings: ``threads`` is used.
+        device: what is measured on.
+    """
     threads = torch.get_num_threads()
     # On CUDA convolutions take shorter numbers (TF32) by default and linear layers do not: that would compare types.
     convolutions, products = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
@@ -64,6 +77,11 @@ def prepared(settings: Settings, device: torch.device) -> Iterator[None]:
 
 
 def describe(device: torch.device) -> Machine:
+    """What a benchmark is run on.
+
+    Args:
+        device: of the maps.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     packages = {"torch": str(torch.__version__), "timm": version("timm"), "einx": version("einx")}
     return Machine(

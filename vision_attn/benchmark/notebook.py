@@ -20,7 +20,12 @@ class Notebook(nn.Module):
 
 
 class NotebookBmm(Notebook):
-    """Axes by their place: view, permute, copy, two batched products, permute, copy."""
+    """Axes by their place: view, permute, copy, two batched products, permute, copy.
+
+    Args:
+        channels: channels of the map; divisible by ``num_heads``.
+        num_heads: number of heads.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, h, w = x.shape
@@ -34,7 +39,12 @@ class NotebookBmm(Notebook):
 
 
 class NotebookEinx(Notebook):
-    """Axes by their name."""
+    """Axes by their name.
+
+    Args:
+        channels: channels of the map; divisible by ``num_heads``.
+        num_heads: number of heads.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         import einx

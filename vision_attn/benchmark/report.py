@@ -17,7 +17,12 @@ NONE = "–"
 
 
 def header(machine: Machine, settings: Settings) -> str:
-    """What was measured on, and how to read the tables."""
+    """What was measured on, and how to read the tables.
+
+    Args:
+        machine: what was measured on.
+        settings: of the benchmark.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     maps = "channels-last" if settings.channels_last else "channels-first"
     return (
@@ -77,7 +82,11 @@ def three_digits(value: float) -> str:
 
 
 def checklist(marks: Sequence[Mark]) -> str:
-    """Each mark of the library's, what was measured, and whether it holds."""
+    """The marks of the library, what was measured for each, and whether it holds, as lines.
+
+    Args:
+        marks: those that could be judged.
+    """
     if not marks:
         return "First marks: none of them is about these shapes."
     lines = [f"  {'holds' if mark.holds else 'does not hold':<13}{mark.measured:>10}  {mark.what}" for mark in marks]
@@ -85,7 +94,14 @@ def checklist(marks: Sequence[Mark]) -> str:
 
 
 def as_json(machine: Machine, settings: Settings, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """Everything that was measured, each time in seconds and each peak in bytes."""
+    """A document of all that was measured, each time in seconds and each peak in bytes.
+
+    Args:
+        machine: what was measured on.
+        settings: of the benchmark.
+        groups: what was measured, at each shape.
+        marks: those that could be judged.
+    """
     document = {
         "machine": asdict(machine),
         "settings": settings.as_dict(),

@@ -30,15 +30,21 @@ class Cost:
 
     @property
     def median(self) -> float:
+        """The median of the rounds, in seconds."""
         return float(np.median(self.seconds))
 
     @property
     def quartiles(self) -> tuple[float, float]:
+        """The first and the third quartile of the rounds, in seconds."""
         low, high = np.quantile(self.seconds, (0.25, 0.75))
         return float(low), float(high)
 
     def times(self, other: Cost | None) -> float | None:
-        """How many times as long as another it takes."""
+        """How many times as long as another it takes; None where there is no other.
+
+        Args:
+            other: that one.
+        """
         return None if other is None else self.median / other.median
 
 
@@ -77,24 +83,36 @@ class Group:
 
     @property
     def size(self) -> tuple[int, int]:
+        """Height and width of the maps, in positions."""
         return self.shape[2], self.shape[3]
 
     @property
     def tokens(self) -> int:
+        """Positions of a map, each a token."""
         return self.shape[2] * self.shape[3]
 
     @property
     def floor(self) -> Row | None:
-        """None with relative positions, which no fused kernel takes as they are."""
+        """The floor; None with relative positions, which no fused kernel takes as they are."""
         return self.find(FLOOR)
 
     @property
     def ours(self) -> Row:
+        """Ours, by the implementation that the others are compared with."""
         return next(row for row in self.rows if row.name == OURS)
 
     def baselines(self, what: str) -> tuple[Cost | None, Cost | None]:
-        """What the floor and ours cost, ``forward`` or ``both``."""
+        """What the floor and ours cost, ``forward`` or ``both``.
+
+        Args:
+            what: which of the two.
+        """
         return None if self.floor is None else getattr(self.floor, what), getattr(self.ours, what)
 
     def find(self, name: str) -> Row | None:
+        """The contestant of a name; None where there is none.
+
+        Args:
+            name: of the contestant.
+        """
         return next((row for row in self.rows if row.name == name), None)

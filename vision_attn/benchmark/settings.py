@@ -13,9 +13,12 @@ Shape = tuple[int, int, int, int]
 
 #: The largest difference of an output from ours, in parts of ours' largest value, by the type of the numbers.
 DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+#: What may be measured on.
 DEVICES = ("cpu", "cuda")
 
+#: What plain attention is compared at where nothing else is asked for.
 SHAPES: tuple[Shape, ...] = ((8, 64, 8, 8), (8, 256, 14, 14), (2, 256, 32, 32), (1, 128, 64, 64))
+#: What attention with relative positions is compared at where nothing else is asked for.
 RELATIVE_SHAPES: tuple[Shape, ...] = ((1, 256, 56, 56),)
 
 
@@ -75,6 +78,7 @@ class Settings:
         return (*((shape, False) for shape in plain or ()), *((shape, True) for shape in relative or ()))
 
     def as_dict(self) -> dict[str, object]:
+        """The settings by their names."""
         return asdict(self)
 
 

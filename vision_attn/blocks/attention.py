@@ -8,6 +8,8 @@ __all__ = ["Attention1d", "Attention2d", "Attention3d"]
 class Attention1d(Attention):
     """:class:`Attention2d` for maps with one axis, ``(b, c, w)``, projected by ``Conv1d``.
 
+    Arguments and errors are those of :class:`Attention2d`.
+
     >>> import torch
     >>> Attention1d(64, num_heads=4)(torch.randn(2, 64, 50)).shape
     torch.Size([2, 64, 50])
@@ -79,6 +81,8 @@ class Attention2d(Attention):
 
 class Attention3d(Attention):
     """:class:`Attention2d` for maps with three axes, ``(b, c, t, h, w)``, projected by ``Conv3d``.
+
+    Arguments and errors are those of :class:`Attention2d`.
 
     >>> import torch
     >>> Attention3d(64, num_heads=4)(torch.randn(2, 64, 4, 6, 5)).shape

@@ -96,6 +96,17 @@ class AugmentedConv2d(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Convolve and attend; ``mask`` as in :meth:`Attention2d.forward`, for the map after the stride."""
+        """Convolve and attend.
+
+        Args:
+            x: maps, ``(b, in_channels, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the map after the stride.
+
+        Returns:
+            ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
+
+        Raises:
+            ValueError: ``mask`` does not fit.
+        """
         seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
         return torch.cat([self.conv(x), self.attn(seen, mask)], dim=1)

@@ -28,12 +28,15 @@ def mask_of_groups(
 
     Args:
         tiling: how the pattern cuts the map.
-        size: size of the map.
+        size: of the map, in positions.
         batch: number of maps.
         mask: the user's, with four axes, for the tokens of the whole map.
         bias: what a position term adds, ``(groups or 1, n, queries, keys)``.
         causal: whether later keys are to be masked here; tilings that keep the order leave that to the kernel.
         device: where the mask is to be.
+
+    Returns:
+        The mask; None where nothing is masked.
     """
     own = tiling.mask(size, device)
     own = None if own is None else own[:, None]
@@ -61,6 +64,12 @@ def cut_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 def weights_on_map(weights: Tensor, tiling: Tiling, size: Sequence[int], wanted: Tensor | None) -> Tensor:
     """Weights ``(b·groups, n, queries, keys)`` of the wanted queries on the whole map, zero outside of their group.
+
+    Args:
+        weights: ``(b·groups, n, queries, keys)``.
+        tiling: how the pattern cuts the map.
+        size: of the map, in positions.
+        wanted: indices of the queries on the map, row-major, ``(wanted,)``; all when None.
 
     Returns:
         ``(b, n, wanted, tokens)``.

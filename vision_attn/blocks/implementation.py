@@ -15,17 +15,17 @@ __all__ = ["attention_modules", "set_impl", "use_impl"]
 
 
 def set_impl(model: nn.Module, impl: str) -> int:
-    """Let every :class:`Attention2d` in a model run another implementation; the weights stay as they are.
+    """Let every attention block in a model run another implementation; the weights stay as they are.
 
     Args:
         model: any module.
-        impl: one of :data:`vision_attn.IMPLS`.
+        impl: one of :data:`vision_attn.IMPLS`, or one that was registered.
 
     Returns:
         How many modules run another implementation than before.
 
     Raises:
-        ValueError: unknown ``impl``.
+        ValueError: unknown ``impl``, or one that a block cannot run; then no block is changed.
 
     >>> from vision_attn.blocks import Attention2d
     >>> set_impl(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
@@ -48,6 +48,16 @@ def set_impl(model: nn.Module, impl: str) -> int:
 @contextmanager
 def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     """Run another implementation inside a ``with`` block; afterwards every module runs its own again.
+
+    Args:
+        model: any module.
+        impl: as in :func:`set_impl`.
+
+    Yields:
+        The model.
+
+    Raises:
+        ValueError: as :func:`set_impl`.
 
     >>> import torch
     >>> from vision_attn.blocks import Attention2d
@@ -74,6 +84,9 @@ def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
     """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model by its path.
+
+    Args:
+        model: any module.
 
     >>> from vision_attn.blocks import Attention2d
     >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))

@@ -31,7 +31,19 @@ def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) 
 
 
 class GatedResidual2d(nn.Module):
-    """``x + gate · branch(norm(x))``, with one gate a channel. A gate of zero leaves ``x`` as it is, bit for bit."""
+    """``x + gate · branch(norm(x))``, with one gate a channel.
+
+    A gate of zero leaves ``x`` as it is, bit for bit.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``gate_init`` is no finite number.
+    """
 
     def __init__(
         self,
@@ -46,6 +58,12 @@ class GatedResidual2d(nn.Module):
         self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``.
+
+        Args:
+            x: the map that came in, ``(b, c, h, w)``.
+            branch: what was made of it, ``(b, c, h, w)``.
+        """
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
         return x + (self.gate.view(-1, 1, 1) * branch).to(x.dtype)
 
@@ -63,6 +81,9 @@ class AttentionBlock2d(GatedResidual2d):
         device: where the parameters live.
         dtype: type of the parameters.
         **attention: further arguments of :class:`Attention2d`.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
 
     Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
     https://arxiv.org/abs/2103.17239, begun at zero as in Bachlechner et al., *ReZero*, 2020,
@@ -89,7 +110,19 @@ class AttentionBlock2d(GatedResidual2d):
         self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend and add; ``mask`` and ``context`` as in :meth:`Attention2d.forward`."""
+        """Attend and add.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`.
+            context: as in :meth:`Attention2d.forward`.
+
+        Returns:
+            ``(b, c, h, w)`` in the type of ``x``.
+
+        Raises:
+            ValueError: as :meth:`Attention2d.forward`.
+        """
         return self.add(x, self.attn(self.norm(x), mask, context))
 
 
@@ -104,6 +137,9 @@ class ConvBlock2d(GatedResidual2d):
         gate_init: initial gate of every channel.
         device: where the parameters live.
         dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
 
     >>> count = lambda block: sum(p.numel() for p in block.parameters())
     >>> count(ConvBlock2d(64)), count(AttentionBlock2d(64))

@@ -32,7 +32,14 @@ torch.fx.wrap("in_format_of")
 
 
 class Attention(nn.Module):
-    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are; see :class:`Attention2d`."""
+    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are, for maps with ``rank`` axes.
+
+    Arguments and errors are those of :class:`vision_attn.Attention2d`.
+
+    >>> from vision_attn.blocks import Attention1d, Attention2d, Attention3d
+    >>> [kind.rank for kind in (Attention1d, Attention2d, Attention3d) if issubclass(kind, Attention)]
+    [1, 2, 3]
+    """
 
     rank: int
 
@@ -207,13 +214,25 @@ class Attention(nn.Module):
         return weights_on_map(weights, self.tiling, x.shape[2:], queries)
 
     def check_impl(self, impl: str) -> None:
-        """Refuse an implementation that there is not, or that cannot do what this block asks of it."""
+        """Refuse an implementation that there is not, or that cannot do what this block asks of it.
+
+        Args:
+            impl: a name.
+
+        Raises:
+            ValueError: it is unknown, or drops nothing where the block has ``attn_drop``.
+        """
         check_impl(impl)
         if impl == "flex" and self.attn_drop:
             raise ValueError(f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {self.attn_drop}")
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
-        """The size of the map that keys are taken from."""
+        """The size of the map that keys are taken from, in positions.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            context: as in :meth:`forward`.
+        """
         source = x if context is None else context
         return tuple(-(-length // self.kv_stride) for length in source.shape[2:])
 

@@ -61,10 +61,18 @@ class StridedAttention2d(nn.Module):
         self.attn = Attention2d(channels, num_heads, out_channels=out_channels, device=device, dtype=dtype, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend, then average; ``mask`` and ``context`` as in :meth:`Attention2d.forward`.
+        """Attend, then average.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the map before the stride.
+            context: as in :meth:`Attention2d.forward`.
 
         Returns:
             ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
+
+        Raises:
+            ValueError: as :meth:`Attention2d.forward`.
         """
         y = self.attn(x, mask, context)
         return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)

@@ -27,7 +27,22 @@ AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 def tokens_of(
     block: Attention, x: Tensor, mask: Tensor | None, context: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, float, Tensor | None]:
-    """Queries, keys and values in the groups of the pattern, the scale, and the mask that goes with them."""
+    """The queries, keys and values in the groups of the pattern, the scale, and the mask that goes with them.
+
+    Args:
+        block: whose tokens they are.
+        x: maps, ``(b, c, *size)``.
+        mask: as in :meth:`vision_attn.Attention2d.forward`.
+        context: as in :meth:`vision_attn.Attention2d.forward`.
+
+    Returns:
+        Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)``, the factor on the
+        logits, and a mask that broadcasts to ``(b·groups, n, i, j)`` or None. A position term may make queries and keys
+        wider.
+
+    Raises:
+        ValueError: ``x`` or ``context`` is no batch of such maps, or ``mask`` does not fit.
+    """
     einx = block.impl == "einx"
     check_inputs(block, x, context)
     q, k, v = heads_of(block, x, context)

@@ -85,7 +85,19 @@ class TransformerBlock2d(nn.Module):
         self.mlp_drop = nn.Dropout(mlp_drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend and transform; ``mask`` and ``context`` as in :meth:`Attention2d.forward`."""
+        """Attend and transform.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`.
+            context: as in :meth:`Attention2d.forward`.
+
+        Returns:
+            ``(b, c, h, w)`` in the type and memory format of ``x``.
+
+        Raises:
+            ValueError: as :meth:`Attention2d.forward`.
+        """
         if self.norm_first:
             y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
             y = y + self.mlp(self.norm2(y)).to(x.dtype)
@@ -95,6 +107,11 @@ class TransformerBlock2d(nn.Module):
         return in_format_of(x, y)
 
     def mlp(self, x: Tensor) -> Tensor:
+        """What the two 1×1 convolutions make of a map, ``(b, c, h, w)``.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+        """
         return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
     def extra_repr(self) -> str:

@@ -44,10 +44,18 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What an adapter put into a model; prints as a summary."""
+    """What an adapter put into a model; prints as a summary.
 
+    >>> report = AdapterReport("a.safetensors", InsertionReport(()), ("0.inserted.gate",), compared=2, differing=())
+    >>> str(report).splitlines()[1]
+    'the network is the one it was trained on, in all 2 tensors'
+    """
+
+    #: the file
     path: str
+    #: what was inserted
     insertion: InsertionReport
+    #: keys of the tensors that were loaded
     loaded: tuple[str, ...]
     #: tensors of the network that were compared with those the adapter was trained on
     compared: int
@@ -132,6 +140,15 @@ def load_adapter(
         ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in;
             or ``block`` is not needed.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    >>> report = insert_(model, names="0", example_input=(1, 3, 8, 8))
+    >>> file = save_adapter(model, Path(tempfile.mkdtemp()) / "adapter.safetensors")
+    >>> removed = remove_(model)
+    >>> report = load_adapter(model, file)
+    >>> report.insertion.blocks[0].site, report.compared
+    ('0', 2)
     """
     model = changeable(model)
     refuse_meta(model)

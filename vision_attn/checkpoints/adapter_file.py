@@ -41,11 +41,13 @@ FORMAT = 1
 class Placement:
     """One block: where it goes and what it is."""
 
+    #: path of its module
     site: str
     #: "after", "before", "branch" or "instead"
     at: str
     #: name of its class
     block: str
+    #: what it was made with
     options: Mapping[str, Any]
     #: the images that its site was looked at with: batch, channels, rows, columns
     input_shape: tuple[int, ...]
@@ -55,15 +57,24 @@ class Placement:
 class Adapter:
     """What an adapter file holds."""
 
+    #: version of the library that wrote it
     library: str
+    #: where its blocks go, and what they are
     placements: tuple[Placement, ...]
+    #: keys of its tensors that replace the network's own
     also: tuple[str, ...]
+    #: of the network that it was trained on
     base: Fingerprint
+    #: of the blocks, and of ``also``, by key
     tensors: Mapping[str, Tensor]
 
 
 def write_adapter(path: Path, adapter: Adapter) -> None:
     """Write an adapter file, whole or not at all.
+
+    Args:
+        path: the file.
+        adapter: what goes into it.
 
     Raises:
         ValueError: an option cannot be written down.
@@ -92,7 +103,10 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """Read an adapter file, without running any code from it.
+    """The content of an adapter file, read without running any code from it.
+
+    Args:
+        path: the file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -158,7 +172,11 @@ def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def is_adapter(file: Path) -> bool:
-    """Whether a file that is there is an adapter; false for one that cannot be read."""
+    """Whether a file that is there is an adapter; false for one that cannot be read.
+
+    Args:
+        file: the file.
+    """
     if file.suffix != ".safetensors":
         return False
     try:

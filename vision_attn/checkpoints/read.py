@@ -42,6 +42,12 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, is not the one whose hash its name holds, or is a pickle that asks for
             more than tensors and plain values.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "net.pth"
+    >>> torch.save({"epoch": 3, "state_dict": {}}, file)
+    >>> read_checkpoint(file)
+    {'epoch': 3, 'state_dict': {}}
     """
     file = find_file(path)
     check_hash(file)
@@ -49,7 +55,14 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
 
 def content_of(file: Path) -> dict[str, object]:
-    """What is in a file that is there and was checked."""
+    """What is in a file that is there and was checked.
+
+    Args:
+        file: the file.
+
+    Raises:
+        CheckpointError: it is damaged, would run code, or holds no dictionary.
+    """
     try:
         if file.suffix == ".safetensors":
             return dict(load_file(file))
@@ -65,7 +78,15 @@ def content_of(file: Path) -> dict[str, object]:
 
 
 def refusal(path: Path, message: str) -> str:
-    """Why a file was not loaded, from what its reader said."""
+    """Why a file was not loaded, from what its reader said.
+
+    Args:
+        path: of the file.
+        message: of the reader's error.
+
+    Returns:
+        A sentence with a remedy.
+    """
     wanted = re.search(r"GLOBAL ([\w.]+)", message)
     if wanted:
         return (

@@ -21,14 +21,23 @@ class LoadReport:
 
     ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
     purpose; ``missing`` are those it should know. A block that the checkpoint has in part is one that it should know.
+
+    >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
+    1 tensor loaded from net.pth
+    1 missing in the checkpoint: fc.bias
     """
 
+    #: the file
     path: str
     #: which part of the file held the weights; "" when the file is nothing but weights
     entry: str
+    #: keys that went into the model
     loaded: tuple[str, ...]
+    #: the model's keys that the checkpoint cannot know
     new: tuple[str, ...]
+    #: the model's keys that the checkpoint should have and has not
     missing: tuple[str, ...]
+    #: keys of the checkpoint that the model has not
     unexpected: tuple[str, ...]
     #: key -> (shape in the model, shape in the checkpoint)
     mismatched: Shapes
@@ -47,7 +56,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         source = f"{self.path} [{self.entry}]" if self.entry else self.path
-        lines = [f"{len(self.loaded)} tensors loaded from {source}"]
+        lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
         if self.verified:
             lines.append(f"its SHA-256 begins with {self.verified}, as its name says")
         if self.others:
@@ -76,7 +85,12 @@ def shapes_of(keys: Shapes) -> Iterator[str]:
 
 
 def advise(report: LoadReport, modules: Iterable[str]) -> str:
-    """The report of a checkpoint that does not fit a model of these modules, and what to do about it."""
+    """The report of a checkpoint that does not fit a model of these modules, and what to do about it.
+
+    Args:
+        report: of what does not fit.
+        modules: paths of the model's modules.
+    """
     lines = str(report).splitlines()[1:]
     sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
     replaced = ", ".join(

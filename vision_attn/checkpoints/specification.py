@@ -61,6 +61,9 @@ def to_code(name: str, value: object) -> str:
 def from_code(code: str) -> Any:
     """The value of such code.
 
+    Args:
+        code: as :func:`to_code` gives it.
+
     Raises:
         ValueError: it is anything else.
 

@@ -14,8 +14,9 @@ from vision_attn.checkpoints.read import read_checkpoint
 
 __all__ = ["AVERAGED", "Weights", "find_weights", "fitting_prefix", "read_weights"]
 
-#: Entries under which training scripts keep a network's weights, and those of its moving average.
+#: Entries under which training scripts keep a network's weights.
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
+#: Entries under which they keep the moving average of the weights.
 AVERAGED = ("model_ema", "state_dict_ema", "ema")
 
 
@@ -23,6 +24,7 @@ AVERAGED = ("model_ema", "state_dict_ema", "ema")
 class Weights:
     """The weights of a checkpoint, and what was done to find them."""
 
+    #: by the names of the network
     tensors: Mapping[str, Tensor]
     #: the entry they were found under; "" when the file is nothing but weights
     entry: str = ""
@@ -42,9 +44,19 @@ def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = 
         ema: take the moving average of the weights that the file holds.
         own: names that the model uses itself: a prefix without which they are found is taken off.
 
+    Returns:
+        The entry, ``""`` where the file is nothing but weights, and the tensors by name.
+
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged, would run code, or holds no weights.
+
+    >>> import tempfile, torch
+    >>> file = Path(tempfile.mkdtemp()) / "net.pth"
+    >>> torch.save({"state_dict": {"module.weight": torch.ones(3, 2)}}, file)
+    >>> entry, weights = read_weights(file)
+    >>> entry, list(weights)
+    ('state_dict', ['weight'])
     """
     found = find_weights(read_checkpoint(path), str(path), ema=ema, own=own)
     return found.entry, dict(found.tensors)
@@ -140,6 +152,10 @@ def without_shared_prefix(weights: dict[str, Tensor], own: Collection[str]) -> t
 
 def fitting_prefix(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, int]:
     """The first component without which most tensors fit the model's, and how many do.
+
+    Args:
+        weights: of a checkpoint, by name.
+        own: of the model, by name.
 
     >>> import torch
     >>> one = torch.ones(1)

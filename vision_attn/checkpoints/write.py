@@ -17,9 +17,19 @@ __all__ = ["copy_to_write", "save_weights", "write_atomically"]
 def save_weights(model: nn.Module, path: str | Path) -> None:
     """Write a model's weights as ``.safetensors``: names and tensors, nothing that could run.
 
+    Args:
+        model: the network.
+        path: the file, ``.safetensors``.
+
     Raises:
         ValueError: the path has another ending.
         OSError: the file cannot be written; an old one is untouched.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "net.safetensors"
+    >>> save_weights(nn.Linear(2, 3), file)
+    >>> file.stat().st_size > 9 * 4  # bytes of nine numbers, and their names
+    True
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -29,15 +39,32 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def copy_to_write(tensor: Tensor) -> Tensor:
-    """A tensor in a storage of its own, since safetensors takes no two names of one storage."""
+    """A copy of a tensor in a storage of its own, since safetensors takes no two names of one storage.
+
+    Args:
+        tensor: on any device, in any layout.
+
+    Returns:
+        The copy, on the CPU, contiguous.
+    """
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that at every moment it is either the old one or the new one, on disk and whole.
 
+    Args:
+        path: the file.
+        content: all of it.
+
     Raises:
         OSError: the folder cannot be written; the old file, if any, is untouched.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "results.json"
+    >>> write_atomically(file, b"{}")
+    >>> [entry.name for entry in file.parent.iterdir()]
+    ['results.json']
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -33,10 +33,17 @@ class Call:
 
 @dataclass
 class DryRun:
-    """All calls of a model's modules in one forward of an example."""
+    """All calls of a model's modules in one forward of an example.
 
+    Raises:
+        SiteError: the model does not run on the example.
+    """
+
+    #: the network; afterwards it is as it was
     model: nn.Module
+    #: an image batch
     example: Tensor
+    #: by path of the module, in order; made by the run
     calls: dict[str, list[Call]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,10 +51,20 @@ class DryRun:
 
     @property
     def image_size(self) -> tuple[int, int]:
+        """Height and width of the example, in pixels."""
         return self.example.shape[-2], self.example.shape[-1]
 
     def maps(self, name: str, at: str = "after") -> dict[Element, tuple[FeatureMap, Layout]]:
-        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors."""
+        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors.
+
+        Args:
+            name: path of the module.
+            at: ``"after"`` for what it gives, ``"before"`` for what it takes.
+
+        Returns:
+            The maps by where they are in what it gives or takes, each with its layout; none where it is not called
+            once.
+        """
         calls = self.calls.get(name, [])
         if len(calls) != 1:
             return {}
@@ -64,9 +81,21 @@ class DryRun:
         return found
 
     def side(self, call: Call, at: str) -> dict[Element, FeatureMap]:
+        """The tensors of a call on one side of it.
+
+        Args:
+            call: of a module.
+            at: ``"after"`` for what it gave, ``"before"`` for what it took.
+        """
         return call.taken if at == "before" else call.given
 
     def layouts(self, name: str, tensor: FeatureMap) -> set[Layout]:
+        """The layouts in which a tensor of a module can be a map; none if it cannot be one.
+
+        Args:
+            name: path of the module.
+            tensor: what it takes or gives.
+        """
         if not tensor.dtype.is_floating_point or self.compares_tokens(name, tensor.shape):
             return set()
         prefix = getattr(self.model, "num_prefix_tokens", None)
@@ -75,8 +104,14 @@ class DryRun:
         )
 
     def compares_tokens(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of a module holds the weights of an attention: a number for each pair of the tokens that a
-        module around it takes."""
+        """Whether a tensor of a module holds the weights of an attention.
+
+        These are a number for each pair of the tokens that a module around it takes.
+
+        Args:
+            name: path of the module.
+            shape: of the tensor.
+        """
         if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
         taken = [
@@ -89,7 +124,7 @@ class DryRun:
 
     @cached_property
     def wider(self) -> DryRun | None:
-        """The same on a wider image: maps become wider with it. None if the network takes one size only."""
+        """The same on a wider image, with which maps become wider; None if the network takes one size only."""
         try:
             return DryRun(self.model, torch.cat([self.example, self.example], dim=3))
         except SiteError:
@@ -108,6 +143,14 @@ class DryRun:
         return certain if len(certain) == 1 else set()
 
     def check_called_once(self, name: str) -> None:
+        """Refuse a module that one block cannot follow.
+
+        Args:
+            name: path of the module.
+
+        Raises:
+            SiteError: it is not called, or more than once.
+        """
         times = len(self.calls.get(name, []))
         if times == 0:
             raise SiteError(f"{name!r} is not called in the forward pass of the model: choose a module that is")
@@ -119,6 +162,13 @@ class DryRun:
 
     def the_map(self, name: str, at: str = "after") -> tuple[Element, FeatureMap, Layout]:
         """The one map that a module gives or takes.
+
+        Args:
+            name: path of the module.
+            at: ``"after"`` for what it gives, ``"before"`` for what it takes.
+
+        Returns:
+            Where in what it gives or takes the map is, its shape, and how it lies in its tensor.
 
         Raises:
             SiteError: it is not called once, or there is not one map; the message says what there is.
@@ -151,6 +201,10 @@ class DryRun:
     def the_maps(self, names: Iterable[str], at: str) -> dict[str, tuple[Element, FeatureMap, Layout]]:
         """The one map of each of several modules, each seen to be one of the image.
 
+        Args:
+            names: paths of the modules.
+            at: ``"after"`` for what they give, ``"before"`` for what they take.
+
         Raises:
             SiteError: as :meth:`the_map`, or a tensor has the shape of a map and is none.
         """
@@ -166,7 +220,12 @@ class DryRun:
         return found
 
     def misplaced(self, found: Mapping[str, tuple[Element, FeatureMap, Layout]], at: str = "after") -> set[str]:
-        """The modules among these whose tensor has the shape of a map and is none of the image."""
+        """The modules among these whose tensor has the shape of a map and is none of the image.
+
+        Args:
+            found: the map of each module, as :meth:`the_map` gives it.
+            at: ``"after"`` for what the modules give, ``"before"`` for what they take.
+        """
         # Of tokens, and where there is no other size of image to compare with, a shape says little.
         doubtful = {
             name: (element, layout)
@@ -178,7 +237,12 @@ class DryRun:
     def meant(
         self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]
     ) -> dict[Element, tuple[FeatureMap, Layout]]:
-        """Those of several maps that the network reads and, if that is more than one, that it declares for a stage."""
+        """The maps among several that the network reads and, if that is more than one, that it declares for a stage.
+
+        Args:
+            name: path of the module that gives them.
+            maps: these, with their layouts.
+        """
         read = {element: found for element, found in maps.items() if self.is_read(name, element, found[1])} or maps
         channels = {
             count
@@ -197,6 +261,9 @@ class DryRun:
         A head may read the class token alone, and then so it is with the grid after the last block; tokens that come
         before a grid that is read are taken to be read with it. And what a module gives among other things may be for
         those who ask for features only. Any other map is what the next module works on.
+
+        Args:
+            maps: the map of each module, as :meth:`the_map` gives it.
         """
         found = set()
         grid_is_read = False
@@ -210,7 +277,13 @@ class DryRun:
         return found
 
     def is_read(self, name: str, element: Element, layout: Layout) -> bool:
-        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out."""
+        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out.
+
+        Args:
+            name: path of the module.
+            element: where in what it gives the map is.
+            layout: how the map lies in its tensor.
+        """
 
         def spoil(module: nn.Module, args: object, output: object) -> object:
             return change(output, element, lambda x: layout.of_map(x, layout.to_map(x) * torch.nan))
@@ -232,7 +305,11 @@ def leaves(value: object) -> Iterator[Tensor]:
 
 
 def modules_around(name: str) -> list[str]:
-    """Paths of the modules that a module is inside of, without the model."""
+    """The paths of the modules that a module is inside of, without the model.
+
+    Args:
+        name: path of the module.
+    """
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 

@@ -55,8 +55,20 @@ def remove_(model: nn.Module) -> InsertionReport:
 def inserted(model: nn.Module) -> dict[str, nn.Module]:
     """The inserted blocks of a model by site, those that replaced a module among them.
 
-    >>> inserted(nn.Sequential(nn.ReLU()))
+    Args:
+        model: any network.
+
+    Raises:
+        SiteError: a block is there and nothing runs it, since what it was inserted at was converted into another
+            module.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> inserted(model)
     {}
+    >>> from vision_attn.insertion import insert_
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> list(inserted(model))
+    ['0']
     """
     model = plain_network(model)
     refuse_orphans(model)
@@ -70,7 +82,17 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back."""
+    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back.
+
+    Args:
+        model: any network.
+
+    >>> from vision_attn.insertion import replace_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = replace_(model, names="0", num_heads=3, value_dim=4, example_input=(1, 3, 16, 16))
+    >>> replaced(model)
+    {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
+    """
     return {site: vars(block)[REPLACED] for site, block in inserted(model).items() if REPLACED in vars(block)}
 
 
@@ -88,20 +110,48 @@ def refuse_orphans(model: nn.Module) -> None:
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """Where the inserted blocks of a model are, what they are and what they cost.
 
-    >>> records(nn.Sequential(nn.ReLU()))
-    ()
+    Args:
+        model: any network.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> [(record.site, record.block, record.tokens) for record in records(model)]
+    [('0', 'AttentionBlock2d', 256)]
     """
     # A model may have become part of another since: a block is where it is now.
     return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted(model).items())
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
-    """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint."""
+    """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint.
+
+    Args:
+        model: any network.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> sorted(inserted_keys(model))[0]
+    '0.inserted.attn.proj.bias'
+    """
     return set().union(*keys_of_blocks(model).values())
 
 
 def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
-    """The same for each site; a block that a model has under several names has keys under each."""
+    """The keys of a model's state dict that belong to the block of each site.
+
+    A block that a model has under several names has keys under each.
+
+    Args:
+        model: any network.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> {site: len(keys) for site, keys in keys_of_blocks(model).items()}
+    {'0': 7}
+    """
     sites = {id(block): site for site, block in inserted(model).items()}
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
     for name, module in plain_network(model).named_modules(remove_duplicate=False):

@@ -19,7 +19,13 @@ __all__ = ["InsertedBlock", "InsertionReport", "describe"]
 
 @dataclass(frozen=True)
 class InsertedBlock:
-    """One block in a backbone: where it is and what it costs for one image."""
+    """One block in a backbone: where it is and what it costs for one image.
+
+    >>> from vision_attn.insertion import insert_
+    >>> report = insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 12))
+    >>> report.blocks[0].height, report.blocks[0].width, report.blocks[0].tokens
+    (16, 12, 192)
+    """
 
     #: path of the module at which the block is
     site: str
@@ -29,10 +35,13 @@ class InsertedBlock:
     block: str
     #: the options it was made with
     options: Mapping[str, Any]
+    #: of the map
     channels: int
-    #: rows and columns of the map
+    #: rows of the map
     height: int
+    #: columns of the map
     width: int
+    #: numbers in the block that are learned
     parameters: int
     #: multiply-adds of one forward of one image
     multiply_adds: int
@@ -53,9 +62,18 @@ class InsertedBlock:
 
 @dataclass(frozen=True)
 class InsertionReport:
-    """What was inserted or removed; prints as a table."""
+    """What was inserted or removed; prints as a table.
 
+    >>> from vision_attn.insertion import insert_
+    >>> print(insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 16)))
+    1 block inserted, for an input of 3×16×16
+    where  block             channels    map  tokens  parameters  multiply-adds
+    0      AttentionBlock2d         8  16×16     256         312      1,114,112
+    """
+
+    #: in the order of their sites
     blocks: tuple[InsertedBlock, ...]
+    #: what was done with them
     verb: str = "inserted"
 
     def __len__(self) -> int:
@@ -88,7 +106,11 @@ class InsertionReport:
         sizes = dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks)
         noun = "block" if len(self) == 1 else "blocks"
         return "\n".join(
-            [f"{len(self)} {noun} {self.verb}, for an input of {' and '.join(sizes)}", *lines, *self.warnings]
+            [
+                f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
+                *lines,
+                *self.warnings,
+            ]
         )
 
     @property
@@ -126,6 +148,12 @@ def describe(
     **where: Any,
 ) -> InsertedBlock:
     """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it.
+
+    Args:
+        block: the module.
+        shape: of the maps that it takes: batch, channels, height and width.
+        expected: of the maps that it is to make; that of those it takes when None.
+        **where: the other fields of the record.
 
     Raises:
         ValueError: the block makes maps of another shape.

@@ -12,7 +12,7 @@ __all__ = ["stage_names", "stages_of"]
 
 
 def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None = None) -> list[str]:
-    """Paths of a model's stages, from the image to the head.
+    """The paths of a model's stages, from the image to the head.
 
     They are those of timm's ``feature_info`` where these modules give maps of the channels that it names. Otherwise
     they are the last module to give a map of each size, outside of blocks that halve it.
@@ -33,6 +33,11 @@ def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None
 
 
 def stages_of(run: DryRun) -> list[str]:
+    """The paths of the stages of a network that was run, from the image to the head.
+
+    Args:
+        run: a dry run of it.
+    """
     declared = declared_stages(run.model)
     if declared and all(gives_channels(run, name, channels) for name, channels in declared):
         return [name for name, _ in declared]

@@ -23,7 +23,9 @@ OF_A_BOTTLENECK = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
 class TimmLayer:
     """What :func:`timm_layer` returns: called as timm calls its layers, it makes the block."""
 
+    #: class or function that makes the block
     block: Callable[..., nn.Module]
+    #: further arguments of it
     options: Mapping[str, Any] = field(hash=False)
 
     def __call__(
@@ -41,6 +43,9 @@ class TimmLayer:
             device: where the parameters live.
             dtype: type of the parameters.
             **words: what else the network hands to its layers.
+
+        Returns:
+            The block.
 
         Raises:
             TypeError: the block does not know one of ``words``.

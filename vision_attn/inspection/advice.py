@@ -33,21 +33,33 @@ NARROW = (64, 32, 16, 8)
 class Proposal:
     """What to insert where, why, and what it costs."""
 
+    #: where
     sites: tuple[Site, ...]
     #: of :func:`vision_attn.insert_`: ``stages`` and what differs from the default block
     arguments: Mapping[str, Any]
+    #: in a few words
     why: str
+    #: of all its blocks together
     cost: Share
     #: bytes that training keeps for the backward pass of a batch, with ``impl="sdpa"``
     saved: int
 
     def call(self, example_input: tuple[int, ...] | None = None) -> str:
-        """The call, as one writes it; for images of another size than the model's own, with their shape."""
+        """The call, as one writes it; for images of another size than the model's own, with their shape.
+
+        Args:
+            example_input: shape of the images; None where it is the model's own.
+        """
         arguments = {**self.arguments, **({} if example_input is None else {"example_input": example_input})}
         return f"va.insert_(model, {', '.join(f'{name}={code(value)}' for name, value in arguments.items())})"
 
     def command(self, model: str, img_size: int | None = None) -> str | None:
-        """The same as flags of ``vision-attn train``; None where it has no flag for something."""
+        """The same as flags of ``vision-attn train``; None where it has no flag for something.
+
+        Args:
+            model: name of the network.
+            img_size: side of the images, in pixels; None where it is the model's own.
+        """
         if not set(self.arguments) <= {"stages", "num_heads"}:
             return None
         size = "" if img_size is None else f" --img-size {img_size}"
@@ -58,6 +70,9 @@ class Proposal:
 
 def code(value: object) -> str:
     """A value as one writes it in a call.
+
+    Args:
+        value: of an argument.
 
     >>> code(Window(7)), code((1, 2))
     ('va.Window(7)', '(1, 2)')

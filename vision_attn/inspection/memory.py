@@ -19,10 +19,7 @@ IMPLS_COUNTED = ("einx", "bmm", "einsum", "sdpa")
 
 
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
-
-    The block runs on torch's fake tensors, which choose the kernels that a CPU would run and allocate nothing. (The
-    meta device would not do: fused attention falls apart there, and its weights would be counted.)
+    """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
 
     Args:
         block: takes and returns maps; where its parameters live does not matter.
@@ -53,7 +50,17 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype
 
 
 def count_multiply_adds(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """Multiply-adds of one forward of one image, of maps ``(b, c, h, w)``."""
+    """The multiply-adds of one forward of one image.
+
+    Args:
+        block: takes and returns maps; where its parameters live does not matter.
+        shape: of the maps that it is given, ``(b, c, h, w)``; the batch does not count.
+        dtype: of the maps.
+
+    >>> from vision_attn.blocks import Attention2d
+    >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
+    8128512
+    """
     # Counted on the form whose every product is a matrix product that the counter knows.
     with FakeTensorMode(allow_non_fake_inputs=True), use_impl(block, "bmm"), torch.no_grad():
         own = fake_tensors(block)
@@ -71,7 +78,11 @@ def fake_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def machine_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU that a model is on, or of the machine's; None where the system does not say."""
+    """The bytes of the GPU that a model is on, or of the machine's memory; None where the system does not say.
+
+    Args:
+        device: that the model is on.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(getattr(os, "sysconf_names", ())):

@@ -20,6 +20,9 @@ TORCHVISION = "torchvision:"
 def network_of(name: str) -> nn.Module:
     """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows.
 
+    Args:
+        name: ``"resnet50"``, ``"torchvision:resnet18"``, …
+
     Raises:
         ValueError: there is no such network; the message names those whose names are close.
     """
@@ -52,6 +55,9 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Ten
         model: the network.
         input_size: side of the image, or its height and width, in pixels; None: the model's own.
 
+    Returns:
+        The image, ``(1, c, h, w)``, on the model's device and of its type.
+
     Raises:
         ValueError: ``input_size`` is neither.
     """
@@ -68,6 +74,7 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Ten
 class Share:
     """How much of something a part of the network has, or would have."""
 
+    #: numbers that are learned
     parameters: int
     #: in one forward of one image
     multiply_adds: int
@@ -77,13 +84,14 @@ class Share:
 class Work:
     """What a network has and does."""
 
+    #: of the network
     whole: Share
     #: by site: of what runs after the site before it, up to this one
     of_stage: dict[str, Share]
 
 
 def measure(model: nn.Module, sites: Sequence[str], example: Tensor) -> Work:
-    """Parameters and multiply-adds of a network and of each of its stages, by one forward.
+    """The parameters and multiply-adds of a network and of each of its stages, by one forward.
 
     Args:
         model: a network that runs on the example.

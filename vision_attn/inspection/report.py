@@ -24,8 +24,15 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables."""
+    """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables.
 
+    >>> from torch import nn
+    >>> from vision_attn.inspection import inspect_model
+    >>> inspect_model(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1)), input_size=32, batch_size=1).heading()
+    'Sequential on images of 3×32×32: 224 parameters, 55.3 k multiply-adds an image'
+    """
+
+    #: its name, or that of its class
     model: str
     #: whether ``vision-attn train`` knows it by that name
     trainable: bool
@@ -33,6 +40,7 @@ class Inspection:
     input_shape: tuple[int, ...]
     #: whether that is the size that the model names itself
     own_size: bool
+    #: images that one step of training holds
     batch_size: int
     #: of the block and its maps
     dtype: torch.dtype
@@ -75,7 +83,11 @@ class Inspection:
         return "\n\n".join(filter(None, parts))
 
     def command(self, proposal: Proposal) -> str | None:
-        """The flags of ``vision-attn train`` that do what is proposed; None where it has none for that."""
+        """The flags of ``vision-attn train`` that do what is proposed; None where it has none for that.
+
+        Args:
+            proposal: one of its own.
+        """
         height, width = self.input_shape[2:]
         if not self.trainable or height != width:
             return None

@@ -20,7 +20,9 @@ __all__ = ["Cost", "Site", "cost_of", "cost_of_default", "heads_for"]
 class Cost:
     """What a block costs."""
 
+    #: of its attention; 0 without any
     num_heads: int
+    #: numbers that are learned
     parameters: int
     #: in one forward of one image
     multiply_adds: int
@@ -30,17 +32,27 @@ class Cost:
 
 @dataclass(frozen=True)
 class Site:
-    """A place of a network, its map, and what a block costs there."""
+    """A place of a network, its map, and what a block costs there.
 
+    >>> cost = Cost(num_heads=8, parameters=1_051_648, multiply_adds=52_625_408, saved={})
+    >>> site = Site("layer4", stage=3, channels=512, height=7, width=7, share=None, cost=cost)
+    >>> site.size, site.tokens
+    ('7×7', 49)
+    """
+
+    #: of the module
     path: str
     #: its index among the stages; None for a site that was chosen by name
     stage: int | None
+    #: of the map
     channels: int
-    #: rows and columns of the map
+    #: rows of the map
     height: int
+    #: columns of the map
     width: int
     #: what the network has between the stage before and this one; None for a site that was chosen
     share: Share | None
+    #: of a block there
     cost: Cost
     #: whether the module has parameters: the activation that ends a stem has none
     learns: bool = True
@@ -64,7 +76,14 @@ def cost_of(
     dtype: torch.dtype,
     impls: Sequence[str] = IMPLS_COUNTED,
 ) -> Cost:
-    """What a block costs on maps ``(b, c, h, w)``."""
+    """What a block costs on maps ``(b, c, h, w)``.
+
+    Args:
+        block: takes and returns maps.
+        shape: of the maps, ``(b, c, h, w)``.
+        dtype: of the maps.
+        impls: the implementations whose memory is counted.
+    """
     heads = [attention.num_heads for attention in attention_modules(block).values()]
     return Cost(
         num_heads=max(heads, default=0),
@@ -81,12 +100,24 @@ def cost_of_default(
     options: Mapping[str, Any],
     impls: Sequence[str] = IMPLS_COUNTED,
 ) -> Cost:
-    """What :class:`vision_attn.AttentionBlock2d` costs on maps ``(b, c, h, w)``."""
+    """What :class:`vision_attn.AttentionBlock2d` costs on maps ``(b, c, h, w)``.
+
+    Args:
+        shape: of the maps, ``(b, c, h, w)``.
+        num_heads: number of heads.
+        dtype: of the block and its maps.
+        options: further arguments of the block.
+        impls: the implementations whose memory is counted.
+    """
     return cost_of(AttentionBlock2d(shape[1], num_heads, device="meta", dtype=dtype, **options), shape, dtype, impls)
 
 
 def heads_for(channels: int, most: int = 8) -> int:
     """The largest number of heads that divides the channels.
+
+    Args:
+        channels: of the map.
+        most: heads that are wanted.
 
     >>> heads_for(64), heads_for(20), heads_for(64, most=5)
     (8, 5, 4)

@@ -1,5 +1,9 @@
 """Networks of our own, registered with timm: importing this room makes ``timm.create_model`` know them.
 
+Each is a function of ``pretrained``, whether the weights that come with the name are loaded, and of further keyword
+arguments: those of the network, ``num_classes`` and ``in_chans`` among them, and those that timm takes for any, such as
+``pretrained_cfg``.
+
 >>> import timm
 >>> timm.create_model("resnet20", num_classes=100).num_features
 64

@@ -115,11 +115,46 @@ default_cfgs = generate_default_cfgs({"botnet50.untrained": _CFG, "aa_resnet50.u
 
 @register_model
 def botnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
-    """BoTNet-50: 20.8 M parameters as in the paper, and 0.8 M of projections after attention, which it has not."""
+    """BoTNet-50: 20.8 M parameters as in the paper, and 0.8 M of projections after attention, which it has not.
+
+    Args:
+        pretrained: there are no weights to load.
+        **kwargs: ``img_size``, side of the images or their height and width, in pixels, 224 where it is not given; and
+            what timm's ResNet-50 takes.
+
+    Returns:
+        timm's ``ResNet`` with :class:`vision_attn.StridedAttention2d` for the 3×3 convolutions of its last stage.
+
+    Raises:
+        RuntimeError: ``pretrained`` is True.
+
+    Source: Srinivas et al., *Bottleneck Transformers*, 2021, https://arxiv.org/abs/2101.11605
+
+    >>> botnet50(img_size=64).layer4[0].conv2.attn.position.specification
+    RelPosDecomposed(feat_size=(4, 4))
+    """
     return build_model_with_cfg(bottleneck_transformer, "botnet50", pretrained, **kwargs)
 
 
 @register_model
 def aa_resnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
-    """Attention-augmented ResNet-50, 25.8 M parameters."""
+    """Attention-augmented ResNet-50, 25.8 M parameters.
+
+    Args:
+        pretrained: there are no weights to load.
+        **kwargs: ``img_size``, side of the images or their height and width, in pixels, 224 where it is not given; and
+            what timm's ResNet-50 takes.
+
+    Returns:
+        timm's ``ResNet`` with :class:`vision_attn.AugmentedConv2d` for the 3×3 convolutions of its last three stages.
+
+    Raises:
+        RuntimeError: ``pretrained`` is True.
+        ValueError: arguments that make a 3×3 convolution dilated or grouped, such as ``output_stride=16``.
+
+    Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
+
+    >>> aa_resnet50(img_size=64).layer4[0].conv2.attn.position.specification
+    RelPosDecomposed(feat_size=(2, 2))
+    """
     return build_model_with_cfg(augmented_resnet, "aa_resnet50", pretrained, **kwargs)

@@ -80,11 +80,14 @@ class CifarResNet(CifarNetwork):
         option: shortcut ``"A"`` (padding, classifier ``linear``) or ``"B"`` (projection, classifier ``fc``).
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
-        drop_rate: dropout before the classifier.
+        drop_rate: probability of dropping a feature before the classifier, in training.
         global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map of the last stage.
 
     Raises:
         ValueError: an argument is out of range.
+
+    Source: He et al., *Deep Residual Learning for Image Recognition*, 2015, section 4.2,
+    https://arxiv.org/abs/1512.03385
 
     >>> import torch
     >>> CifarResNet(20, num_classes=100)(torch.randn(2, 3, 32, 32)).shape
@@ -143,7 +146,7 @@ def _create(variant: str, depth: int, option: str, pretrained: bool, **kwargs: o
 
 @register_model
 def resnet20(pretrained: bool = False, **kwargs: object) -> CifarResNet:
-    """CIFAR ResNet-20, option B, 0.28 M parameters."""
+    """CIFAR ResNet-20, option B, 0.27 M parameters."""
     return _create("resnet20", 20, "B", pretrained, **kwargs)
 
 
@@ -155,7 +158,7 @@ def resnet32(pretrained: bool = False, **kwargs: object) -> CifarResNet:
 
 @register_model
 def resnet44(pretrained: bool = False, **kwargs: object) -> CifarResNet:
-    """CIFAR ResNet-44, option B, 0.67 M parameters."""
+    """CIFAR ResNet-44, option B, 0.66 M parameters."""
     return _create("resnet44", 44, "B", pretrained, **kwargs)
 
 

@@ -56,9 +56,20 @@ class DigitPairsNet(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
+        """The map of the last stage, ``(b, width, ⌈h / 4⌉, ⌈w / 4⌉)``.
+
+        Args:
+            x: images, ``(b, in_chans, h, w)``.
+        """
         return self.stage4(self.stage3(self.stage2(self.stage1(x))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """What the network gives for the map of :meth:`forward_features`, ``(b, num_classes)``.
+
+        Args:
+            x: that map, ``(b, width, h, w)``.
+            pre_logits: whether to leave out the classifier, and give ``(b, width)``.
+        """
         x = x.mean(dim=(2, 3))
         return x if pre_logits else self.fc(x)
 
@@ -72,6 +83,9 @@ def weights_folder() -> Path:
     installed = package / "weights"
     return installed if installed.is_dir() else package.parent / "weights"
 
+
+#: What timm's ``features_only=True`` gives: the map after each of the four stages.
+FEATURES = {"out_indices": (0, 1, 2, 3)}
 
 _CFG = {
     "num_classes": 2,
@@ -104,10 +118,12 @@ class DigitPairsAttentionNet(DigitPairsNet):
 @register_model
 def digit_pairs(pretrained: bool = False, **kwargs: object) -> DigitPairsNet:
     """The plain network: near chance, whatever it is trained with."""
-    return build_model_with_cfg(DigitPairsNet, "digit_pairs", pretrained, **kwargs)
+    return build_model_with_cfg(DigitPairsNet, "digit_pairs", pretrained, feature_cfg=FEATURES, **kwargs)
 
 
 @register_model
 def digit_pairs_attention(pretrained: bool = False, **kwargs: object) -> DigitPairsNet:
     """The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."""
-    return build_model_with_cfg(DigitPairsAttentionNet, "digit_pairs_attention", pretrained, **kwargs)
+    return build_model_with_cfg(
+        DigitPairsAttentionNet, "digit_pairs_attention", pretrained, feature_cfg=FEATURES, **kwargs
+    )

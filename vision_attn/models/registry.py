@@ -29,10 +29,10 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
         name: ``"resnet20"``, ``"resnet20.cifar100"``, ``"resnet50"``, …
         num_classes: classes.
         in_chans: channels of the images.
-        pretrained: load the weights that come with the name.
+        pretrained: whether the weights that come with the name are loaded.
 
     Raises:
-        ValueError: no such model, or no weights come with it.
+        ValueError: there is no such model or tag, no weights come with it, or it cannot be made.
 
     >>> create_model("resnet20", num_classes=100).pretrained_cfg["tag"]
     'cifar100'
@@ -57,7 +57,11 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """timm's configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
+    """The configuration that timm has of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on.
+
+    Args:
+        model: a network that timm made.
+    """
     return vars(model)["pretrained_cfg"]
 
 

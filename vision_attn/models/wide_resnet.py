@@ -45,12 +45,15 @@ class WideResNet(CifarNetwork):
         width: how many times wider the stages are than 16, 32 and 64 channels.
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
-        drop_rate: dropout before the classifier.
-        block_drop_rate: dropout between the two convolutions of a block; the paper has 0.3 where it has any.
+        drop_rate: probability of dropping a feature before the classifier, in training.
+        block_drop_rate: probability of dropping an element between the two convolutions of a block; the paper has 0.3
+            where it has any.
         global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map of the last stage.
 
     Raises:
         ValueError: an argument is out of range.
+
+    Source: Zagoruyko and Komodakis, *Wide Residual Networks*, 2016, https://arxiv.org/abs/1605.07146
 
     >>> import torch
     >>> WideResNet(10, 1, num_classes=100)(torch.randn(2, 3, 32, 32)).shape

@@ -22,7 +22,9 @@ FORM = "'b n d <axes of the map> -> (b <groups>) n (<tokens>) d', as in 'b n d h
 
 @dataclass(frozen=True)
 class Line:
-    """What a line says. Tokens are kept in the order of the map, which attention does not look at.
+    """What a line says.
+
+    Tokens are kept in the order of the map, which attention does not look at.
 
     Attributes:
         axes: for each axis of the map, the names it is split into.
@@ -49,10 +51,17 @@ class Line:
 
     @staticmethod
     def parse(text: str, sizes: Mapping[str, int]) -> Line:
-        """Read a line.
+        """The line that a text says.
+
+        Args:
+            text: ``"b n d <axes of the map> -> (b <groups>) n (<tokens>) d"``.
+            sizes: the size of each name that does not follow from the map, in positions.
 
         Raises:
             ValueError: it is not of that form, is no permutation of the map, or leaves a size open.
+
+        >>> Line.parse("b n d h (w s) -> (b s) n (h w) d", {"s": 2}).multiples
+        (1, 2)
         """
 
         def refuse(why: str) -> ValueError:
@@ -88,14 +97,17 @@ class Line:
 
     @property
     def rank(self) -> int:
+        """How many axes the map has."""
         return len(self.axes)
 
     @property
     def map_text(self) -> str:
+        """The left side: the map, its axes split into names."""
         return " ".join(["b n d", *(bracketed(axis) for axis in self.axes)])
 
     @property
     def token_text(self) -> str:
+        """The side with the groups and their tokens."""
         return f"{bracketed(('b', *self.groups))} n {bracketed(self.tokens)} d"
 
     @property
@@ -111,39 +123,59 @@ class Line:
         return f"maps.view({names}).permute({', '.join(map(str, self.order))}).reshape({groups}, n, {tokens}, d)"
 
     def lengths(self, size: Sequence[int]) -> dict[str, int]:
-        """The size of every name on a map of ``size``, whose axes are multiples of :attr:`multiples`."""
+        """The size of every name on a map of ``size``, whose axes are multiples of :attr:`multiples`.
+
+        Args:
+            size: of the map, in positions.
+        """
         lengths = {}
         for axis, whole, multiple in zip(self.axes, size, self.multiples, strict=True):
             lengths.update({name: self.sizes.get(name, whole // multiple) for name in axis})
         return lengths
 
     def extents(self, lengths: Mapping[str, int]) -> tuple[int, ...]:
-        """How many places along each axis the tokens of a group have."""
+        """How many places along each axis the tokens of a group have.
+
+        Args:
+            lengths: the size of every name, from :meth:`lengths`.
+        """
         return tuple(product([lengths[name] for name in axis if name in self.tokens]) for axis in self.axes)
 
     # --- the two forms, to be read against each other -----------------------------------------------------------------
 
     def split_einx(self, x: Tensor) -> Tensor:
-        """Cut ``(b, n, d, *size)`` into tokens ``(b·groups, n, tokens, d)``."""
+        """The tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``.
+
+        Args:
+            x: a map ``(b, n, d, *size)`` whose axes are multiples of :attr:`multiples`.
+        """
         import einx
 
         return einx.id(self.einx, x, **self.sizes)
 
     def split_bmm(self, x: Tensor) -> Tensor:
-        """The twin of :meth:`split_einx` without einx; a view, where the groups and the tokens are axes of ``x``."""
+        """The twin of :meth:`split_einx` without einx; a view, where the groups and the tokens are axes of ``x``.
+
+        Arguments and result are those of :meth:`Line.split_einx`.
+        """
         b, n, d, *size = x.shape
         lengths = self.lengths(size)
         groups, tokens = (product([lengths[name] for name in part]) for part in (self.groups, self.tokens))
         return x.view(b, n, d, *lengths.values()).permute(self.order).reshape(b * groups, n, tokens, d)
 
     def merge_einx(self, y: Tensor, size: Sequence[int]) -> Tensor:
-        """Put tokens ``(b·groups, n, tokens, d)`` back on the map ``(b, n, d, *size)``."""
+        """The map ``(b, n, d, *size)`` of tokens ``(b·groups, n, tokens, d)``.
+
+        Args:
+            y: the tokens, ``(b·groups, n, tokens, d)``.
+            size: of the map, in positions; multiples of :attr:`multiples`.
+        """
         import einx
 
         return einx.id(f"{self.token_text} -> {self.map_text}", y, **self.lengths(size))
 
     def merge_bmm(self, y: Tensor, size: Sequence[int]) -> Tensor:
-        """The twin of :meth:`merge_einx` without einx."""
+        """Arguments and result are those of :meth:`Line.merge_einx`."""
         lengths = self.lengths(size)
         groups, tokens = ([lengths[name] for name in part] for part in (self.groups, self.tokens))
         n, d = y.shape[1], y.shape[3]
@@ -176,7 +208,11 @@ def bracketed(names: Sequence[str]) -> str:
 
 
 def product(factors: Iterable[int]) -> int:
-    """The product of sizes; some may be symbols, which ``math.prod`` does not take where a graph is compiled."""
+    """The product of sizes; some may be symbols, which ``math.prod`` does not take where a graph is compiled.
+
+    Args:
+        factors: whole numbers, or symbols for them.
+    """
     result = 1
     for factor in factors:
         result = result * factor

@@ -68,7 +68,14 @@ def axis_tiles(length: int, kernel: int, dilation: int, tile: int, device: torch
 
 
 class NeighborhoodTiling:
-    """Tiles of queries with the keys around them; see :class:`LineTiling` for the methods."""
+    """Tiles of queries with the keys around them.
+
+    Its further methods are those of :class:`vision_attn.patterns.tiling.LineTiling`.
+
+    Args:
+        kernel: keys that a query looks at, along each axis.
+        dilation: positions from one of them to the next, along each axis.
+    """
 
     ordered = False
     whole = False
@@ -117,11 +124,22 @@ class NeighborhoodTiling:
         )
 
     def places(self, tiles: Sequence[AxisTiles], *, keys: bool) -> Tensor:
-        """Where on the map, row-major, each query or key of each tile lies, ``(groups, tokens)``."""
+        """Where on the map, row-major, each query or key of each tile lies, ``(groups, tokens)``.
+
+        Args:
+            tiles: along each axis.
+            keys: whether it is asked of keys, or of queries.
+        """
         along = [axis.keys if keys else axis.queries for axis in tiles]
         return row_major(along, [axis.tile_of.shape[0] for axis in tiles])
 
     def tiles(self, size: Sequence[int], device: torch.device) -> list[AxisTiles]:
+        """The tiles along each axis of a map.
+
+        Args:
+            size: of the map, in positions.
+            device: where their places are to be.
+        """
         found = []
         for length, kernel, dilation in zip(size, self.kernel, self.dilation, strict=True):
             if isinstance(length, int):  # and no symbol: what reaches beyond the map need not be copied

@@ -17,7 +17,13 @@ __all__ = ["PATTERNS", "Grid", "Neighborhood", "Pattern", "Tiling", "Window", "r
 
 
 class Tiling(Protocol):
-    """How a pattern cuts maps with a number of axes; :class:`LineTiling` says what each of these is."""
+    """How a pattern cuts maps with a number of axes.
+
+    Its methods are those of :class:`vision_attn.patterns.tiling.LineTiling`, which also says what its attributes are.
+
+    >>> Window(7).tiling(2).split(torch.randn(1, 2, 8, 10, 14)).shape  # padded to 14×14
+    torch.Size([4, 2, 49, 8])
+    """
 
     rank: int
     ordered: bool
@@ -70,6 +76,14 @@ class Pattern:
         object.__setattr__(self, "parsed", Line.parse(line, sizes))
 
     def tiling(self, rank: int) -> Tiling:
+        """How the pattern cuts maps with a number of axes.
+
+        Args:
+            rank: how many axes the maps have.
+
+        Raises:
+            ValueError: the line is for another number of axes.
+        """
         if rank != self.parsed.rank:
             raise ValueError(f"pattern must be for maps with {rank} axes; got {self}, which is for {self.parsed.rank}")
         return LineTiling(self.parsed)
@@ -136,6 +150,14 @@ class Window:
                 )
 
     def tiling(self, rank: int) -> Tiling:
+        """How the pattern cuts maps with a number of axes.
+
+        Args:
+            rank: how many axes the maps have.
+
+        Raises:
+            ValueError: ``size`` or ``shift`` is for another number of axes.
+        """
         sides = for_axes(self, "size", self.size, rank)
         shift = for_axes(self, "shift", self.shift, rank)
         return LineTiling(line_by_axis("(g{axis} {axis})", sides), shift)
@@ -165,6 +187,14 @@ class Grid:
         check_lengths("Grid", "size", self.size, least=1)
 
     def tiling(self, rank: int) -> Tiling:
+        """How the pattern cuts maps with a number of axes.
+
+        Args:
+            rank: how many axes the maps have.
+
+        Raises:
+            ValueError: ``size`` is for another number of axes.
+        """
         sides = for_axes(self, "size", self.size, rank)
         return LineTiling(line_by_axis("({axis} g{axis})", sides))
 
@@ -200,6 +230,14 @@ class Neighborhood:
         check_lengths("Neighborhood", "dilation", self.dilation, least=1)
 
     def tiling(self, rank: int) -> Tiling:
+        """How the pattern cuts maps with a number of axes.
+
+        Args:
+            rank: how many axes the maps have.
+
+        Raises:
+            ValueError: ``kernel_size`` or ``dilation`` is for another number of axes.
+        """
         return NeighborhoodTiling(
             for_axes(self, "kernel_size", self.kernel_size, rank), for_axes(self, "dilation", self.dilation, rank)
         )
@@ -213,6 +251,9 @@ PATTERNS = {"full": Axial(None), "rows": Axial((-1,)), "columns": Axial((-2,))}
 
 def resolve_pattern(pattern: str | Specification) -> Specification:
     """The pattern of a name, a line of einx with no open sizes, or the pattern itself.
+
+    Args:
+        pattern: any of these.
 
     Raises:
         ValueError: it is none of these.

@@ -19,6 +19,10 @@ class LineTiling:
     A map whose sides are no multiples of what the line needs is padded at the end of each axis; with a shift it is
     rolled. Padding, and neighbours that are so only because the map was rolled, are told apart by :meth:`mask`.
 
+    Args:
+        line: what cuts the map.
+        shift: where the first whole window begins along each axis, in positions; empty for no shift.
+
     Attributes:
         ordered: queries and keys of a group are the same tokens, in the order of the map.
         whole: there is one group, the map itself.
@@ -40,12 +44,27 @@ class LineTiling:
         )
 
     def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor:
-        """Tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``; ``keys`` is for tilings that tell them apart."""
+        """The tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``.
+
+        Args:
+            x: a map, ``(b, n, d, *size)``.
+            einx: whether it is done by einx or by torch.
+            keys: whether they are keys, for tilings that tell them from queries.
+
+        Raises:
+            ValueError: the map has more places along an axis than the line has room for.
+        """
         x = self.fitted(x, value=0.0)
         return self.line.split_einx(x) if einx else self.line.split_bmm(x)
 
     def merge(self, y: Tensor, size: Sequence[int], *, einx: bool = False) -> Tensor:
-        """The map ``(b, n, d, *size)`` of tokens ``(b·groups, n, tokens, d)``."""
+        """The map ``(b, n, d, *size)`` of tokens ``(b·groups, n, tokens, d)``.
+
+        Args:
+            y: the tokens, ``(b·groups, n, tokens, d)``.
+            size: of the map, in positions.
+            einx: whether it is done by einx or by torch.
+        """
         padded = self.padded(size)
         x = self.line.merge_einx(y, padded) if einx else self.line.merge_bmm(y, padded)
         shift = self.shift_on(size)
@@ -57,7 +76,12 @@ class LineTiling:
         return x
 
     def mask(self, size: Sequence[int], device: torch.device) -> Tensor | None:
-        """Which keys of its group a query may attend to, ``(groups, tokens, tokens)``; None where that is all."""
+        """Which keys of its group a query may attend to, ``(groups, tokens, tokens)``; None where that is all.
+
+        Args:
+            size: of the map, in positions.
+            device: where the mask is to be.
+        """
         shift = self.shift_on(size)
         if self.padded(size) == tuple(size) and not any(shift):
             return None
@@ -71,13 +95,26 @@ class LineTiling:
         return numbers[:, :, None] == numbers[:, None, :]
 
     def index(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """The place of every query and of every key on the map, row-major, ``(groups, tokens)``; -1 for padding."""
+        """The place of every query and of every key on the map, row-major, ``(groups, tokens)``; -1 for padding.
+
+        Args:
+            size: of the map, in positions.
+            device: where the places are to be.
+        """
         places = torch.arange(product(size), device=device).view(*size)
         tokens = self.numbers_of_tokens(places, size)
         return tokens, tokens
 
     def offsets(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-        """For each axis, key's place less query's place in the group, ``(1, queries, keys)`` along that axis."""
+        """For each axis, key's place less query's place in the group, ``(1, queries, keys)`` along that axis.
+
+        Args:
+            size: of the map, in positions.
+            device: where the offsets are to be.
+
+        Returns:
+            One tensor for each axis, ``(1, queries, keys)``.
+        """
         extents = self.line.extents(self.line.lengths(self.padded(size)))
         places = [torch.arange(extent, device=device) for extent in extents]
         return tuple((place[None, :] - place[:, None])[None] for place in places)
@@ -85,7 +122,14 @@ class LineTiling:
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def padded(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The size that a map is padded to."""
+        """The size that a map is padded to, in positions.
+
+        Args:
+            size: of the map, in positions.
+
+        Raises:
+            ValueError: the map has more places along an axis than the line has room for.
+        """
         if not self.line.sizes:
             return tuple(size)
         padded = []
@@ -99,7 +143,11 @@ class LineTiling:
         return tuple(padded)
 
     def shift_on(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The shift along each axis: none where one window holds the whole axis, as in Swin."""
+        """The shift along each axis, in positions: none where one window holds the whole axis, as in Swin.
+
+        Args:
+            size: of the map, in positions.
+        """
         if not self.shift:
             return (0,) * self.rank
         windows = self.line.multiples
@@ -109,7 +157,12 @@ class LineTiling:
         )
 
     def fitted(self, x: Tensor, value: float) -> Tensor:
-        """A map ``(b, n, d, *size)`` padded to where the line fits, and rolled back by the shift."""
+        """A map ``(b, n, d, *size)`` padded to where the line fits, and rolled back by the shift.
+
+        Args:
+            x: a map, ``(b, n, d, *size)``.
+            value: of the padding.
+        """
         size = x.shape[3:]
         padded, shift = self.padded(size), self.shift_on(size)
         if padded == tuple(size) and not any(shift):
@@ -124,6 +177,11 @@ class LineTiling:
         return x.movedim((-2, -1), (1, 2))
 
     def numbers_of_tokens(self, numbers: Tensor, size: Sequence[int]) -> Tensor:
-        """Whole numbers on the map as they come to stand in the groups, ``(groups, tokens)``."""
+        """The whole numbers on a map as they come to stand in the groups, ``(groups, tokens)``; -1 for padding.
+
+        Args:
+            numbers: one for each place of the map, ``(*size)``, or axes of one where they are the same along an axis.
+            size: of the map, in positions.
+        """
         numbers = self.fitted(numbers.expand(*size)[None, None, None], value=-1)
         return self.line.split_bmm(numbers)[:, 0, :, 0]

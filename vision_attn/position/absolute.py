@@ -45,6 +45,13 @@ class SinCos:
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PositionTerm:
+        """The term for one block; it has no parameters.
+
+        Arguments are those of :meth:`vision_attn.position.Specification.build`.
+
+        Raises:
+            ValueError: the block's channels are no multiple of twice the axes of its maps.
+        """
         if shape.channels % (2 * shape.rank):
             raise ValueError(
                 f"SinCos: channels must be a multiple of {2 * shape.rank}, a sine and a cosine for each axis; "
@@ -102,6 +109,10 @@ class ConditionalPos:
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PositionTerm:
+        """The term for one block, with its convolution.
+
+        Arguments are those of :meth:`vision_attn.position.Specification.build`.
+        """
         return ConditionalTerm(self, shape, device, dtype)
 
 

@@ -46,6 +46,13 @@ class RelPosDecomposed:
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PositionTerm:
+        """The term for one block, with a table for each axis that is attended along.
+
+        Arguments are those of :meth:`vision_attn.position.Specification.build`.
+
+        Raises:
+            ValueError: ``feat_size`` is missing, or does not fit the block's pattern.
+        """
         return DecomposedTerm(self, shape, device, dtype)
 
 

@@ -8,6 +8,16 @@ __all__ = ["check_feat_size", "table_extents"]
 
 
 def check_feat_size(owner: str, feat_size: object) -> None:
+    """Refuse what is no size of a map.
+
+    Args:
+        owner: the specification that it is given to, for the message.
+        feat_size: one length for all axes or a tuple of one for each, in positions; None for what follows from the
+            pattern.
+
+    Raises:
+        ValueError: a length is neither None nor a whole number of at least 1.
+    """
     lengths = feat_size if isinstance(feat_size, tuple) else (feat_size,)
     if any(n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in lengths):
         raise ValueError(
@@ -18,8 +28,15 @@ def check_feat_size(owner: str, feat_size: object) -> None:
 def table_extents(owner: str, feat_size: int | tuple[int, ...] | None, shape: BlockShape) -> tuple[int, ...]:
     """The tokens along each axis that a table is for: one along an axis without attention.
 
+    Args:
+        owner: the specification that asks, for messages.
+        feat_size: one length for all axes or a tuple of one for each, in positions; None for what follows from the
+            pattern.
+        shape: of the block.
+
     Raises:
-        ValueError: ``feat_size`` is missing where it does not follow from the pattern, or is not what follows.
+        ValueError: ``feat_size`` is missing where it does not follow from the pattern, is not what follows, or is for
+            another number of axes.
     """
     tiling, rank = shape.tiling, shape.rank
     given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank

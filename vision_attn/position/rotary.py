@@ -53,6 +53,13 @@ class Rope2d:
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PositionTerm:
+        """The term for one block; it has no parameters.
+
+        Arguments are those of :meth:`vision_attn.position.Specification.build`.
+
+        Raises:
+            ValueError: the width of the block's heads is no multiple of four, or its maps do not have two axes.
+        """
         if shape.rank != 2:
             raise ValueError(f"Rope2d: position must be for maps with two axes; got a block for {shape.rank}")
         if shape.key_dim % 4:

@@ -47,6 +47,13 @@ class RelPosTable:
     def build(
         self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> PositionTerm:
+        """The term for one block, with its table.
+
+        Arguments are those of :meth:`vision_attn.position.Specification.build`.
+
+        Raises:
+            ValueError: ``feat_size`` is missing, or does not fit the block's pattern.
+        """
         return TableTerm(self, shape, device, dtype)
 
 

@@ -45,10 +45,22 @@ class ImageSet:
         return len(self.images)
 
     def to(self, device: torch.device | str) -> ImageSet:
+        """The same images on a device.
+
+        Args:
+            device: where to.
+        """
         return ImageSet(self.images.to(device), self.labels.to(device))
 
     def batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All images in order."""
+        """All images in order.
+
+        Args:
+            batch_size: images in a batch; the last one may have fewer.
+
+        Yields:
+            Images ``(b, C, H, W)`` and their classes ``(b,)``.
+        """
         yield from zip(self.images.split(batch_size), self.labels.split(batch_size), strict=True)
 
 
@@ -78,6 +90,10 @@ class Source:
 
 def open_data(settings: Settings, *, train: bool) -> Source:
     """The training or the evaluation half of the data that settings name; looks, but reads no image yet.
+
+    Args:
+        settings: ``dataset``, ``data``, ``dataset_download`` and ``test_only`` are used.
+        train: whether the training half, or the other.
 
     Raises:
         DataError: the data is missing or empty; the message says what to do.
@@ -137,6 +153,9 @@ def split_folder(root: Path, train: bool, test_only: bool) -> Path:
 
 def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``; each image is resized by its shorter side and cropped to its centre.
+
+    Args:
+        folder: with a folder for each class in it.
 
     Raises:
         DataError: there are no images; on reading: one cannot be read, or all together do not fit into memory.
@@ -202,7 +221,17 @@ class Augmentation:
 
 
 def draw_augmentation(count: int, *, padding: int, hflip: float, generator: torch.Generator) -> Augmentation:
-    """Random crops out of ``padding`` pixels around an image, and flips with probability ``hflip``."""
+    """Draw random crops out of ``padding`` pixels around an image, and flips with probability ``hflip``.
+
+    Args:
+        count: how many images.
+        padding: pixels on each side that a crop may reach into.
+        hflip: probability of a flip from left to right.
+        generator: source of randomness, on the device of the images.
+
+    Returns:
+        For each image where its crop begins and whether it is flipped, each ``(count,)``.
+    """
     device = generator.device
     top, left = torch.randint(2 * padding + 1, (2, count), generator=generator, device=device)
     return Augmentation(top, left, torch.rand(count, generator=generator, device=device) < hflip)

@@ -47,6 +47,7 @@ RECIPE = {
     "device": "cpu",
     "overwrite": True,
 }
+#: What each arm has of its own: settings by its name.
 ARMS: dict[str, dict[str, object]] = {
     "plain": {},
     "convolution": {"insert": (SITE,), "block": "conv"},

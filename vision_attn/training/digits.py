@@ -18,6 +18,7 @@ __all__ = ["CANVAS", "CLASSES", "digit_pairs", "draw_pairs"]
 
 #: rows and columns of a canvas, in pixels
 CANVAS = (8, 44)
+#: what the labels 0 and 1 mean
 CLASSES = ("different", "same")
 DIGIT = 8
 #: columns of play that each digit has at its end of the canvas
@@ -29,6 +30,10 @@ TRAIN_DIGITS = 1_200
 
 def digit_pairs(train: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The data set: 50,000 canvases of training digits, or 4,000 of held-out digits; half of either are the same.
+
+    Args:
+        train: whether the training half, or the held-out one.
+        seed: of which digits are held out, and of the canvases.
 
     Returns:
         images, uint8, ``(N, 1, 8, 44)``; labels, ``(N,)``, indices into :data:`CLASSES`.

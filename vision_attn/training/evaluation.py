@@ -21,6 +21,7 @@ __all__ = ["Evaluation", "Normalize", "evaluate"]
 class Evaluation:
     """Mean cross-entropy over a data set, and the share of its images, in percent, that are classified right."""
 
+    #: mean cross-entropy of an image
     loss: float
     #: the right class is the first choice
     top1: float
@@ -71,7 +72,7 @@ def evaluate(
     batch_size: int = 500,
     accelerator: Accelerator | None = None,
 ) -> Evaluation:
-    """Accuracy and loss over a whole data set; the model is in evaluation mode meanwhile.
+    """The accuracy and loss over a whole data set; the model is in evaluation mode meanwhile.
 
     Args:
         model: the network.

@@ -33,9 +33,11 @@ __all__ = ["Result", "Run"]
 class Result:
     """What a run came to."""
 
+    #: what was trained
     network: Network
     #: the network with the weights that were evaluated last: its own, or their moving average
     model: nn.Module
+    #: pixels to network input
     normalize: Normalize
     #: after the last epoch, or of the weights as they were where nothing was trained
     final: Evaluation
@@ -46,7 +48,21 @@ class Result:
 
 
 class Run:
-    """One run of training, from its first or a later epoch to its last."""
+    """One run of training, from its first or a later epoch to its last.
+
+    Args:
+        settings: what to do.
+        accelerator: device, precision and processes.
+        log: told each line.
+        network: the network, on the device.
+        normalize: pixels to network input.
+        classes: name of each class.
+        train_data: images to train on, on the device.
+        eval_data: images to evaluate on, on the device.
+
+    Raises:
+        ValueError: no parameter of the network is trained, or ``attention_lr`` is set and no block is.
+    """
 
     def __init__(
         self,
@@ -94,6 +110,17 @@ class Run:
         self.seconds = self.epoch_seconds = 0.0
 
     def go(self) -> Result:
+        """Train from the first epoch, or the one after an interruption, to the last.
+
+        Returns:
+            The network and how well it does.
+
+        Raises:
+            ValueError: the run to go on with has other settings.
+            CheckpointError: its checkpoint cannot be read.
+            TrainingError: the loss is no longer a number.
+            OSError: the folder of the run cannot be written.
+        """
         settings = self.settings
         if settings.resume:
             self.restore(settings.resume)
@@ -126,6 +153,7 @@ class Run:
         return self.model if self.ema is None else self.ema.module
 
     def evaluate(self) -> Evaluation:
+        """How well the weights that count do on the evaluation images."""
         if self.accelerator.num_processes > 1:
             # Each process has seen other images, and its batch norms have other statistics: those of the first, which
             # are the ones that are saved, are the network's.
@@ -134,7 +162,14 @@ class Run:
         return evaluate(self.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
 
     def train_epoch(self) -> float:
-        """One pass over the training images; returns the mean loss."""
+        """Train on every image once, but for those at the end that are too few for a step.
+
+        Returns:
+            The mean loss.
+
+        Raises:
+            TrainingError: it is not finite.
+        """
         settings, accelerator, epoch = self.settings, self.accelerator, self.epoch
         device, batch = accelerator.device, settings.batch_size
         share = batch // accelerator.num_processes
@@ -191,11 +226,17 @@ class Run:
         return float(group["lr"] / group["lr_scale"])
 
     def last_good(self) -> str:
+        """The checkpoint from which training could go on, in a sentence."""
         last = self.folder.path / "last.pth"
         return f"The last good checkpoint is {last}" if self.epoch and last.exists() else "Nothing was saved yet"
 
     def record(self, loss: float, score: Evaluation) -> None:
-        """Close an epoch: log it, and save what is needed to go on from here."""
+        """Close an epoch: log it, and save what is needed to go on from here.
+
+        Args:
+            loss: mean of the epoch's training.
+            score: of the evaluation after it.
+        """
         self.epoch += 1
         self.seconds += self.epoch_seconds
         images = self.steps * self.settings.batch_size / self.epoch_seconds
@@ -231,6 +272,7 @@ class Run:
             self.folder.write_metrics(self.rows)
 
     def about(self) -> dict[str, object]:
+        """What each checkpoint says of its run."""
         return {
             "settings": self.settings.as_dict(),
             "classes": list(self.classes),
@@ -240,7 +282,7 @@ class Run:
         }
 
     def state(self) -> dict[str, object]:
-        """All that the next epoch depends on."""
+        """What the next epoch depends on, all of it."""
         state = {
             "model": weights(self.model),
             "optimizer": self.optimizer.state_dict(),
@@ -255,7 +297,15 @@ class Run:
         return state
 
     def restore(self, path: str) -> None:
-        """Go on from a checkpoint of :meth:`state`, if it is of the same run."""
+        """Go on from a checkpoint of :meth:`state`, if it is of the same run.
+
+        Args:
+            path: of the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not one to go on from.
+            ValueError: it is of a run with other settings.
+        """
         state = read_checkpoint(path)
         needed = {"model", "optimizer", "epoch", "rows", "best", "settings"} | ({"model_ema"} if self.ema else set())
         if not needed <= set(state):

@@ -24,11 +24,13 @@ __all__ = ["Network", "build_network"]
 class Network:
     """A network and what it is fed with."""
 
+    #: with its blocks and weights
     model: nn.Module
     #: rows and columns of its images, in pixels
     size: tuple[int, int]
-    #: of the channels of its images, of pixels in 0…1
+    #: mean of each channel of its images, of pixels in 0…1
     mean: tuple[float, ...]
+    #: standard deviation of each channel
     std: tuple[float, ...]
     #: what was inserted; None where nothing was
     inserted: InsertionReport | None
@@ -49,6 +51,9 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
             ``freeze_backbone`` are used.
         source: the data it is for.
         say: told what was done.
+
+    Returns:
+        The network, on the CPU, and what it is fed with.
 
     Raises:
         ValueError: the model, a site or a block option does not exist, or a frozen network has nothing to train.

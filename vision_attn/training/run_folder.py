@@ -30,6 +30,9 @@ class RunFolder:
     ``inserted.txt``         what was inserted where, and its cost
     ``adapter.safetensors``  of that epoch the blocks alone, and a new head, where the backbone is frozen
     =======================  =========================================================================
+
+    Args:
+        path: of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +44,11 @@ class RunFolder:
         return [self.path / name for name in FILES if (self.path / name).exists()]
 
     def refuse_another_run(self) -> None:
-        """Raises ValueError if there is a run in the folder."""
+        """Refuse a folder that holds a run.
+
+        Raises:
+            ValueError: it holds a file of one.
+        """
         if self.left:
             raise ValueError(
                 f"output: {self.path} holds a run already: choose another --output, go on with it by "
@@ -65,12 +72,37 @@ class RunFolder:
         probe.unlink()
 
     def write_text(self, name: str, text: str) -> None:
+        """Write a text.
+
+        Args:
+            name: of the file.
+            text: all of it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         write_atomically(self.path / name, text.encode())
 
     def write_settings(self, settings: Mapping[str, object]) -> None:
+        """Write ``settings.yaml``.
+
+        Args:
+            settings: plain values by name.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         self.write_text("settings.yaml", yaml.safe_dump(dict(settings), sort_keys=False))
 
     def write_metrics(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write ``metrics.csv``, once there is a row for it.
+
+        Args:
+            rows: one for each epoch, all with the same columns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         if not rows:
             return
         table = io.StringIO()
@@ -80,6 +112,18 @@ class RunFolder:
         self.write_text("metrics.csv", table.getvalue())
 
     def save(self, name: str, content: Mapping[str, object]) -> Path:
+        """Write a checkpoint.
+
+        Args:
+            name: of the file.
+            content: tensors and plain values.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         buffer = io.BytesIO()
         torch.save(dict(content), buffer)
         write_atomically(self.path / name, buffer.getvalue())

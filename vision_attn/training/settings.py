@@ -48,22 +48,28 @@ class Settings:
     insert: tuple[str, ...] = ()
     #: ``attention``, or ``conv`` for the convolutional control of as many parameters
     block: str = "attention"
+    #: heads of the attention
     num_heads: int = 8
+    #: implementation of the attention
     impl: str = "sdpa"
     #: train the inserted blocks alone, and the new head if there is one; the backbone's statistics stay too
     freeze_backbone: bool = False
 
+    #: passes over the training images
     epochs: int = 30
     #: images in one step of the optimiser, over all processes together
     batch_size: int = 128
     #: ``sgd`` (with Nesterov momentum) or ``adamw``
     opt: str = "sgd"
+    #: learning rate; None for the usual one of the optimiser, a tenth of it when training begins from weights
     lr: float | None = None
     #: rate of the inserted blocks; None for that of the backbone
     attention_lr: float | None = None
     #: factor on the rate from one layer of the backbone to the one before it; None for one rate
     layer_decay: float | None = None
+    #: of ``sgd``
     momentum: float = 0.9
+    #: of all but biases, norms, gates and the like
     weight_decay: float = 5e-4
     #: epochs of linear warm-up from a hundredth of the rate, before the cosine
     warmup_epochs: float = 0.0
@@ -71,24 +77,30 @@ class Settings:
     min_lr: float = 0.0
     #: norm that gradients are clipped to; None for no clipping
     clip_grad: float | None = None
+    #: share of a label that is spread over all classes
     label_smoothing: float = 0.0
     #: pixels of padding that random crops are cut from
     crop_padding: int = 4
     #: probability of a horizontal flip
     hflip: float = 0.5
-    #: mean and standard deviation of the channels, of pixels in 0…1; None for the model's own
+    #: mean of each channel, of pixels in 0…1; None for the model's own
     mean: tuple[float, ...] | None = None
+    #: standard deviation of each channel; None for the model's own
     std: tuple[float, ...] | None = None
     #: keep a moving average of the weights, evaluate and save it as the best
     model_ema: bool = False
+    #: of that average, in each step
     model_ema_decay: float = 0.999
+    #: of everything random
     seed: int = 0
 
     #: ``cpu``, ``cuda``, or None for the best there is
     device: str | None = None
     #: bfloat16 where it is safe
     amp: bool = False
+    #: keep maps in the channels-last memory format
     channels_last: bool = False
+    #: compile the network
     compile: bool = False
 
     #: folder of the run; None for ``runs/train``, or the folder of the run that is resumed
@@ -97,6 +109,7 @@ class Settings:
     overwrite: bool = False
     #: checkpoint of an interrupted run to go on from
     resume: str | None = None
+    #: write TensorBoard events too
     tensorboard: bool = False
     #: evaluate, do not train
     test_only: bool = False
@@ -160,7 +173,11 @@ class Settings:
             raise ValueError("mean and std go together: give both, or neither for the model's own")
 
     def check_frozen(self) -> None:
-        """What a frozen backbone needs: weights that are worth keeping, and something to train beside them."""
+        """Refuse what a frozen backbone does not go with: no weights worth keeping, or nothing to train beside them.
+
+        Raises:
+            ValueError: so it is.
+        """
         if not (self.insert or self.reset_head):
             raise ValueError(
                 "freeze_backbone leaves nothing to train: insert blocks, or begin a new head with reset_head"
@@ -186,11 +203,15 @@ class Settings:
         return scratch / 10 if self.weights or self.pretrained else scratch
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, as they are written to ``settings.yaml``."""
+        """The settings as plain values, as they are written to ``settings.yaml``."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def differences(self, other: dict[str, object]) -> list[str]:
-        """Names of the settings in which another run would give another result."""
+        """The names of the settings in which another run would give another result.
+
+        Args:
+            other: settings of that run, as :meth:`as_dict` gives them.
+        """
         own = self.as_dict()
         names = [field.name for field in fields(self) if field.name not in MACHINE_SETTINGS]
         return [name for name in names if own[name] != other.get(name)]
