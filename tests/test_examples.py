@@ -1,4 +1,4 @@
-"""Every example runs, as its header says, on small data."""
+"""Every script that trains runs, as its header says, on small data."""
 
 import os
 import subprocess
@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "insert_into_resnet.py": [],
     "train_cifar.py": ["--dataset", "folder", "--epochs", "6", "--batch-size", "16", "--device", "cpu"],
 }
 
@@ -24,15 +23,8 @@ def run(name, *arguments):
 
 
 def test_every_example_is_tested():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
-
-
-def test_insert_into_resnet():
-    done = run("insert_into_resnet.py")
-    assert done.returncode == 0, done.stderr
-    assert "2 blocks inserted" in done.stdout
-    assert "gradients reach the gates: True" in done.stdout
-    assert "layer4.1.inserted.attn (2, 8, 1, 7, 7)" in done.stdout
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py") if not path.read_text().startswith("# %%")}
+    assert scripts == set(EXAMPLES)  # the others are walkthroughs
 
 
 def test_train_cifar(image_folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from vision_attn import cli
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "weights").rglob("README.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(page for room in ("examples", "weights", "tests") for page in (ROOT / room).rglob("*.md")),
+]
 
 
 def blocks(text, language):
@@ -65,14 +69,35 @@ def test_the_position_terms_of_the_table_are_there():
         vision_attn.Attention2d(16, 2, position=eval(term, vars(vision_attn)))
 
 
-def test_the_commands_are_commands():
-    lines = [line for block in blocks(README, "text") for line in block.splitlines()]
-    commands = [line.split()[1:] for line in lines if line.startswith("vision-attn ")]
-    assert len(commands) == 4
-    for arguments in commands:
-        cli.parser().parse_args(arguments)
-    for script in [line.split()[1] for line in lines if line.startswith("python ")]:
-        assert (ROOT / script).exists()
+def commands(text):
+    """What a page tells its reader to type: lines of its blocks, and code in its prose."""
+    lines = [line for block in blocks(text, "(?:text|sh)") for line in re.split(r"\n|&&", block)]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = [
+        shlex.split(line)
+        for line in [*lines, *re.findall(r"`([^`\n]+)`", prose)]
+        if re.match("vision-attn |python ", line)
+    ]
+    return [words for words in found if "…" not in words]
+
+
+def test_commands_are_found():
+    assert len(commands(README)) >= 7
+    page = "type `vision-attn train --help` or\n```text\nvision-attn bench\nx\n```\nand `python examples/a.py --b`"
+    expected = [["vision-attn", "bench"], ["vision-attn", "train", "--help"], ["python", "examples/a.py", "--b"]]
+    assert commands(page) == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_are_commands(page, capsys):
+    for program, *arguments in commands(page.read_text()):
+        if program == "python":
+            assert (ROOT / arguments[0]).exists() or arguments[0] == "examples/NAME.py"
+        elif "--help" in arguments:
+            with pytest.raises(SystemExit, match=r"^0$"):
+                cli.parser().parse_args(arguments)
+        else:
+            cli.parser().parse_args(arguments)
 
 
 def test_ci_runs_the_two_command_lines_of_the_readme():
@@ -82,10 +107,30 @@ def test_ci_runs_the_two_command_lines_of_the_readme():
     assert "/^```sh$/" in (ROOT / ".ci/run").read_text()
 
 
+def anchors(page):
+    """Where links into a page lead: its headings, as the usual renderers of markdown name them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), target
+
+
+def test_the_converters_of_the_table_are_there():
+    from vision_attn import convert
+
+    table = README.partition("## Convert")[2].partition("\n## ")[0]
+    assert set(re.findall(r"from_\w+", table)) == {name for name in convert.__all__ if name.startswith("from_")}
 
 
 def test_the_table_of_implementations_is_complete():

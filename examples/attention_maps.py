@@ -1,0 +1,107 @@
+# %% [markdown]
+# # See what a network attends to
+#
+# The library comes with a small trained network that says whether the two digits on a canvas are of the same class.
+# This text looks into its one attention block: where does the middle of the left digit look, does each head look at
+# something else, and does it matter? Afterwards you can look into any network with attention of this library in it,
+# whichever implementation runs it; a fused kernel never holds the weights, so they are computed beside it.
+#
+#     python examples/attention_maps.py
+#
+# It takes about five seconds; the digits come with scikit-learn, the weights with the library.
+
+# %%
+from dataclasses import replace
+from pathlib import Path
+
+import timm
+import torch
+
+import vision_attn as va
+import vision_attn.models  # registers digit_pairs_attention with timm
+from vision_attn.figures import attention_figure, save_figure
+from vision_attn.training.digits import CLASSES, digit_pairs
+
+OUTPUT = Path("examples-output")
+OUTPUT.mkdir(exist_ok=True)
+torch.set_grad_enabled(False)
+
+model = timm.create_model("digit_pairs_attention", pretrained=True).eval()
+images, labels = digit_pairs(train=False)  # canvases of digits that the network was not trained with
+images = images / 255
+top1 = 100 * (model(images).argmax(1) == labels).float().mean()
+print(f"right about {top1:.1f} % of {len(images):,} canvases of {tuple(images.shape[1:])}")
+assert top1 > 98
+
+# %% [markdown]
+# `capture` records the maps of a forward pass. A query is a point of the image in pixels; here it is the middle of the
+# left digit. For each image, head and query there is one weight for each cell of the block's map, and they sum to one.
+
+# %%
+with va.capture(model, queries=[(4, 5)]) as maps:
+    answers = model(images).argmax(1)
+(site, attention), *_ = maps.items()
+print(f"{site}: (images, heads, queries, rows, columns) = {tuple(attention.weights.shape)}, cell {attention.cells[0]}")
+torch.testing.assert_close(attention.weights.sum((3, 4)), torch.ones(4000, 4, 1))
+
+# %% [markdown]
+# **Where does it look?** Three of the eleven columns of cells hold the left digit, three the right one. Attention that
+# did not care would give them 27 % each and the gap between them 45 %.
+
+# %%
+by_column = attention.weights.mean((0, 1, 2)).sum(0)
+for place, columns in {"left digit": slice(0, 3), "gap": slice(3, 8), "right digit": slice(8, 11)}.items():
+    print(f"{place:<12}{100 * by_column[columns].sum():4.0f} %")
+assert by_column[3:8].sum() < 0.15
+assert by_column[8:].sum() > 0.45
+
+# %%
+chosen = torch.cat([torch.nonzero(labels == label)[:3, 0] for label in (1, 0)])
+titles = [f"{CLASSES[labels[i]]}; the network says {CLASSES[answers[i]]}" for i in chosen]
+figure = attention_figure(images[chosen], replace(attention, weights=attention.weights[chosen]), titles=titles)
+save_figure(figure, OUTPUT / "attention_maps.png")
+print(f"wrote {OUTPUT / 'attention_maps.png'}")
+figure
+
+# %% [markdown]
+# **Each head** has weights of its own. The picture averages over them; here they are apart, for the first canvas.
+
+# %%
+first = chosen[:1]
+heads = attention.weights[first].transpose(0, 1)  # (4, 1, 1, 2, 11): the heads in the place of images
+figure = attention_figure(
+    images[first].expand(4, -1, -1, -1), replace(attention, weights=heads), titles=[f"head {n}" for n in range(4)]
+)
+save_figure(figure, OUTPUT / "attention_heads.png")
+print(f"wrote {OUTPUT / 'attention_heads.png'}")
+assert (heads[0] - heads[1]).abs().max() > 0.1
+figure
+
+# %% [markdown]
+# **Does it matter?** Maps alone do not say so. With the gate of the block closed the same network is left with what
+# each place says by itself, which is nothing: half of the canvases are of either kind.
+
+# %%
+va.set_gates_(model, 0.0)
+closed = 100 * (model(images).argmax(1) == labels).float().mean()
+print(f"with the gate closed: {closed:.1f} %")
+assert 45 < closed < 55
+model = timm.create_model("digit_pairs_attention", pretrained=True).eval()
+
+# %% [markdown]
+# **Are these the weights that the kernel used?** It keeps none to compare with. But weights times values,
+# projected, have to be what the block gave out, whichever implementation ran it.
+
+# %%
+attn = model.get_submodule(site)
+seen = {}
+hook = attn.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0], y=output))
+for impl in va.IMPLS:
+    with va.use_impl(model, impl), va.capture(model) as maps:  # without queries: from every cell
+        model(images[:100])
+    weights = maps[site].weights.flatten(3)  # (b, n, i, j)
+    v = attn.qkv(seen["x"]).view(100, 3, 4, 8, 22)[:, 2]  # (b, n, d, j)
+    y = torch.einsum("bnij,bndj->bndi", weights, v).reshape(100, 32, 2, 11)
+    torch.testing.assert_close(attn.proj(y), seen["y"])
+hook.remove()
+print("weights times values are what the block gives out, with", ", ".join(va.IMPLS))
