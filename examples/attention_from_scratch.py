@@ -7,7 +7,8 @@
 # attention can be made cheaper, answered by a measurement on your machine. You need to know NumPy's `@` and
 # broadcasting, and what a layer of a network is.
 #
-# `python examples/attention_from_scratch.py` takes about ten seconds. What the text claims is asserted below it.
+# `python examples/attention_from_scratch.py` takes about ten seconds. What the text says of shapes and numbers is
+# asserted below it; times are printed.
 
 # %%
 from functools import partial
@@ -103,7 +104,7 @@ check("softmax, with torch", softmax(logits), torch.softmax(from_numpy(logits), 
 # `d` is the width of queries and keys, `e` that of values; here both are `c`. In the matrix `q kᵀ` rows are queries and
 # columns are keys. `torch.nn.MultiheadAttention` keeps `W_q`, `W_k` and `W_v` in one matrix, `in_proj_weight`, one
 # below the other. The functions count their axes from the end, so that they run as they are when more axes come in
-# front.
+# front; `.mT` exchanges the last two.
 
 
 # %%
@@ -139,8 +140,8 @@ check("weights", weights, by_torch(one_head, x)[1])
 # %% [markdown]
 # **Why `d^-½`?** The dot product of two vectors of `d` independent numbers with mean 0 and variance 1 is a sum of `d`
 # products with mean 0 and variance 1: its variance is `d`. Without the factor logits grow with the width, and softmax
-# puts nearly all weight on one key before anything has been learned. The slope of a weight `w` by its own logit is `w
-# (1 - w)`, which is near 0 there: such logits learn little ([Vaswani et al., 2017](https://arxiv.org/abs/1706.03762),
+# puts nearly all weight on one key before anything has been learned. The slope of a weight `p` by its own logit is `p
+# (1 - p)`, which is near 0 there: such logits learn little ([Vaswani et al., 2017](https://arxiv.org/abs/1706.03762),
 # section 3.2.1). With the factor the variance is 1 at every width. The table is of queries and 16 keys drawn at random:
 # the largest weight and its slope, means over 500 queries.
 
@@ -156,7 +157,7 @@ for d in (4, 64, 1024):
     q, k = rng.standard_normal((500, 1, d)), rng.standard_normal((500, 16, d))
     dots = (q @ k.mT)[:, 0]
     plain, scaled = softmax(dots).max(axis=-1), softmax(dots * d**-0.5).max(axis=-1)
-    slopes = [(w * (1 - w)).mean() for w in (plain, scaled)]
+    slopes = [(p * (1 - p)).mean() for p in (plain, scaled)]
     print(f"{d:>6} {dots.var():>10.1f} {plain.mean():>9.2f} {slopes[0]:>6.2f} {scaled.mean():>10.2f} {slopes[1]:>6.2f}")
     assert abs(dots.var() / d - 1) < 0.1
     assert 0.2 < scaled.mean() < 0.3  # at every width
@@ -191,8 +192,8 @@ differ(self_attention(changed, one_p)[0][:3], self_attention(x, one_p)[0][:3])  
 #
 # **A query that may attend to nothing** has only logits of `-inf`. Softmax as above makes NaN of them, and so does
 # `MultiheadAttention`; in the next layer of attention every token that looks at it is NaN as well. In `vision_attn` the
-# weights of such a query are zeros, in the definition and in every implementation, and the block gives the bias of its
-# last layer.
+# weights of such a query are zeros, and the block gives the bias of its last layer: in its definition in NumPy,
+# `reference`, and in each of the ways in which the library computes it, its implementations, `va.IMPLS`.
 
 # %%
 q, k, v = rng.standard_normal((3, 1, 1, tokens, c))
@@ -382,8 +383,8 @@ check("TransformerBlock2d, h×w", y, transformer_block(x, encoder_p, n, causal).
 #
 # Nothing in the equation but the mask asks where a token stands: with the tokens in another order the outputs come out
 # in that order, otherwise unchanged. A sentence and its words in a heap are the same to it, and so are a map and its
-# shuffled positions. That is why blocks take `position=`. With one, here rotary positions, shuffling changes the
-# result.
+# shuffled positions. That is why blocks take `position=`. With one, here rotary positions, which turn queries
+# and keys by an angle that grows with the position, shuffling changes the result.
 
 # %%
 order = rng.permutation(tokens)

@@ -8,7 +8,7 @@
 #
 #     python examples/einsum_cheatsheet.py
 #
-# It takes about eight seconds, most of them for loading. Whatever the text claims is asserted below it.
+# It takes about eight seconds, most of them for loading. What the text says of shapes and numbers is asserted below it.
 
 # %%
 import math
@@ -279,8 +279,8 @@ merged = row(
 out = row(
     "output projection",
     torch="merged @ wo.T",
-    einsum='einsum("bio,co->bic", merged, wo)',
-    ellipsis='einsum("...o,co->...c", merged, wo)',
+    einsum='einsum("bie,ce->bic", merged, wo)',
+    ellipsis='einsum("...e,ce->...c", merged, wo)',
     einx='einx.dot("b i ne, c ne -> b i c", merged, wo)',
 )
 
@@ -410,6 +410,7 @@ def step_by_step(logits):
 
 def errors(size):
     logits = size / 8 * q.double() @ k.double().T  # 8 is √d
+    assert abs(logits.std() / size - 1) < 0.05
     rounded = logits.bfloat16()
     exact, exact_of_rounded = (torch.softmax(some.double(), dim=1) for some in (logits, rounded))
     cast = torch.softmax(rounded.float(), dim=1).bfloat16()
@@ -465,12 +466,13 @@ assert torch.tensor(256.0).bfloat16() + 1 == 256  # standing still
 share = (above / running[:, None]).double().sum(dim=1).mean()
 print(f"\nsum of the weights of a query over {len(k)} keys, after a running sum in bfloat16: {share:.2f}")
 assert share > 2
-assert_close(step_by_step(rounded).double().sum(dim=1), torch.ones(64).double(), rtol=2 * once, atol=0)
+for weights in (step_by_step(rounded), torch.softmax(rounded, dim=1)):
+    assert_close(weights.double().sum(dim=1), torch.ones(64).double(), rtol=2 * once, atol=0)
 
 # %% [markdown]
-# In the library the product and softmax are computed in float32, whatever the inputs are, by every implementation.
-# With a matrix of ones on the diagonal for the values, what comes out are the weights: one or two roundings off,
-# where the product in bfloat16 costs more than ten.
+# In the library the product and softmax are computed in float32 at least, whatever the inputs are, by every one of the
+# ways in which it can compute a block, its *implementations*. With a matrix of ones on the diagonal for the values,
+# what comes out are the weights: one or two roundings off, where the product in bfloat16 costs more than ten.
 
 # %%
 values = torch.eye(1024).bfloat16()[None, None]
@@ -517,7 +519,7 @@ for kind, (to_map, sizes) in maps.items():
 RULE = "An index that is missing on the right of the arrow is summed."
 LETTERS = (
     "b batch, c channels, i query token, j key token, n heads, d width of queries and keys in a head, "
-    "e width of values in a head, o outputs of a linear layer"
+    "e width of values in a head, o outputs of a linear layer; nd and ne are one axis each, of all heads"
 )
 
 

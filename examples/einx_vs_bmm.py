@@ -14,6 +14,7 @@
 import ast
 import difflib
 import inspect
+import re
 import textwrap
 import time
 from functools import partial
@@ -50,7 +51,7 @@ torch.set_default_dtype(torch.float64)  # so that "equal" below means equal up t
 # among `n` *heads*, each `d` wide, which work side by side and do not see each other. In each head the *logit* of
 # query token `i` and key token `j` is `q_i · k_j / √d`; softmax over `j` makes *weights* of the logits, positive and
 # of sum 1; and the result at `i` is the sum of the values, weighted. A second 1×1 convolution mixes the heads. `h` is
-# always the height, never the heads.
+# always a height, of the map or later of a window in it, never the heads.
 #
 # einx takes a string that names every axis of what goes in and of what comes out, and moves or computes what the
 # string says. Three things are enough to read all strings on this page.
@@ -125,13 +126,14 @@ class BmmAttention(Projections):
 # %% [markdown]
 # ## Line by line
 #
-# Now the five steps, each in both forms on the same tensors. All sizes below differ from each other, so that no axis
-# can be taken for another. `compare` prints what each form holds after a step, asserts that the axes have the names
-# that are printed, and that the numbers of both are the same, in the same order.
+# Now the five steps, each in both forms on the same tensors. `b`, `n`, `d`, `h` and `w` differ, so that none can be
+# taken for another. `compare` prints what each form holds after a step, asserts that the axes have the names that are
+# printed, and that the numbers of both are the same, in the same order.
 
 # %%
 b, n, d, h, w = 2, 3, 4, 5, 7
 c = n * d
+assert len({b, n, d, h, w}) == 5
 SIZES = {"qkv": 3, "b": b, "n": n, "d": d, "h": h, "w": w, "i": h * w, "j": h * w}
 
 
@@ -206,6 +208,7 @@ merged = einx.id("b n (h w) d -> b (n d) h w", y, h=h)
 
 merged_bmm = y_bmm.view(b, n, h * w, d).permute(0, 1, 3, 2).reshape(b, c, h, w)
 
+assert merged_bmm.data_ptr() != y_bmm.data_ptr()
 compare("merge", "b (n d) h w", merged, "b (n d) h w", merged_bmm)
 
 # %% [markdown]
@@ -246,14 +249,15 @@ print("and the output to F.scaled_dot_product_attention and va.Attention2d with 
 # ## What einx runs
 #
 # einx turns a string and the shapes that it meets into a Python function. `graph=True` shows the function in place of
-# calling it. For the first line of the block it consists of the view, the order and the copy of the bmm form. The
-# sizes stand in it as numbers; other shapes get another function.
+# calling it. For the first line of the block it consists of the same three calls as the bmm form: a view, a permute, a
+# reshape. The sizes stand in it as numbers; other shapes get another function.
 
 # %%
 code = einx.id("b (qkv n d) h w -> qkv b n (h w) d", qkv, qkv=3, n=n, graph=True)
 made = {}
 exec(code, made)
 assert torch.equal(made["op"](qkv), torch.stack([q, k, v]))
+assert re.findall(r"torch\.(\w+)\(", code) == ["reshape", "permute", "reshape"]
 assert f"({b}, 3, {n}, {d}, {h}, {w})" in code
 assert code != einx.id("b (qkv n d) h w -> qkv b n (h w) d", qkv[..., 1:], qkv=3, n=n, graph=True)
 print(f"\nwhat einx makes of the first line:\n{textwrap.indent(code.strip(), '    ')}")
@@ -266,8 +270,8 @@ ROWS = """
 what               | einx                                        | bmm
 batch              | `b`, an axis of its own in every line       | folded with the heads, b * n, and unfolded
 channels           | `(qkv n d)` says how they are ordered       | the order of the arguments of view says it
-heads              | `n`, its size given once                    | place 2, then part of place 0, then place 1
-width of a head    | `d`, deduced                                | computed, c // n; places 3, 4 and 2 in turn
+heads              | `n`, its size given once                    | from place to place, and once inside of b * n
+width of a head    | `d`, deduced                                | computed, c // n; from place to place
 space              | `h w`, as tokens `(h w)`                    | the product h * w
 rearrangement      | one string: before -> after                 | view, permute by numbers, reshape
 contraction        | the name that the output lacks              | the last place with the middle one
@@ -278,7 +282,6 @@ errors             | say the line, its axes and their sizes      | say the sizes
 sizes at run time  | numbers in a graph: an export has one size  | may stay symbols: an export takes any size
 """
 table = [[cell.strip() for cell in row.split("|")] for row in ROWS.strip().splitlines()]
-assert len(table) == 1 + 12
 print()
 for row in table:
     print("{:<18} {:<44} {}".format(*row))
@@ -802,7 +805,7 @@ assert "axes d, n" in said(lambda: einx.id("b (qkv n d) h w -> qkv b n (h w) d",
 # ## What is refused, and what is computed without a word
 #
 # The mistakes so far and some more, in both forms. Where one is not refused, `outcome` asserts that the result has as
-# many numbers as the right one, and other ones. `silent` in the table is the bad case.
+# many numbers as the right one, where there is a right one, and other ones. `silent` in the table is the bad case.
 
 
 # %%
@@ -840,7 +843,7 @@ check(
     expected=("refused", "silent"),
 )
 check(
-    "the width forgotten on the way back",
+    "merged without permute; width forgotten",
     lambda: einx.id("b n (h w) d -> b n h w", y, h=h),
     lambda: y_bmm.reshape(b, c, h, w),
     right=merged,

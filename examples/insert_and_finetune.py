@@ -51,19 +51,25 @@ def top1(model, images, labels):
 # %%
 source = load_digits()
 digits = F.pad(torch.tensor(source.images, dtype=torch.float32)[:, None] / 16, (18, 18))  # (1797, 1, 8, 44)
-names = torch.tensor(source.target)
+order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))  # as digit_pairs holds digits out
+digits, classes = digits[order], torch.tensor(source.target)[order]
 model = timm.create_model("digit_pairs", num_classes=10)
-train(model, [{"params": model.parameters(), "lr": 6e-3}], digits[:1200], names[:1200], steps=200)
-reads = top1(model, digits[1200:], names[1200:])
+train(model, [{"params": model.parameters(), "lr": 6e-3}], digits[:1200], classes[:1200], steps=200)
+reads = top1(model, digits[1200:], classes[1200:])
 print(f"names a digit it has not seen: {reads:.1f} %")
 assert reads > 90
+
+canvas = torch.rand(1, 1, 8, 44, requires_grad=True)
+features = model.forward_features(canvas)[0]
+columns = [torch.autograd.grad(part.sum(), canvas, retain_graph=True)[0].any(2).sum() for part in features.unbind(2)]
+assert max(columns) == 17  # that a place sees
 
 # %% [markdown]
 # **The new question**, with the network frozen and a new head: chance, since no sum over places compares two of them.
 
 # %%
 images, labels = digit_pairs(train=True)
-held_out, answers = digit_pairs(train=False)  # of digits that are on no training canvas
+held_out, answers = digit_pairs(train=False)  # of digits that the backbone has not seen either
 images, held_out = images / 255, held_out / 255
 model.fc = torch.nn.Linear(model.num_features, 2)
 va.freeze_backbone_(model, also_train="fc.*")
@@ -73,21 +79,23 @@ print(f"same class or not, a new head alone: {without:.1f} %")
 assert 45 < without < 55
 
 # %% [markdown]
-# **Insert** a block after the third stage. The network computes what it did before, bit for bit, and keeps its keys.
+# **Insert** a block after the third stage. The network computes what it did before, bit for bit, and
+# the names in its state dict stay.
 
 # %%
-keys = list(model.state_dict())
+names = list(model.state_dict())
 before = model(held_out)
 print(va.insert_(model, stages="stage3", num_heads=4, example_input=held_out[:2]))
 assert torch.equal(model(held_out), before)
-assert [key for key in model.state_dict() if ".inserted." not in key] == keys
+assert [name for name in model.state_dict() if ".inserted." not in name] == names
 
 # %% [markdown]
 # **Train** the block and the head, nothing else, and watch the gate that lets attention into the network open.
 
 # %%
 va.freeze_backbone_(model, also_train="fc.*")
-frozen = {key: value.clone() for key, value in model.state_dict().items() if key in keys and not key.startswith("fc.")}
+backbone = [name for name in names if not name.startswith("fc.")]
+frozen = {name: model.state_dict()[name].clone() for name in backbone}
 train(model, va.parameter_groups(model, lr=0.01), images, labels, steps=500)
 with_attention = top1(model, held_out, answers)
 for site, gate in va.gates(model).items():
@@ -95,7 +103,7 @@ for site, gate in va.gates(model).items():
     assert gate.abs().max() > 0
 print(f"same class or not, with attention: {with_attention:.1f} %")
 assert with_attention > without + 20
-assert all(torch.equal(model.state_dict()[key], value) for key, value in frozen.items())
+assert all(torch.equal(model.state_dict()[name], value) for name, value in frozen.items())
 
 # %% [markdown]
 # **Keep** what was trained in a small file of its own, take the block **out** of the network, and load it **in** again.
@@ -104,7 +112,8 @@ assert all(torch.equal(model.state_dict()[key], value) for key, value in frozen.
 file = va.save_adapter(model, OUTPUT / "same_or_not.safetensors", also="fc.*")
 after = model(held_out)
 va.remove_(model)
-assert list(model.state_dict()) == keys
+assert list(model.state_dict()) == names
+model.fc.reset_parameters()  # the head is in the file too
 print(va.load_adapter(model, file))
 assert torch.equal(model(held_out), after)
 print(f"wrote {file}: {file.stat().st_size / 1e3:.0f} kB")

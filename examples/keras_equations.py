@@ -2,8 +2,8 @@
 # # Attention along any axes of any tensor: the equations of Keras
 #
 # `keras.layers.MultiHeadAttention` attends over a sequence, a map or a volume, along all of its axes or some of them,
-# with one code: it writes its einsum equations when it is built and knows how many axes there are. After this page you
-# can write these equations yourself, read one letter by letter, say which pattern of this library a layer's
+# with one piece of code: it writes its einsum equations when it is built and knows how many axes there are. After this
+# page you can write these equations yourself, read one letter by letter, say which pattern of this library a layer's
 # `attention_axes` is, and move the weights of such a layer into one of our blocks. Assumed: NumPy, and that attention
 # is `softmax(scale q kᵀ) v`.
 #
@@ -136,6 +136,7 @@ assert_close(by_ellipsis, torch.einsum("abcd,def->abcef", inputs["map"], kernel)
 # Queries and keys of a sequence are `(b, w, n, d)`, four letters `abcd`. If the keys had the same letters, a query
 # would meet only the key at its own position. The *logits* are the products of every query with every key, so the keys'
 # second axis needs a letter of its own, the next free one: `e`. It stays in the result, as a second axis of positions.
+# Keras writes the keys first in the equation, and the heads before both axes of positions in the result: `acbe`.
 
 # %%
 q, k = torch.randn(2, 2, 5, 2, 4)
@@ -187,8 +188,8 @@ assert_close(torch.einsum(dot, k, q), torch.stack(columns, dim=1))
 # ## Softmax over several axes, and back to positions
 #
 # The logits end with the axes of the keys, as many as are attended. The weights of one query are to sum to 1 over all
-# of its keys, so softmax goes over all these axes at once: they are flattened into one. Over one axis and then over the
-# other is something else: the weights of a query on a map of 4×5 then sum to 5.
+# of its keys, so softmax goes over all these axes at once: they are flattened into one. Over `w` and then over
+# `h` is something else: the weights of a query on a map of 4×5 then sum to 5.
 #
 # The second equation multiplies the weights with the values, contracts the keys' letters, and puts the queries' axes
 # back into their places. With it attention for any rank and any axes has six lines. `scale` is `d ** -0.5`.
@@ -203,7 +204,7 @@ def attend(q, k, v, axes):
     return torch.einsum(combine, weights, v)
 
 
-v = torch.randn(2, 4, 5, 2, 3)  # b h w n e: values may have a width of their own
+v = torch.randn(2, 4, 5, 2, 3)  # b h w n e, where e is the width of values, which may be another
 y = attend(q, k, v, axes=(1, 2))
 assert y.shape == (2, 4, 5, 2, 3)
 one_sequence = attend(q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), axes=(1,))
@@ -215,8 +216,8 @@ logits = torch.einsum(attention_equations(5, (1, 2))[0], k, q)
 assert_close(logits.softmax(-1).softmax(-2).sum((-2, -1)), torch.full((2, 2, 4, 5), 5.0))
 
 # %% [markdown]
-# Both equations for every choice of axes; and how many logits one input of 3×4×5 positions has in one head: its
-# positions, times those that each of them attends to.
+# Both equations for every choice of axes; and how many logits one input of 5, 4×5 or 3×4×5 positions has in one head:
+# its positions, times those that each of them attends to.
 
 
 # %%
@@ -237,8 +238,8 @@ for name, axes in AXES.items():
         print(f"{name:<9} {chosen!s:<10} {along:<5} {dot:<23}  {combine:<23} {count:>6}")
 
 # %% [markdown]
-# Axes may be given in any order. The axes of the weights then stand in that order, and the output is the same.
-# Negative axes count from the last one. That is `d` here; a layer of Keras, and `attention_pattern` below, count on the
+# Axes may be given in any order. The axes of the weights then stand in that order, and the output is the same. Negative
+# axes count from the last one. The last axis is `d` here; a layer of Keras, and `attention_pattern` below, count on the
 # input, where it is `c`: -2 there is the last axis of positions, which is -3 here.
 
 # %%

@@ -24,10 +24,7 @@ def blocks(text, language):
 
 
 def test_the_code_runs_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
-    import timm
-
     monkeypatch.chdir(tmp_path)
-    torch.save(timm.create_model("resnet50", num_classes=5).state_dict(), "resnet.pth")
     names = {}
     for code in blocks(README, "python"):
         exec(code, names)
