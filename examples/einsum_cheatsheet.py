@@ -279,8 +279,8 @@ merged = row(
 out = row(
     "output projection",
     torch="merged @ wo.T",
-    einsum='einsum("bie,ce->bic", merged, wo)',
-    ellipsis='einsum("...e,ce->...c", merged, wo)',
+    einsum='einsum("bif,cf->bic", merged, wo)',
+    ellipsis='einsum("...f,cf->...c", merged, wo)',
     einx='einx.dot("b i ne, c ne -> b i c", merged, wo)',
 )
 
@@ -519,7 +519,7 @@ for kind, (to_map, sizes) in maps.items():
 RULE = "An index that is missing on the right of the arrow is summed."
 LETTERS = (
     "b batch, c channels, i query token, j key token, n heads, d width of queries and keys in a head, "
-    "e width of values in a head, o outputs of a linear layer; nd and ne are one axis each, of all heads"
+    "e width of values in a head, o outputs of a linear layer, f features of all heads, nd and ne the same"
 )
 
 
