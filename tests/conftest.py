@@ -15,6 +15,18 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
+def keras(tmp_path_factory):
+    """Keras on torch, or the test is skipped; the settings that it writes are not written to the home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "torch")
+        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
+        module = pytest.importorskip("keras")
+    if module.backend.backend() != "torch":
+        pytest.skip("keras was imported before, in another backend")
+    return module
+
+
+@pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
     """Images of three classes that a small network learns at once: which colour they are, in noise."""
     root = tmp_path_factory.mktemp("images")

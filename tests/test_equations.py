@@ -12,14 +12,6 @@ from vision_attn.equations import attention_equations, attention_pattern, projec
 
 
 @pytest.fixture(scope="module")
-def keras(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "torch")
-        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))  # it writes its settings there
-        return pytest.importorskip("keras")
-
-
-@pytest.fixture(scope="module")
 def builders(keras):
     """The module in which Keras builds its equations."""
     return importlib.import_module("keras.src.layers.attention.multi_head_attention")

@@ -1,7 +1,8 @@
 """Other libraries' attention as blocks of ours, with its weights: ``from_<library>_<layer>``.
 
 A converter gives a block with copies of the layer's weights, in its type, on its device, in its mode, trained where it
-is trained. It refuses by name what the block does not do, and proves itself on random weights before it returns.
+is trained; a layer of Keras has no mode of its own, and its block is in evaluation mode. It refuses by name what the
+block does not do, and proves itself on random weights before it returns.
 """
 
 from vision_attn.convert.keras_layers import from_keras_gqa, from_keras_mha

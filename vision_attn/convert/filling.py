@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ def check_rank(rank: int) -> None:
     Raises:
         ValueError: it is not 1, 2 or 3.
     """
-    if isinstance(rank, bool) or rank not in BLOCKS:
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or rank not in BLOCKS:
         raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
 
 
@@ -44,12 +45,13 @@ def attention(
 
     Args:
         rank: axes of the maps, 1, 2 or 3.
-        projections: by name, as ``qkv`` and ``proj``.
+        projections: by name, as ``qkv`` and ``proj``; ``kv`` says of how many channels a context is.
         tables: further parameters by name, as ``position.height_rel``.
         training: whether the block is in training mode.
         **options: the arguments of the block.
     """
-    block = BLOCKS[rank](**options, device="meta")
+    context_channels = projections["kv"].weight.shape[1] if "kv" in projections else None
+    block = BLOCKS[rank](**options, context_channels=context_channels, device="meta")
     tensors = dict(tables or {})
     for name, rows in projections.items():
         tensors.update(convolution(name, rows, rank))

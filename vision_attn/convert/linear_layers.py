@@ -11,8 +11,8 @@ from vision_attn.blocks import Attention
 from vision_attn.blocks.maps import check_count, check_divides
 from vision_attn.convert.filling import attention, check_rank
 from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
-from vision_attn.convert.refusals import check_parameters, check_pointwise
-from vision_attn.convert.rows import check_biases, rows_of, side_by_side
+from vision_attn.convert.refusals import check_mode, check_parameters, check_pointwise
+from vision_attn.convert.rows import input_projections, rows_of
 
 __all__ = ["from_linear_projections"]
 
@@ -60,26 +60,25 @@ def from_linear_projections(
     """
     check_rank(rank)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_projections({"q": q, "k": k, "v": v, "out": out}, num_heads, num_kv_heads)
+    check_layers({"q": q, "k": k, "v": v, "out": out}, num_heads, num_kv_heads)
     layers = nn.ModuleDict({"q": q, "k": k, "v": v, "out": out})
-    channels, context = (rows_of(layer).weight.shape[1] for layer in (q, k))
     options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "scale": scale}
     return proven(
         layers,
         lambda source: projected(source, rank, **options),
         lambda source, x, y=None: run(source, x, y, **options),
-        shape=(channels, *SIZES[rank]),
-        context=None if context == channels else (context, *SIZES[rank]),
+        shape=(rows_of(q).weight.shape[1], *SIZES[rank]),
     )
 
 
-def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> None:
+def check_layers(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> None:
     check_count("num_heads", num_heads)
     check_count("num_kv_heads", num_kv_heads)
     check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
     for name, layer in layers.items():
         check_pointwise(name, layer)
         check_parameters(layer)
+    check_mode(layers.items())
     rows, channels = ({name: rows_of(layer).weight.shape[axis] for name, layer in layers.items()} for axis in (0, 1))
     check_divides("num_heads", num_heads, "the rows of q", rows["q"])
     check_divides("num_kv_heads", num_kv_heads, "the rows of v", rows["v"])
@@ -100,23 +99,16 @@ def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads
 
 def projected(layers: nn.ModuleDict, rank: int, *, num_heads: int, num_kv_heads: int, scale: float | None) -> Attention:
     q, k, v, out = (rows_of(layers[name]) for name in ("q", "k", "v", "out"))
-    check_biases(q=q, k=k, v=v)
-    channels, context = q.weight.shape[1], k.weight.shape[1]
-    if context == channels:
-        projections = {"qkv": side_by_side(q=q, k=k, v=v)}
-    else:
-        projections = {"q": q, "kv": side_by_side(k=k, v=v)}
     return attention(
         rank,
-        {**projections, "proj": out},
+        {**input_projections(q, k, v), "proj": out},
         training=layers["q"].training,
-        channels=channels,
+        channels=q.weight.shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         key_dim=len(q.weight) // num_heads,
         value_dim=len(v.weight) // num_kv_heads,
         out_channels=len(out.weight),
-        context_channels=None if context == channels else context,
         scale=scale,
         qkv_bias=q.bias is not None,
         proj_bias=out.bias is not None,

@@ -7,13 +7,13 @@ may hide the difference too: a projection that begins at zero gives zeros in any
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SIZES", "ConversionError", "from_tokens", "proven", "randomise_", "to_tokens"]
+__all__ = ["SIZES", "TOLERANCE", "ConversionError", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
 
 Source = TypeVar("Source")
 Block = TypeVar("Block", bound=nn.Module)
@@ -25,9 +25,12 @@ SIZES = {1: (6,), 2: (3, 4), 3: (2, 3, 4)}
 #: fused kernel rounds to float32.
 TOLERANCE = 1e-5
 
+#: What is left to whoever has a source that cannot be proven.
+REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
+
 
 class ConversionError(RuntimeError):
-    """What a source was converted to does not compute what the source does.
+    """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
 
     >>> from vision_attn.convert import from_torch_mha
     >>> class Halved(nn.MultiheadAttention):
@@ -51,7 +54,6 @@ def proven(
     run: Run,
     *,
     shape: tuple[int, ...],
-    context: tuple[int, ...] | None = None,
     stand_in: Callable[[Source], Source] | None = None,
 ) -> Block:
     """What ``convert`` makes of a source, after it was seen to be right on a stand-in for the source.
@@ -61,59 +63,92 @@ def proven(
         convert: gives the block for it.
         run: gives the source's output for a map.
         shape: of the map, ``(c, h, w)``.
-        context: of a second map to attend to, if the source always takes one.
         stand_in: gives the copy of the source, in float64 and evaluation mode, with random weights.
 
     Raises:
-        ConversionError: the outputs differ.
+        ConversionError: the outputs differ, or the source cannot be copied or run.
     """
     make = stand_in or module_stand_in
     with torch.inference_mode(False), torch.enable_grad():
-        theirs = make(source)
-        ours = convert(theirs).eval()
-        generator = torch.Generator("cpu").manual_seed(0)
-        like = next(ours.parameters())
-        shapes = [shape] if context is None else [shape, context]
-        maps = [torch.randn(1, *s, generator=generator, dtype=like.dtype, device="cpu").to(like.device) for s in shapes]
-        with torch.no_grad():
-            expected = run(theirs, *maps)
-            got = ours(maps[0], context=maps[1]) if context else ours(maps[0])
-        check_equal(type(source).__name__, type(ours).__name__, got, expected)
+        try:
+            theirs = make(source)
+        except Exception as error:
+            raise ConversionError(
+                f"this {type(source).__name__} cannot be copied, to be run in float64 "
+                f"({type(error).__name__}: {error}): take from it what is no weight, or {REMEDY}"
+            ) from error
+        check_equal(theirs, convert(theirs), run, shape)
         return convert(source)
 
 
-def check_equal(source: str, block: str, got: Tensor, expected: Tensor) -> None:
-    advice = (
-        f"the {block} made of this {source} does not compute what it does; is it a subclass with a forward of its own, "
-        "or has a part of it been exchanged?"
+def check_equal(source: Any, block: nn.Module, run: Run, shape: tuple[int, ...], tolerance: float = TOLERANCE) -> None:
+    """Refuse a block that does not give what its source gives for one random map, and another to attend to if need be.
+
+    Args:
+        source: what the block was made of.
+        block: in float64.
+        run: gives the source's output for a map.
+        shape: of the map, ``(c, h, w)``.
+        tolerance: by how much of the largest element they may differ.
+
+    Raises:
+        ConversionError: the outputs differ, or the source cannot be run.
+    """
+    kind = type(source).__name__
+    generator = torch.Generator("cpu").manual_seed(0)
+    device = next(block.parameters()).device
+    context = getattr(block, "context_channels", None)
+    shapes = [shape] if context is None else [shape, (context, *shape[1:])]
+    maps = [torch.randn(1, *s, generator=generator, dtype=torch.float64, device="cpu").to(device) for s in shapes]
+    with torch.no_grad():
+        try:
+            expected: object = run(source, *maps)
+        except Exception as error:
+            raise ConversionError(
+                f"this {kind} cannot be run as a layer of its class is ({type(error).__name__}: {error}): {REMEDY}"
+            ) from error
+        if not isinstance(expected, Tensor):
+            raise ConversionError(
+                f"this {kind} gives a {type(expected).__name__} where a layer of its class gives a tensor: {REMEDY}"
+            )
+        block = block.eval()
+        got = block(maps[0]) if context is None else block(maps[0], context=maps[1])
+    difference = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    if got.shape == expected.shape:
+        largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
+        if off <= tolerance * largest:  # which a difference that is no number is not
+            return
+        difference = f"a difference of {off:.2g} where the largest is {largest:.2g}"
+    raise ConversionError(
+        f"the {type(block).__name__} made of this {kind} does not compute what it does: outputs have {difference}. Is "
+        f"it a subclass with a forward of its own, or has a part of it been exchanged? Then {REMEDY}"
     )
-    if got.shape != expected.shape:
-        raise ConversionError(f"{advice} Outputs have shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    difference, largest = (got - expected).abs().max().item(), expected.abs().max().item()
-    if not difference <= TOLERANCE * largest:  # and so for a difference that is no number
-        raise ConversionError(f"{advice} Outputs differ by {difference:.2g} where the largest is {largest:.2g}")
 
 
 def module_stand_in(source: Any) -> Any:
     """A copy of a module in float64, on the CPU, in evaluation mode, with random parameters."""
     twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
-    randomise_(twin.parameters())
+    parameters = list(twin.parameters())
+    with torch.no_grad():
+        for parameter, random in zip(parameters, random_like(parameters), strict=True):
+            parameter.copy_(random)
     return twin
 
 
-def randomise_(parameters: Any) -> None:
-    """Fill parameters with random numbers, of the size with which a square matrix keeps lengths about as they are.
+def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Random numbers for parameters, of the size with which a square matrix keeps lengths about as they are.
 
     The numbers are from a generator of their own.
 
     Args:
-        parameters: the tensors.
+        tensors: the parameters.
+
+    Returns:
+        Tensors of their shapes and types, on their devices.
     """
     generator = torch.Generator("cpu").manual_seed(1)
-    with torch.no_grad():
-        for parameter in parameters:
-            random = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype, device="cpu")
-            parameter.copy_(random * parameter.numel() ** -0.25)
+    draws = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu") for x in tensors]
+    return [(draw * draw.numel() ** -0.25).to(x) for draw, x in zip(draws, tensors, strict=True)]
 
 
 def to_tokens(x: Tensor) -> Tensor:

@@ -19,21 +19,23 @@ Nothing here is detached: whether a row is trained is seen by whether what it wa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = [
     "Rows",
     "check_biases",
     "heads_first",
     "identity_rows",
+    "input_projections",
     "kernel_rows",
     "output_rows",
     "query_less_key",
     "rows_of",
     "side_by_side",
+    "with_bias",
 ]
 
 
@@ -46,19 +48,49 @@ class Rows(NamedTuple):
     bias: Tensor | None
 
 
-def rows_of(layer: nn.Module) -> Rows:
+def rows_of(layer: Any) -> Rows:
     """The rows of a linear layer or a 1×1 convolution, as they are.
 
     Args:
-        layer: the layer.
+        layer: the layer, which :func:`check_pointwise` has passed.
 
-    >>> rows_of(nn.Conv2d(8, 24, 1)).weight.shape
+    >>> rows_of(torch.nn.Conv2d(8, 24, 1)).weight.shape
     torch.Size([24, 8])
     """
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, Tensor)
-    assert bias is None or isinstance(bias, Tensor)
-    return Rows(weight.flatten(1), bias)
+    return Rows(layer.weight.flatten(1), layer.bias)
+
+
+def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
+    """The projections of a block: ``qkv``, or ``q`` and ``kv`` where these are of other channels than queries.
+
+    Args:
+        q: the projection of queries.
+        k: of keys.
+        v: of values.
+
+    Raises:
+        ValueError: some have a bias and others none, or what becomes one parameter differs as in :func:`side_by_side`.
+
+    >>> q, other = Rows(torch.ones(4, 6), None), Rows(torch.ones(4, 5), None)
+    >>> list(input_projections(q, q, q)), list(input_projections(q, other, other))
+    (['qkv'], ['q', 'kv'])
+    """
+    if k.weight.shape[1] == q.weight.shape[1]:
+        return {"qkv": side_by_side(q=q, k=k, v=v)}
+    check_biases(q=q, k=k, v=v)
+    return {"q": q, "kv": side_by_side(k=k, v=v)}
+
+
+def with_bias(rows: Rows) -> Rows:
+    """The rows with a bias: of zeros, which are not trained, if they have none.
+
+    Args:
+        rows: as they are kept.
+
+    >>> with_bias(Rows(torch.ones(2, 4), None)).bias
+    tensor([0., 0.])
+    """
+    return Rows(rows.weight, rows.weight.new_zeros(len(rows.weight)) if rows.bias is None else rows.bias)
 
 
 def heads_first(rows: Rows, num_heads: int) -> Rows:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from vision_attn.blocks import Attention
 from vision_attn.convert.filling import attention, check_rank
 from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_pointwise
-from vision_attn.convert.rows import Rows, heads_first, identity_rows, rows_of, side_by_side
+from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections, drop_of
+from vision_attn.convert.rows import Rows, heads_first, identity_rows, rows_of, side_by_side, with_bias
 from vision_attn.position import RelPosDecomposed
 
 __all__ = [
@@ -62,12 +62,17 @@ def from_timm_attention(module: nn.Module, *, rank: int = 2) -> Attention:
 
 
 def check_vit(module: Any) -> None:
-    check_parameters(module)
+    check_plain(module)
+    if getattr(module, "gate", None) is not None:
+        check_projections(module, "gate")
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name)
         whole = isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
         remedy = "the block normalises queries and keys by layer norm, with weight and bias, or not"
         check_carried(module, name, norm, whole or isinstance(norm, nn.Identity), remedy)
+    both = isinstance(module.k_norm, nn.LayerNorm) == isinstance(module.q_norm, nn.LayerNorm)
+    remedy = f"the block normalises queries and keys, or neither, and q_norm is {module.q_norm}"
+    check_carried(module, "k_norm", module.k_norm, both, remedy)
     norm = getattr(module, "norm", None)
     plain = norm is None or isinstance(norm, nn.Identity)
     check_carried(
@@ -87,10 +92,6 @@ def vit(module: Any, rank: int) -> Attention:
         if ours is not None:
             ours.eps = theirs.eps
     return block
-
-
-def with_bias(rows: Rows) -> Rows:
-    return Rows(rows.weight, rows.weight.new_zeros(len(rows.weight)) if rows.bias is None else rows.bias)
 
 
 def run_tokens(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -123,7 +124,7 @@ def from_timm_attention2d(module: nn.Module) -> Attention:
     torch.Size([2, 64, 14, 10])
     """
     check_kind("module", module, "timm.layers.attention2d.Attention2d")
-    check_parameters(module)
+    check_plain(module)
     return proven(module, attention2d, run_map, shape=(channels_of(module), *SIZES[2]))
 
 
@@ -166,8 +167,7 @@ def check_multi_query(module: Any) -> None:
     remedy = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
     check_carried(module, "query_strides", strides, strides == (1, 1), remedy)
     check_carried(module, "kv_stride", module.kv_stride, module.kv_stride == 1, remedy)
-    for name in ("query", "key", "value", "output"):
-        check_pointwise(f"{name}.proj", getattr(module, name).proj)
+    check_projections(module, "query.proj", "key.proj", "value.proj", "output.proj")
 
 
 def multi_query_shape(module: Any) -> tuple[int, ...]:
@@ -188,8 +188,8 @@ def multi_query(module: Any) -> Attention:
         out_channels=len(out.weight),
         qkv_bias=q.bias is not None,
         proj_bias=out.bias is not None,
-        attn_drop=module.attn_drop.p,
-        proj_drop=module.output.drop.p,
+        attn_drop=drop_of(module, "attn_drop"),
+        proj_drop=drop_of(module, "output.drop"),
     )
 
 
@@ -223,6 +223,7 @@ def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
 
 def check_bottleneck(module: Any) -> None:
     check_parameters(module)
+    check_projections(module, "qkv")
     remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
     check_carried(module, "pool", module.pool, isinstance(module.pool, nn.Identity), remedy)
 
@@ -245,13 +246,17 @@ def bottleneck(module: Any) -> Attention:
         value_dim=module.dim_head_v,
         out_channels=module.dim_out_v,
         position=RelPosDecomposed(feat_size=(tables.height, tables.width)),
-        scale=module.scale,
         qkv_bias=qkv.bias is not None,
         proj_bias=False,
     )
 
 
 # --- what most of them share ------------------------------------------------------------------------------------------
+
+
+def check_plain(module: Any) -> None:
+    check_parameters(module)
+    check_projections(module, "qkv", "proj")
 
 
 def channels_of(module: Any) -> int:
@@ -284,7 +289,7 @@ def plain(
         out_channels=len(out.weight),
         qkv_bias=qkv.bias is not None,
         proj_bias=out.bias is not None,
-        attn_drop=module.attn_drop.p,
-        proj_drop=module.proj_drop.p,
+        attn_drop=drop_of(module, "attn_drop"),
+        proj_drop=drop_of(module, "proj_drop"),
         **options,
     )

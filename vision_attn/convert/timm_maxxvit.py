@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
 from vision_attn.convert.proof import proven
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters
+from vision_attn.convert.refusals import check_carried, check_kind
 from vision_attn.convert.rows import query_less_key
-from vision_attn.convert.timm_layers import channels_of, plain
+from vision_attn.convert.timm_layers import channels_of, check_plain, plain
 from vision_attn.convert.windows import check_pattern, proof_size, run_in_groups
 from vision_attn.patterns import Specification
 from vision_attn.position import RelPosTable
@@ -63,7 +63,7 @@ def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | Specificati
 
 
 def check_maxxvit(module: Any) -> None:
-    check_parameters(module)
+    check_plain(module)
     kind = type(module.rel_pos).__name__
     known = module.rel_pos is None or kind in TABLES
     remedy = f"the block has a counterpart of {' and '.join(TABLES)}"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vision_attn.blocks import Attention, TransformerBlock2d
 from vision_attn.convert.filling import attention, check_rank, convolution, filled
 from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters
-from vision_attn.convert.rows import Rows, rows_of, side_by_side
+from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections, drop_of, shown
+from vision_attn.convert.rows import Rows, input_projections, rows_of
 
 __all__ = ["from_torch_encoder_layer", "from_torch_mha"]
 
@@ -42,13 +42,13 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     """
     check_kind("module", module, "torch.nn.MultiheadAttention", "torch.nn.modules.activation.MultiheadAttention")
     check_rank(rank)
+    check_parameters(module)
     check_multihead(module)
     return proven(
         module,
         lambda source: multihead(source, rank),
         run_multihead,
         shape=(module.embed_dim, *SIZES[rank]),
-        context=(module.kdim, *SIZES[rank]) if module.in_proj_weight is None else None,
     )
 
 
@@ -81,7 +81,7 @@ def from_torch_encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerB
 
 
 def check_multihead(module: nn.MultiheadAttention) -> None:
-    check_parameters(module)
+    check_projections(module, "out_proj")
     for name, bias in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
         remedy = "the block has no keys but those of its map: make the layer with add_bias_kv=False and fine-tune it"
         check_carried(module, name, bias, bias is None, remedy)
@@ -95,25 +95,23 @@ def multihead(module: nn.MultiheadAttention, rank: int) -> Attention:
     out = rows_of(module.out_proj)
     return attention(
         rank,
-        {**input_projections(module), "proj": out},
+        {**multihead_projections(module), "proj": out},
         training=module.training,
         channels=module.embed_dim,
         num_heads=module.num_heads,
-        context_channels=module.kdim if module.in_proj_weight is None else None,
         qkv_bias=module.in_proj_bias is not None,
         proj_bias=out.bias is not None,
         attn_drop=module.dropout,
     )
 
 
-def input_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
-    """``qkv``; or, where keys and values are of other channels, ``q`` and ``kv``, whose biases are one even then."""
-    bias: Tensor | None = module.in_proj_bias
+def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
+    """Of one weight, or of three where keys and values are of other channels; the biases are one even then."""
+    weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module.in_proj_weight is not None:
-        return {"qkv": Rows(module.in_proj_weight, bias)}
-    q, k, v = (None, None, None) if bias is None else bias.chunk(3)
-    kv = side_by_side(key=Rows(module.k_proj_weight, k), value=Rows(module.v_proj_weight, v))
-    return {"q": Rows(module.q_proj_weight, q), "kv": kv}
+        weights = module.in_proj_weight.chunk(3)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return input_projections(*map(Rows, weights, biases))
 
 
 def run_multihead(module: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -135,25 +133,36 @@ def check_encoder_layer(module: nn.TransformerEncoderLayer) -> None:
         "torch.nn.MultiheadAttention",
         "torch.nn.modules.activation.MultiheadAttention",
     )
-    check_multihead(module.self_attn)
+    inner = module.self_attn
+    check_multihead(inner)
+    remedy = f"the block attends to its own map, of {inner.embed_dim} channels"
+    check_carried(module, "self_attn.kdim", inner.kdim, inner.kdim == inner.embed_dim, remedy)
+    check_projections(module, "linear1", "linear2")
     for name in ("norm1", "norm2"):
         norm = getattr(module, name)
-        check_carried(module, name, norm, isinstance(norm, nn.LayerNorm), "the block's norms are layer norms")
+        weighted = isinstance(norm, nn.LayerNorm) and norm.weight is not None
+        check_carried(module, name, norm, weighted, "the block's norms are layer norms with a weight")
+    biased, first = module.linear1.bias is not None, shown(module.linear1.bias)
+    for name in ("linear2", "norm1", "norm2"):
+        bias = getattr(module, name).bias
+        remedy = f"linear layers and norms of the block have a bias or none has, and linear1's is {first}"
+        check_carried(module, f"{name}.bias", bias, (bias is not None) == biased, remedy)
     eps = module.norm2.eps
     remedy = f"the block has one eps for both norms, and norm1's is {module.norm1.eps}"
     check_carried(module, "norm2.eps", eps, eps == module.norm1.eps, remedy)
     known = activation_of(module) is not None
     remedy = "the block has 'relu' and 'gelu', by the error function"
     check_carried(module, "activation", module.activation, known, remedy)
-    remedy = f"the block has one probability for hidden elements and output, and dropout.p is {module.dropout.p}"
-    check_carried(module, "dropout2.p", module.dropout2.p, module.dropout2.p == module.dropout.p, remedy)
+    hidden, last = drop_of(module, "dropout"), drop_of(module, "dropout2")
+    remedy = f"the block has one probability for hidden elements and output, and dropout.p is {hidden}"
+    check_carried(module, "dropout2.p", last, last == hidden, remedy)
 
 
 def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
     inner = module.self_attn
     norms = {f"{name}.{key}": p for name in ("norm1", "norm2") for key, p in getattr(module, name).named_parameters()}
     projections = {
-        **{f"attn.{name}": rows for name, rows in input_projections(inner).items()},
+        **{f"attn.{name}": rows for name, rows in multihead_projections(inner).items()},
         "attn.proj": rows_of(inner.out_proj),
         "fc1": rows_of(module.linear1),
         "fc2": rows_of(module.linear2),
@@ -161,14 +170,16 @@ def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
     block = TransformerBlock2d(
         inner.embed_dim,
         inner.num_heads,
-        mlp_ratio=module.linear1.out_features / inner.embed_dim,
+        mlp_ratio=len(projections["fc1"].weight) / inner.embed_dim,
         norm_first=module.norm_first,
         activation=activation_of(module) or "",
-        mlp_drop=module.dropout.p,
+        mlp_drop=drop_of(module, "dropout"),
         bias=module.linear1.bias is not None,
+        qkv_bias=inner.in_proj_bias is not None,
+        proj_bias=inner.out_proj.bias is not None,
         eps=module.norm1.eps,
         attn_drop=inner.dropout,
-        proj_drop=module.dropout1.p,
+        proj_drop=drop_of(module, "dropout1"),
         device="meta",
     )
     tensors = {key: x for name, rows in projections.items() for key, x in convolution(name, rows).items()}
@@ -186,7 +197,8 @@ def activation_of(module: nn.TransformerEncoderLayer) -> str | None:
 
 
 def run_encoder_layer(module: nn.TransformerEncoderLayer, x: Tensor, context: Tensor | None = None) -> Tensor:
-    tokens = to_tokens(x)
+    tokens = to_tokens(x).requires_grad_()  # else it is computed at once from its weights, whatever its parts do
     batch_first = module.self_attn.batch_first
-    y = module(tokens if batch_first else tokens.transpose(0, 1))
+    with torch.enable_grad():
+        y = module(tokens if batch_first else tokens.transpose(0, 1)).detach()
     return from_tokens(y if batch_first else y.transpose(0, 1), x.shape[2:])

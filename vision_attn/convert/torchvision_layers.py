@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vision_attn.blocks import Attention
 from vision_attn.convert.filling import attention
 from vision_attn.convert.proof import proven
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters
+from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections
 from vision_attn.convert.rows import rows_of
 from vision_attn.convert.windows import check_pattern, proof_size, run_in_groups
 from vision_attn.patterns import Specification, Window
@@ -58,6 +58,7 @@ def from_torchvision_swin(module: nn.Module) -> Attention:
 
 def check_swin(module: Any) -> None:
     check_parameters(module)
+    check_projections(module, "qkv", "proj")
     factor = getattr(module, "logit_scale", None)
     remedy = "the block has no cosine attention: only the first version of Swin can be converted"
     check_carried(module, "logit_scale", factor, factor is None, remedy)
@@ -123,13 +124,18 @@ def from_torchvision_maxvit(module: nn.Module, *, pattern: str | Specification =
         "torchvision.models.maxvit.RelativePositionalMultiHeadAttention",
     )
     check_pattern(pattern)
-    check_parameters(module)
+    check_maxvit(module)
     return proven(
         module,
         partial(maxvit, pattern=pattern),
         partial(run_maxvit, pattern=pattern),
         shape=maxvit_shape(module, pattern),
     )
+
+
+def check_maxvit(module: Any) -> None:
+    check_parameters(module)
+    check_projections(module, "to_qkv", "merge")
 
 
 def maxvit_shape(module: Any, pattern: str | Specification) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ def proof_size(pattern: str | Specification, feat_size: tuple[int, ...] | None) 
 def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | Specification, x: Tensor) -> Tensor:
     """What a layer gives for the groups that the pattern makes of a map, put together again, ``(b, c, h, w)``.
 
+    The groups are made by the code that the block makes them by: what is proven so is the layer, not ``pattern``.
+
     Args:
         attend: takes and gives tokens ``(groups, tokens, c)``.
         pattern: makes the groups.

@@ -149,7 +149,16 @@ def cifar_cfg(
         mean: a value for each channel, of pixels in 0…1; the data set's when None.
         std: likewise.
         classifier: path of the classifier.
+
+    Raises:
+        ValueError: another number of classes, without ``mean`` or ``std``.
+
+    >>> cifar_cfg(7)
+    Traceback (most recent call last):
+    ValueError: num_classes must be 10 or 100, or mean and std be given; got 7
     """
+    if num_classes not in (10, 100) and (mean is None or std is None):
+        raise ValueError(f"num_classes must be 10 or 100, or mean and std be given; got {num_classes!r}")
     means = {10: (0.4914, 0.4822, 0.4465), 100: (0.5070, 0.4865, 0.4409)}
     deviations = {10: (0.2023, 0.1994, 0.2010), 100: (0.2673, 0.2564, 0.2761)}
     return {
