@@ -233,7 +233,7 @@ def test_separate_projections_for_other_maps(rank):
         {"gated": True},
         {"gated": True, "qkv_bias": True},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_timm_attention(options):
     if not options.keys() <= inspect.signature(TimmAttention).parameters.keys():
