@@ -7,7 +7,7 @@
 #
 #     python examples/insert_and_finetune.py
 #
-# It takes about ten seconds on two cores; the images come with scikit-learn.
+# It takes about fifteen seconds; the images come with scikit-learn.
 
 # %%
 from pathlib import Path

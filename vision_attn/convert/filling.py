@@ -45,13 +45,22 @@ def attention(
 
     Args:
         rank: axes of the maps, 1, 2 or 3.
-        projections: by name, as ``qkv`` and ``proj``; ``kv`` says of how many channels a context is.
+        projections: by name, as ``qkv`` or ``q`` and ``kv``, and ``proj``; they say how many channels there are, and
+            which of them have a bias.
         tables: further parameters by name, as ``position.height_rel``.
         training: whether the block is in training mode.
-        **options: the arguments of the block.
+        **options: the other arguments of the block.
     """
-    context_channels = projections["kv"].weight.shape[1] if "kv" in projections else None
-    block = BLOCKS[rank](**options, context_channels=context_channels, device="meta")
+    first, out = projections["q" if "q" in projections else "qkv"], projections["proj"]
+    block = BLOCKS[rank](
+        first.weight.shape[1],
+        out_channels=len(out.weight),
+        context_channels=projections["kv"].weight.shape[1] if "kv" in projections else None,
+        qkv_bias=first.bias is not None,
+        proj_bias=out.bias is not None,
+        device="meta",
+        **options,
+    )
     tensors = dict(tables or {})
     for name, rows in projections.items():
         tensors.update(convolution(name, rows, rank))

@@ -110,7 +110,7 @@ def converted(layer: Any, rank: int, **options: Any) -> Attention:
 
 
 def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
-    channels, num_heads, key_dim = layer._query_dense.kernel.shape
+    _, num_heads, key_dim = layer._query_dense.kernel.shape
     _, num_kv_heads, value_dim = layer._value_dense.kernel.shape
     q, k, v = (input_rows(dense) for dense in (layer._query_dense, layer._key_dense, layer._value_dense))
     out = output_rows(kernel_of(layer._output_dense), bias_of(layer._output_dense))
@@ -119,14 +119,10 @@ def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
         rank,
         {**input_projections(q, k, v), **gate, "proj": out},
         training=False,
-        channels=channels,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        out_channels=len(out.weight),
-        qkv_bias=q.bias is not None,
-        proj_bias=out.bias is not None,
         output_gate=has_gate(layer),
         attn_drop=layer.get_config()["dropout"],
         **options,

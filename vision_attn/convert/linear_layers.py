@@ -103,15 +103,11 @@ def projected(layers: nn.ModuleDict, rank: int, *, num_heads: int, num_kv_heads:
         rank,
         {**input_projections(q, k, v), "proj": out},
         training=layers["q"].training,
-        channels=q.weight.shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         key_dim=len(q.weight) // num_heads,
         value_dim=len(v.weight) // num_kv_heads,
-        out_channels=len(out.weight),
         scale=scale,
-        qkv_bias=q.bias is not None,
-        proj_bias=out.bias is not None,
     )
 
 

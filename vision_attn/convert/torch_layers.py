@@ -92,15 +92,11 @@ def check_multihead(module: nn.MultiheadAttention) -> None:
 
 
 def multihead(module: nn.MultiheadAttention, rank: int) -> Attention:
-    out = rows_of(module.out_proj)
     return attention(
         rank,
-        {**multihead_projections(module), "proj": out},
+        {**multihead_projections(module), "proj": rows_of(module.out_proj)},
         training=module.training,
-        channels=module.embed_dim,
         num_heads=module.num_heads,
-        qkv_bias=module.in_proj_bias is not None,
-        proj_bias=out.bias is not None,
         attn_drop=module.dropout,
     )
 

@@ -71,18 +71,14 @@ def swin_shape(module: Any) -> tuple[int, ...]:
 
 
 def swin(module: Any) -> Attention:
-    qkv, out = rows_of(module.qkv), rows_of(module.proj)
     return attention(
         2,
-        {"qkv": qkv, "proj": out},
+        {"qkv": rows_of(module.qkv), "proj": rows_of(module.proj)},
         {TABLE: module.relative_position_bias_table},
         training=module.training,
-        channels=module.qkv.in_features,
         num_heads=module.num_heads,
         pattern=Window(tuple(module.window_size), tuple(module.shift_size)),
         position=RelPosTable(),
-        qkv_bias=qkv.bias is not None,
-        proj_bias=out.bias is not None,
         attn_drop=module.attention_dropout,
         proj_drop=module.dropout,
     )
@@ -143,19 +139,15 @@ def maxvit_shape(module: Any, pattern: str | Specification) -> tuple[int, ...]:
 
 
 def maxvit(module: Any, pattern: str | Specification) -> Attention:
-    qkv, out = rows_of(module.to_qkv), rows_of(module.merge)
     return attention(
         2,
-        {"qkv": qkv, "proj": out},
+        {"qkv": rows_of(module.to_qkv), "proj": rows_of(module.merge)},
         {TABLE: module.relative_position_bias_table},
         training=module.training,
-        channels=module.to_qkv.in_features,
         num_heads=module.n_heads,
         pattern=pattern,
         position=RelPosTable(feat_size=(module.size, module.size)),
         scale=module.scale_factor,
-        qkv_bias=qkv.bias is not None,
-        proj_bias=out.bias is not None,
     )
 
 
