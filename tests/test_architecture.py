@@ -27,6 +27,7 @@ ROOMS = (
     "capture",
     "figures",
     "training",
+    "export",
     "benchmark",
     "cli",
     "__main__",

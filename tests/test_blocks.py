@@ -151,7 +151,7 @@ def test_use_impl_gives_each_block_its_own_back_also_after_an_error():
     assert [block.impl for block in model] == ["sdpa", "bmm"]
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d])
+@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_closed_gate_is_the_identity_bit_for_bit(block, dtype):
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_a_closed_gate_is_the_identity_bit_for_bit(block, dtype):
     assert torch.equal(y, x)
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d])
+@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
 def test_the_gate_learns_first_and_the_branch_follows(block):
     torch.manual_seed(0)
     module = block(16)
@@ -175,7 +175,7 @@ def test_the_gate_learns_first_and_the_branch_follows(block):
         optimizer.step()
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d])
+@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
 def test_autocast_keeps_the_type_of_the_map(block):
     x = torch.randn(1, 16, 4, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -183,12 +183,22 @@ def test_autocast_keeps_the_type_of_the_map(block):
 
 
 @pytest.mark.parametrize("channels", [8, 16, 32, 64, 256, 1024])
-def test_the_convolutional_control_has_as_many_parameters(channels):
-    attention, control = (
-        sum(p.numel() for p in block(channels).parameters()) for block in (va.AttentionBlock2d, va.ConvBlock2d)
+@pytest.mark.parametrize("control", [va.ConvBlock2d, va.SqueezeExciteBlock2d])
+def test_the_controls_have_as_many_parameters(control, channels):
+    attention, found = (
+        sum(p.numel() for p in block(channels).parameters()) for block in (va.AttentionBlock2d, control)
     )
-    # One hidden channel more or less is 2c + 11 parameters.
-    assert abs(attention - control) <= (2 * channels + 11) / 2 + 1
+    # One hidden channel more or less is 2c + 11 parameters, or 2c + 1.
+    assert abs(attention - found) <= (2 * channels + 11) / 2 + 1
+
+
+def test_squeeze_and_excitation_is_that_of_its_paper():
+    torch.manual_seed(0)
+    block, x = va.SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    y = block.norm(x)
+    hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
+    scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
+    torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
 
 
 def test_layer_norm_is_over_channels_at_each_position():

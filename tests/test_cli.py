@@ -50,14 +50,18 @@ def test_the_issue_of_the_library_in_one_command(capsys, image_folder, tmp_path)
 def test_every_flag_sets_what_it_names():
     arguments = {
         "--data": "folder", "--dataset": "cifar10", "--dataset-download": None, "--img-size": "64",
-        "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--crop-padding": "1", "--hflip": "0.25",
+        "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--train-crop": "resized", "--crop-padding": "1",
+        "--crop-scale": "0.35", "--hflip": "0.25",
+        "--cutout": "8", "--mixup": "0.2", "--cutmix": "1.0", "--mixup-switch-prob": "0.25", "--workers": "2",
         "--model": "resnet32", "--pretrained": None, "--weights": "w.pth", "--weights-ema": None, "--reset-head": None,
-        "--freeze-backbone": None, "--attention-lr": "0.5", "--layer-decay": "0.75",
+        "--freeze-backbone": None, "--freeze-epochs": "2", "--grad-accum-steps": "2", "--attention-lr": "0.5",
+        "--layer-decay": "0.75",
         "--insert": "layer1 layer2", "--block": "conv", "--num-heads": "2", "--impl": "bmm",
         "--epochs": "7", "--batch-size": "10", "--opt": "adamw", "--lr": "0.5", "--momentum": "0.8",
         "--weight-decay": "0.1", "--warmup-epochs": "1.5", "--min-lr": "0.01", "--clip-grad": "2.0",
         "--label-smoothing": "0.2", "--model-ema": None, "--model-ema-decay": "0.5", "--seed": "3",
-        "--device": "cpu", "--amp": None, "--channels-last": None, "--compile": None,
+        "--device": "cpu", "--amp": None, "--amp-dtype": "float16", "--sync-bn": None, "--deterministic": None,
+        "--channels-last": None, "--compile": None,
         "--output": "out", "--overwrite": None, "--resume": "last.pth", "--tensorboard": None, "--test-only": None,
     }  # fmt: skip
     assert {flag.lstrip("-").replace("-", "_") for flag in arguments} == {field.name for field in fields(Settings)}
@@ -259,7 +263,8 @@ def test_two_processes_give_what_one_gives(image_folder, tmp_path):
     # A network without batch norm, whose statistics are those of each process's share.
     arguments = [
         "--data", image_folder, "--epochs", "1", "--batch-size", "16", "--device", "cpu", "--lr", "0.01",
-        "--model", "convnext_atto", "--img-size", "32", "--insert", "stages.1",
+        "--model", "convnext_atto", "--img-size", "32", "--insert", "stages.1", "--mixup", "0.2", "--cutmix", "1",
+        "--cutout", "8",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -293,7 +298,7 @@ def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
     assert f"loss {float(saved['eval_loss']):.4f}" in alone.stdout
 
 
-@pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("psutil", "train"), ("matplotlib", "viz")])
+@pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("psutil", "train"), ("matplotlib", "train")])
 def test_an_extra_that_is_not_installed_is_named(package, extra, tmp_path):
     code = f"import sys; sys.modules[{package!r}] = None; from vision_attn import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--output", tmp_path / "demo"]

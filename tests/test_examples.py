@@ -1,25 +1,40 @@
 """Every script that trains runs, as its header says, on small data."""
 
+import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.models import create_model
+from vision_attn.training import digits
+from vision_attn.training.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
     "train_cifar.py": ["--dataset", "folder", "--epochs", "6", "--batch-size", "16", "--device", "cpu"],
-}
+    "finetune_folder.py": ["--model", "resnet20", "--epochs", "2", "4", "--batch-size", "12", "--workers", "0"],
+    "compare_blocks.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
+                          "--lr", "0.05", "--device", "cpu"],
+    "classify.py": [],
+}  # fmt: skip
 
 
-def run(name, *arguments):
-    command = [sys.executable, "-W", "error", ROOT / "examples" / name, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+def run(name, *arguments, launcher=("-W", "error"), cwd=None, **further):
+    command = [sys.executable, *launcher, ROOT / "examples" / name, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **further}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
 
 
 def test_every_example_is_tested():
@@ -42,6 +57,216 @@ def test_train_cifar_says_what_is_missing(tmp_path):
     assert done.returncode == 1
     assert "cifar100 is not in" in done.stderr
     assert "--dataset-download" in done.stderr
+
+
+# --- finetune_folder.py -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def zoo(tmp_path):
+    """A checkpoint for other classes."""
+    torch.manual_seed(0)
+    torch.save(create_model("resnet20", num_classes=10).state_dict(), tmp_path / "zoo.pth")
+    return tmp_path / "zoo.pth"
+
+
+def finetune(image_folder, zoo, *flags, **options):
+    arguments = [*EXAMPLES["finetune_folder.py"], "--data", image_folder, "--weights", zoo, "--output", "tuned", *flags]
+    done = run("finetune_folder.py", *arguments, cwd=zoo.parent, ACCELERATE_USE_CPU="true", **options)
+    assert done.returncode == 0, done.stderr
+    assert "2 new by design: fc.weight, fc.bias" in done.stdout
+    (score,) = re.findall(r"^top-1 (.*) %, in tuned\.(?:pth|safetensors)$", done.stdout, re.MULTILINE)
+    return done, float(score)
+
+
+@torch.no_grad()
+def accuracy(model, folder):
+    statistics = create_model("resnet20", num_classes=3).pretrained_cfg
+    transform = Compose([ToTensor(), Normalize(statistics["mean"], statistics["std"])])
+    images = ImageFolder(folder, transform)
+    right = [int(model(image[None]).argmax()) == label for image, label in images]
+    return 100 * sum(right) / len(right)
+
+
+def with_attention():
+    model = create_model("resnet20", num_classes=3).eval()
+    va.insert_(model, stages=-1, example_input=(1, 3, 32, 32))
+    return model
+
+
+def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, zoo):
+    done, score = finetune(image_folder, zoo)
+    assert done.stderr == ""
+    assert done.stdout.count("  epoch ") == 6
+    assert score > 80
+    model = with_attention()
+    va.load_checkpoint(model, zoo.parent / "tuned.pth")
+    assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
+    assert va.gates(model)["layer3.2"].abs().max() > 0
+    # All of it was trained, not only what is new.
+    given = torch.load(zoo, weights_only=True)
+    assert not torch.equal(model.conv1.weight, given["conv1.weight"])
+
+
+def test_finetune_folder_leaves_an_adapter_for_the_backbone_that_it_was_given(image_folder, zoo):
+    done, score = finetune(image_folder, zoo, "--adapter-only", "--epochs", "3", "1")
+    assert done.stdout.count("  epoch ") == 3
+    model = create_model("resnet20", num_classes=3).eval()
+    va.load_checkpoint(model, zoo, fresh="fc.*")
+    report = va.load_adapter(model, zoo.parent / "tuned.safetensors")
+    assert {"fc.weight", "layer3.2.inserted.gate"} <= set(report.loaded)
+    assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
+
+
+def test_finetune_folder_runs_on_two_processes(image_folder, zoo):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done, score = finetune(image_folder, zoo, "--batch-size", "6", "--epochs", "1", "2", launcher=launcher)
+    assert "2 process(es) on cpu" in done.stdout
+    assert done.stdout.count("  epoch ") == 3  # each said once
+    model = with_attention()
+    va.load_checkpoint(model, zoo.parent / "tuned.pth")
+    assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
+
+
+# --- compare_blocks.py ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compare_blocks():
+    spec = importlib.util.spec_from_file_location("compare_blocks", ROOT / "examples" / "compare_blocks.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare_blocks"] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["compare_blocks"]
+
+
+def rows(path):
+    """The table's cells by arm."""
+    lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
+    assert lines[0] == ["block", "parameters", "multiply-adds", "top-1 %", "seconds an epoch", "by seed"]
+    return {name: cells for name, *cells in lines[1:]}
+
+
+def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image_folder, tmp_path, monkeypatch):
+    arguments = [*EXAMPLES["compare_blocks.py"], "--data", str(image_folder)]
+    compare_blocks.main([*arguments, "--seeds", "0", "1", "--output", str(tmp_path / "whole")])
+    whole = rows(tmp_path / "whole" / "table.md")
+    assert list(whole) == ["plain", "convolution", "squeeze and excitation", "attention"]
+    parameters = [int(cells[0].replace(",", "")) for cells in whole.values()]
+    assert parameters[0] == 272_019
+    assert [count - parameters[0] for count in parameters[1:]] == [16_797, 16_768, 16_832]
+    work = [int(cells[1].replace(",", "")) for cells in whole.values()]
+    assert work[3] - work[0] == 1_572_864  # as insert_ reports it
+    for cells in whole.values():
+        mean, _, spread = cells[2].partition(" ± ")
+        one, two = map(float, cells[4].split(", "))
+        assert float(mean) == pytest.approx((one + two) / 2, abs=0.01)
+        assert float(spread) == pytest.approx(abs(one - two) / 2**0.5, abs=0.01)
+    note = (tmp_path / "whole" / "table.md").read_text()
+    assert "Seeds 0, 1; " in note
+    assert "--batch-size 16 --lr 0.05 --label-smoothing 0.1" in note
+    assert str(image_folder) not in note
+
+    saved, save = [], RunFolder.save
+
+    def interrupted(folder, name, content):
+        if name == "last.pth":
+            saved.append(folder.path.name)
+            if len(saved) == 4:  # the second epoch of the second arm is not saved
+                raise KeyboardInterrupt
+        return save(folder, name, content)
+
+    monkeypatch.setattr(RunFolder, "save", interrupted)
+    arguments += ["--seeds", "0", "--output", str(tmp_path / "parts")]
+    with pytest.raises(KeyboardInterrupt):
+        compare_blocks.main(arguments)
+    compare_blocks.main(arguments)
+    parts = rows(tmp_path / "parts" / "table.md")
+    assert {name: cells[4] for name, cells in parts.items()} == {
+        name: cells[4].partition(",")[0] for name, cells in whole.items()
+    }
+    assert saved.count("plain-0") == 2, "what is complete is not trained again"
+    assert saved.count("convolution-0") == 3, "what was saved of it is gone on from"
+    log = (tmp_path / "parts" / "convolution-0" / "log.txt").read_text()
+    assert "resumed after epoch 1" in log
+    assert log.count("epoch 2/2: ") == 2
+    with pytest.raises(ValueError, match="lr differ"):
+        compare_blocks.main([*arguments, "--lr", "0.1"])
+
+
+def test_comparing_blocks_on_the_digit_pairs(compare_blocks, tmp_path, monkeypatch):
+    monkeypatch.setattr(digits, "TRAIN_CANVASES", 1024)
+    monkeypatch.setattr(digits, "EVAL_CANVASES", 500)
+    flags = ["--dataset", "digit-pairs", "--seeds", "3", "--epochs", "1", "--warmup-epochs", "0"]
+    compare_blocks.main([*flags, "--output", str(tmp_path)])
+    found = rows(tmp_path / "table.md")
+    assert [cells[0] for cells in found.values()] == ["25,650", "29,978", "29,938", "29,970"]
+    assert all("±" not in cells[2] for cells in found.values())  # one seed has no spread
+    saved = torch.load(tmp_path / "attention-3" / "last.pth", weights_only=True)["settings"]
+    assert (saved["num_heads"], saved["opt"], saved["seed"]) == (4, "adamw", 3)
+
+
+def test_comparing_blocks_says_what_is_missing(tmp_path):
+    done = run("compare_blocks.py", "--data", tmp_path, "--output", tmp_path / "runs")
+    assert done.returncode == 1
+    assert "compare_blocks: error: cifar100 is not in" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- the five commands ------------------------------------------------------------------------------------------------
+
+
+def five_commands():
+    page = (ROOT / "examples" / "README.md").read_text()
+    (block,) = re.findall(r"in five commands\n.*?^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+def test_the_five_commands_lead_from_a_folder_of_images_to_an_exported_model(
+    image_folder, zoo, tmp_path, monkeypatch, capsys
+):
+    """Word for word, on another folder, with fewer epochs and smaller batches."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowers").symlink_to(image_folder)
+    zoo.rename("cifar10_resnet20.pth")
+    *commands, classify = five_commands()
+    assert [words[:2] for words in commands] == [
+        ["vision-attn", name] for name in ("inspect", "train", "train", "export")
+    ]
+    for words in commands:
+        assert cli.main(words[1:] + (["--epochs", "3", "--batch-size", "16"] if "--epochs" in words else [])) == 0
+    said = capsys.readouterr().out
+    assert "epoch 3/3" in said
+    assert "the largest difference of a logit" in said
+    assert classify[:3] == ["python", "examples/classify.py", "flowers.onnx"]
+    done = run("classify.py", "flowers.onnx", *sorted(Path("flowers/val").glob("*/*.png")), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    right = [line.split("  ")[1].startswith(line.split("/")[2]) for line in lines]
+    scores = re.findall(r"top-1 ([\d.]+) %", said)
+    assert 100 * sum(right) / len(lines) == pytest.approx(float(scores[-1]), abs=0.01)
+    assert len(lines) == 24
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-normalize"]])
+def test_classifying_normalises_where_the_network_does_not(image_folder, tmp_path, flags, capsys):
+    from vision_attn.training.settings import Settings
+
+    torch.manual_seed(0)
+    model, statistics = with_attention(), {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    settings = Settings(data="", insert=("layer3",)).as_dict()
+    about = {"settings": settings, "classes": ["blue", "green", "red"], **statistics}
+    torch.save({"model": model.state_dict(), **about}, tmp_path / "best.pth")
+    output = str(tmp_path / "net.onnx")
+    assert cli.main(["export", str(tmp_path / "best.pth"), "--output", output, *flags]) == 0
+    image = ImageFolder(image_folder / "val", Compose([ToTensor(), Normalize(*statistics.values())]))
+    path, _ = image.samples[0]
+    with torch.no_grad():
+        shares = model(image[0][0][None]).softmax(1)[0]
+    expected = [f"{about['classes'][i]} {100 * shares[i]:.1f} %" for i in shares.argsort(descending=True)]
+    done = run("classify.py", output, path)
+    assert done.stdout == "  ".join([path, *expected]) + "\n"
 
 
 @pytest.mark.parametrize("name", ["resnet20", "resnet56_a", "digit_pairs_attention"])

@@ -13,7 +13,8 @@ import vision_attn
 from vision_attn.attend import IMPLS
 from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.checkpoints import CheckpointError
-from vision_attn.training.errors import DataError, TrainingError
+from vision_attn.export.errors import ExportError
+from vision_attn.training.errors import DataError, Interrupted, TrainingError
 
 __all__ = ["main"]
 
@@ -22,8 +23,8 @@ BAD_USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "psutil", "sklearn", "tensorboard", "tqdm", "yaml"),
-    "viz": ("matplotlib",),
+    "train": ("accelerate", "matplotlib", "psutil", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; this process's own when None.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted.
+        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted by Ctrl-C and 143 by SIGTERM.
 
     Raises:
         SystemExit: there is no such command or flag, with code 2; after ``--help`` and ``--version``, with code 0.
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.command(options)
+    except Interrupted as stop:
+        print(f"vision-attn: {stop}", file=sys.stderr)
+        return 128 + stop.signal
     except KeyboardInterrupt:
         goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train else ""
         print(f"vision-attn: interrupted{goes_on}", file=sys.stderr)
@@ -63,7 +67,9 @@ def exit_code(error: Exception) -> int | None:
     """What an error means to a person; None where it is a fault of the program's own."""
     if isinstance(error, ValueError):
         return BAD_USAGE
-    if isinstance(error, (BenchmarkError, CheckpointError, DataError, TrainingError, OSError)) or missing_extra(error):
+    if isinstance(
+        error, (BenchmarkError, CheckpointError, DataError, ExportError, TrainingError, OSError)
+    ) or missing_extra(error):
         return FAILURE
     return None
 
@@ -101,6 +107,14 @@ def leave_process_group() -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def export(options: argparse.Namespace) -> None:
+    from vision_attn.export.export import export_classifier
+    from vision_attn.export.run import open_run
+
+    classifier = open_run(options.checkpoint)
+    print(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -162,6 +176,14 @@ def parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             help="train, fine-tune or evaluate an image classifier, with attention inserted or not",
+        )
+    )
+    add_export(
+        commands.add_parser(
+            "export",
+            parents=[common],
+            allow_abbrev=False,
+            help="a trained network as a file that others run: ONNX, torch.export, timm, safetensors",
         )
     )
     add_bench(
@@ -246,8 +268,19 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--img-size", "side of the images in pixels", type=int)
     add(group, "--mean", "mean of each channel, of pixels in 0…1", type=float, nargs="+")
     add(group, "--std", "standard deviation of each channel", type=float, nargs="+")
-    add(group, "--crop-padding", "pixels of padding that random crops are cut from", type=int)
+    add(
+        group,
+        "--train-crop",
+        "random crops of the padded image, or of any size, brought to one: for photographs",
+        choices=("pad", "resized"),
+    )
+    add(group, "--crop-padding", "of pad, pixels on each side", type=int)
+    add(group, "--crop-scale", "of resized, least share of an image that a crop has", type=float)
     add(group, "--hflip", "probability of a horizontal flip", type=float)
+    add(group, "--cutout", "side of a square in each image that is blotted out, in pixels", type=int)
+    add(group, "--mixup", "alpha of mixup, such as 0.2: two images laid over each other", type=float)
+    add(group, "--cutmix", "alpha of cutmix, such as 1: a box of one image in another", type=float)
+    add(group, "--mixup-switch-prob", "probability of cutmix in a batch, where mixup is on too", type=float)
 
     group = command.add_argument_group("network")
     add(group, "--model", "a name that timm knows, or one of ours: resnet20, resnet20_a, …")
@@ -256,7 +289,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     add(group, "--weights-ema", "take the moving average in that checkpoint", action="store_true")
     add(group, "--reset-head", "begin with a new classifier, for other classes", action="store_true")
     add(group, "--insert", "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index", nargs="+")
-    add(group, "--block", "what is inserted", choices=("attention", "conv"))
+    add(group, "--block", "what is inserted", choices=("attention", "conv", "se"))
     add(group, "--num-heads", "heads of the attention", type=int)
     add(group, "--impl", "implementation of the attention", choices=IMPLS)
     add(
@@ -265,11 +298,18 @@ def add_train(command: argparse.ArgumentParser) -> None:
         "train the inserted blocks alone (and a new head), and save them as an adapter",
         action="store_true",
     )
+    add(group, "--freeze-epochs", "train the inserted blocks (and a new head) alone in so many epochs first", type=int)
 
     group = command.add_argument_group("recipe")
     add(group, "--epochs", "passes over the training images", type=int)
     add(group, "--batch-size", "images in a step, over all processes together", type=int)
-    add(group, "--opt", "optimiser", choices=("sgd", "adamw"))
+    add(
+        group,
+        "--grad-accum-steps",
+        "parts of the batch that go through the network one after the other for one step, to need less memory",
+        type=int,
+    )
+    add(group, "--opt", "optimiser: sgd (with Nesterov momentum), adamw or any other that timm knows")
     add(group, "--lr", "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights)", type=float)
     add(group, "--attention-lr", "rate of the inserted blocks (default: --lr)", type=float)
     add(group, "--layer-decay", "factor on the rate from a layer to the one before it, such as 0.75", type=float)
@@ -285,16 +325,60 @@ def add_train(command: argparse.ArgumentParser) -> None:
 
     group = command.add_argument_group("machine")
     add(group, "--device", "cpu or cuda (default: cuda where there is one)", choices=("cpu", "cuda"))
-    add(group, "--amp", "bfloat16 where it is safe", action="store_true")
+    add(
+        group,
+        "--workers",
+        "processes that decode a folder's images in every epoch (default: none where all fit into memory, else as many "
+        "as cores)",
+        type=int,
+    )
+    add(group, "--amp", "half precision where it is safe", action="store_true")
+    add(group, "--amp-dtype", "which; float16 scales the loss, on CUDA only", choices=("bfloat16", "float16"))
+    add(group, "--sync-bn", "batch norms see the batch of all processes together (on CUDA)", action="store_true")
+    add(
+        group,
+        "--deterministic",
+        "the same bits each time on CUDA too, where it is slower; refuses what has no such kernel",
+        action="store_true",
+    )
     add(group, "--channels-last", "keep maps in the channels-last memory format", action="store_true")
     add(group, "--compile", "compile the training step", action="store_true")
 
     group = command.add_argument_group("run")
     add(group, "--output", "folder of the run (default: runs/train)")
     add(group, "--overwrite", "begin anew in a folder that holds a run", action="store_true")
-    add(group, "--resume", "go on with an interrupted run from its last.pth")
+    add(
+        group,
+        "--resume",
+        "go on with an interrupted run from its last.pth; auto: from the one in --output, or begin if there is none",
+        metavar="LAST.PTH",
+    )
     add(group, "--tensorboard", "write TensorBoard events too", action="store_true")
     add(group, "--test-only", "evaluate, do not train", action="store_true")
+
+
+def add_export(command: argparse.ArgumentParser) -> None:
+    """The arguments of :func:`vision_attn.export.export.export_classifier`."""
+    command.set_defaults(command=export)
+    add = command.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="best.pth or last.pth of a run, or its folder for best.pth")
+    add(
+        "--output",
+        required=True,
+        help="file to write; its ending says the format: .onnx, .pt2 (torch.export), .safetensors, none for a folder "
+        "of timm's",
+    )
+    add(
+        "--format",
+        choices=("onnx", "torch-export", "timm", "safetensors"),
+        help="format, where the ending does not say it",
+    )
+    add(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="whether the graph of onnx and torch-export takes pixels in 0…1 and normalises them itself (default: it "
+        "does)",
+    )
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:

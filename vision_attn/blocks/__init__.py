@@ -6,6 +6,7 @@ from vision_attn.blocks.implementation import attention_modules, set_impl, use_i
 from vision_attn.blocks.linear import LinearAttention2d
 from vision_attn.blocks.residual import AttentionBlock2d, ConvBlock2d
 from vision_attn.blocks.spatial import Attention
+from vision_attn.blocks.squeeze import SqueezeExciteBlock2d
 from vision_attn.blocks.strided import StridedAttention2d
 from vision_attn.blocks.transformer import TransformerBlock2d
 
@@ -18,6 +19,7 @@ __all__ = [
     "AugmentedConv2d",
     "ConvBlock2d",
     "LinearAttention2d",
+    "SqueezeExciteBlock2d",
     "StridedAttention2d",
     "TransformerBlock2d",
     "attention_modules",

@@ -1,67 +1,30 @@
-"""Images held as one uint8 tensor, decoded once, on the device that trains; crops and flips are made there."""
+"""Data sets: what they are called, what they hold, and how their images are come by."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
-import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
 from torchvision import datasets
 from torchvision.transforms import functional as transforms
-from tqdm import tqdm
 
 from vision_attn.training import digits
 from vision_attn.training.errors import DataError
+from vision_attn.training.image_files import ImageFiles
+from vision_attn.training.image_loader import ImageLoader
+from vision_attn.training.images import Images, ImageSet
 from vision_attn.training.settings import Settings
 
-__all__ = ["ImageSet", "Source", "augment", "draw_augmentation", "image_folder", "open_data"]
+__all__ = ["Source", "image_folder", "open_data", "open_images"]
 
 #: Names that the evaluation half of an image folder goes by.
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
-
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Images and their classes.
-
-    Args:
-        images: uint8, ``(N, C, H, W)``.
-        labels: class of each image, int64, ``(N,)``.
-    """
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def to(self, device: torch.device | str) -> ImageSet:
-        """The same images on a device.
-
-        Args:
-            device: where to.
-        """
-        return ImageSet(self.images.to(device), self.labels.to(device))
-
-    def batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All images in order.
-
-        Args:
-            batch_size: images in a batch; the last one may have fewer.
-
-        Yields:
-            Images ``(b, C, H, W)`` and their classes ``(b,)``.
-        """
-        yield from zip(self.images.split(batch_size), self.labels.split(batch_size), strict=True)
 
 
 @dataclass(frozen=True)
@@ -73,8 +36,10 @@ class Source:
         classes: name of each class.
         channels: of its images.
         size: rows and columns of its images in pixels, where they have one of their own.
-        read: reads it at a size.
+        read: reads all of it at a size into the CPU's memory.
         count: of its images.
+        files: its images as files, where they are.
+        left_out: files beside them that are no images by their names, by ending.
     """
 
     name: str
@@ -83,6 +48,8 @@ class Source:
     size: tuple[int, int] | None
     read: Callable[[tuple[int, int]], ImageSet]
     count: int
+    files: ImageFiles | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.count
@@ -152,16 +119,24 @@ def split_folder(root: Path, train: bool, test_only: bool) -> Path:
 
 
 def image_folder(folder: Path) -> Source:
-    """A folder of class folders, ``CLASS/IMAGE``; each image is resized by its shorter side and cropped to its centre.
+    """A folder of class folders, ``CLASS/IMAGE``, whose images :class:`ImageFiles` decodes.
 
     Args:
-        folder: with a folder for each class in it.
+        folder: with a folder for each of two classes or more in it.
 
     Raises:
-        DataError: there are no images; on reading: one cannot be read, or all together do not fit into memory.
+        DataError: there are no images, or no two classes of them; on reading: some cannot be read.
     """
+    left_out: Counter[str] = Counter()
+
+    def is_image(path: str) -> bool:
+        if path.lower().endswith(datasets.folder.IMG_EXTENSIONS):
+            return True
+        left_out[Path(path).suffix or Path(path).name] += 1
+        return False
+
     try:
-        listing = datasets.ImageFolder(str(folder), allow_empty=True)
+        listing = datasets.ImageFolder(str(folder), is_valid_file=is_image, allow_empty=True)
     except FileNotFoundError as error:
         raise DataError(f"{folder} has no class folders: expected CLASS/IMAGE inside it") from error
     empty = set(range(len(listing.classes))) - {label for _, label in listing.samples}
@@ -171,93 +146,48 @@ def image_folder(folder: Path) -> Source:
             f"{folder}: no images in {names}: fill it or remove the folder "
             f"(images are {', '.join(datasets.folder.IMG_EXTENSIONS)})"
         )
-    paths = [path for path, _ in listing.samples]
-    labels = torch.tensor([label for _, label in listing.samples])
-
-    def read(size: tuple[int, int]) -> ImageSet:
-        needed, free = len(paths) * 3 * size[0] * size[1], psutil.virtual_memory().available
-        if needed > 0.8 * free:
-            raise DataError(
-                f"{folder}: {len(paths):,} images of {size[0]}×{size[1]} take {needed / 2**30:.1f} GiB of memory and "
-                f"{free / 2**30:.1f} GiB are free: choose a smaller --img-size"
-            )
-        images = torch.empty(len(paths), 3, *size, dtype=torch.uint8)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            decoded = pool.map(partial(decode, size=size), paths)
-            for index, pixels in enumerate(tqdm(decoded, "decode", len(paths), leave=False, disable=None)):
-                images[index] = torch.from_numpy(pixels).permute(2, 0, 1)
-        return ImageSet(images, labels)
-
-    return Source(str(folder), tuple(listing.classes), 3, None, read, len(paths))
+    if len(listing.classes) < 2:
+        raise DataError(f"{folder} has one class folder, {listing.classes[0]!r}: at least two are needed to tell apart")
+    files = ImageFiles(*zip(*listing.samples, strict=True))
+    return Source(str(folder), tuple(listing.classes), 3, None, files.read, len(files), files, left_out)
 
 
-def decode(path: str, size: tuple[int, int]) -> np.ndarray:
-    try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):  # 16 bits a pixel, of which the upper 8 are kept
-                image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-            image = image.convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is damaged or no image ({error}): fetch it again or remove it") from error
-    if image.size != (size[1], size[0]):
-        image = ImageOps.fit(image, (size[1], size[0]), Image.Resampling.BILINEAR)
-    return np.array(image)
-
-
-# --- on the device ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """For each image of a batch, where its crop begins and whether it is flipped."""
-
-    top: Tensor
-    left: Tensor
-    flip: Tensor
-
-    def __getitem__(self, part: slice) -> Augmentation:
-        return Augmentation(self.top[part], self.left[part], self.flip[part])
-
-
-def draw_augmentation(count: int, *, padding: int, hflip: float, generator: torch.Generator) -> Augmentation:
-    """Draw random crops out of ``padding`` pixels around an image, and flips with probability ``hflip``.
+def open_images(
+    source: Source,
+    size: tuple[int, int],
+    device: torch.device,
+    *,
+    workers: int | None = None,
+    crop_scale: float | None = None,
+) -> Images:
+    """The images of a source at a size, held in memory or decoded by worker processes as they are needed.
 
     Args:
-        count: how many images.
-        padding: pixels on each side that a crop may reach into.
-        hflip: probability of a flip from left to right.
-        generator: source of randomness, on the device of the images.
+        source: whose.
+        size: height and width in pixels.
+        device: where batches go.
+        workers: processes that decode files; None for none where all images fit into memory together, and else for as
+            many as cores.
+        crop_scale: least share of an image that a random crop of it has, which workers make as they decode; None to
+            crop none at random.
 
-    Returns:
-        For each image where its crop begins and whether it is flipped, each ``(count,)``.
+    Raises:
+        DataError: images cannot be read, or neither fit into memory nor are files.
     """
-    device = generator.device
-    top, left = torch.randint(2 * padding + 1, (2, count), generator=generator, device=device)
-    return Augmentation(top, left, torch.rand(count, generator=generator, device=device) < hflip)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
+    needed, room = source.count * source.channels * math.prod(size), memory_for_images(device) // processes
+    if source.files is not None and (workers or crop_scale is not None or needed > room):
+        workers = workers or max(1, (os.cpu_count() or 1) // processes)
+        return ImageLoader(source.files, size, workers=workers, device=device, crop_scale=crop_scale)
+    if needed > room:
+        raise DataError(
+            f"{source.name}: {source.count:,} images of {size[0]}×{size[1]} take {needed / 2**30:.1f} GiB of memory "
+            f"and there is room for {room / 2**30:.1f} GiB: choose a smaller --img-size"
+        )
+    return source.read(size).to(device)
 
 
-def augment(images: Tensor, choice: Augmentation, padding: int) -> Tensor:
-    """Crop each image out of its zero-padded self and flip it left to right, in one gather on the device.
-
-    Args:
-        images: ``(b, c, h, w)``, any type.
-        choice: where to crop and what to flip, from :func:`draw_augmentation`.
-        padding: pixels on each side that a crop may reach into.
-
-    Returns:
-        ``(b, c, h, w)``.
-
-    >>> images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
-    >>> choice = draw_augmentation(4, padding=4, hflip=0.5, generator=torch.Generator())
-    >>> augment(images, choice, padding=4).shape
-    torch.Size([4, 3, 32, 32])
-    """
-    b, _, h, w = images.shape
-    device = images.device
-    rows = choice.top[:, None] + torch.arange(h, device=device)
-    columns = choice.left[:, None] + torch.arange(w, device=device)
-    columns = torch.where(choice.flip[:, None], columns.flip(1), columns)
-    padded = F.pad(images, (padding, padding, padding, padding))
-    image = torch.arange(b, device=device)
-    return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+def memory_for_images(device: torch.device) -> float:
+    """Bytes that images may take: most of the free memory here, and half of it on a device that trains, too."""
+    free = 0.8 * psutil.virtual_memory().available
+    return min(free, torch.cuda.mem_get_info(device)[0] / 2) if device.type == "cuda" else free

@@ -24,8 +24,9 @@ from vision_attn.checkpoints import write_atomically
 from vision_attn.figures import attention_figure, save_figure
 from vision_attn.insertion import quiet_eval
 from vision_attn.models.registry import save_model
-from vision_attn.training.data import ImageSet, open_data
+from vision_attn.training.data import open_data
 from vision_attn.training.digits import CANVAS, CLASSES, PLAY
+from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Result
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train

@@ -1,6 +1,6 @@
-"""What can go wrong in a run through no fault of the program's; light, so that the command line can name it."""
+"""How a run can end early through no fault of the program's; light, so that the command line can name it."""
 
-__all__ = ["DataError", "TrainingError"]
+__all__ = ["DataError", "Interrupted", "TrainingError"]
 
 
 class DataError(RuntimeError):
@@ -9,3 +9,16 @@ class DataError(RuntimeError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on; what was saved before is whole."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM stopped a run, which was saved before it left.
+
+    Args:
+        signal: number of the signal.
+        message: where it was saved and how to go on, on the main process.
+    """
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(message)
+        self.signal = signal

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vision_attn.insertion import quiet_eval
-from vision_attn.training.data import ImageSet
+from vision_attn.training.images import Images
 
 __all__ = ["Evaluation", "Normalize", "evaluate"]
 
@@ -67,7 +67,7 @@ class Normalize(nn.Module):
 def evaluate(
     model: nn.Module,
     normalize: Callable[[Tensor], Tensor],
-    data: ImageSet,
+    data: Images,
     *,
     batch_size: int = 500,
     accelerator: Accelerator | None = None,
@@ -77,16 +77,17 @@ def evaluate(
     Args:
         model: the network.
         normalize: pixels to network input.
-        data: images on the device of the network.
+        data: images whose batches are on the device of the network.
         batch_size: images at a time.
         accelerator: of a run, for its precision and to share the work among its processes.
     """
     share, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
-    totals = torch.zeros(4, dtype=torch.float64, device=data.images.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=data.device)
+    parts = torch.arange(len(data)).split(batch_size)
+    mine = [part[share::processes] for part in parts if len(part) > share]
     with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext():
-        for whole_images, whole_labels in data.batches(batch_size):
-            images, labels = whole_images[share::processes], whole_labels[share::processes]
+        for images, labels in data.batches(mine):
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
             right = logits.topk(min(5, classes)).indices == labels[:, None]

@@ -8,9 +8,10 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 
-from vision_attn.blocks import AttentionBlock2d, ConvBlock2d
+from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights, shorten
 from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.models.registry import config_of, create_model
@@ -18,6 +19,14 @@ from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
 
 __all__ = ["Network", "build_network"]
+
+
+#: What is inserted, by the name that settings have for it.
+BLOCKS: dict[str, type[nn.Module]] = {
+    "attention": AttentionBlock2d,
+    "conv": ConvBlock2d,
+    "se": SqueezeExciteBlock2d,
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,8 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     """Make, insert, load, freeze.
 
     Args:
-        settings: ``model``, ``pretrained``, ``img_size``, ``insert``, ``weights`` with their options and
-            ``freeze_backbone`` are used.
+        settings: ``model``, ``pretrained``, ``img_size``, ``insert``, ``weights`` with their options,
+            ``sync_bn`` and ``freeze_backbone`` are used.
         source: the data it is for.
         say: told what was done.
 
@@ -62,6 +71,8 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     model = create_model(
         settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=settings.pretrained
     )
+    if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
+        model = convert_sync_batchnorm(model)
     size = (settings.img_size, settings.img_size) if settings.img_size else source.size
     size = size or tuple(config_of(model)["input_size"][1:])
     inserted = None
@@ -158,8 +169,8 @@ def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -
     attention: dict[str, Any] = {"num_heads": settings.num_heads, "impl": settings.impl}
     return insert_(
         model,
-        ConvBlock2d if settings.block == "conv" else AttentionBlock2d,
+        BLOCKS[settings.block],
         example_input=shape,
         **parse_sites(settings.insert),
-        **({} if settings.block == "conv" else attention),
+        **(attention if settings.block == "attention" else {}),
     )

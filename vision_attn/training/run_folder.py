@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from vision_attn.checkpoints import write_atomically
+from vision_attn.training.errors import TrainingError
 
 __all__ = ["RunFolder"]
 
 
 #: What a run leaves.
-FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt", "adapter.safetensors")
+FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt", "adapter.safetensors", "curves.png")
 
 
 class RunFolder:
@@ -25,7 +29,8 @@ class RunFolder:
     =======================  =========================================================================
     ``settings.yaml``        the settings of the run
     ``metrics.csv``          a row for each epoch
-    ``last.pth``             everything that is needed to go on after the last epoch
+    ``curves.png``           loss, accuracy and rate against epochs
+    ``last.pth``             everything that is needed to go on after the last epoch, or from the middle of one
     ``best.pth``             the weights of the epoch with the highest accuracy, ready to load
     ``inserted.txt``         what was inserted where, and its cost
     ``adapter.safetensors``  of that epoch the blocks alone, and a new head, where the backbone is frozen
@@ -39,7 +44,7 @@ class RunFolder:
         self.path = path
 
     @property
-    def left(self) -> list[Path]:
+    def files(self) -> list[Path]:
         """Files of a run that lie in the folder."""
         return [self.path / name for name in FILES if (self.path / name).exists()]
 
@@ -49,27 +54,58 @@ class RunFolder:
         Raises:
             ValueError: it holds a file of one.
         """
-        if self.left:
+        if self.files:
             raise ValueError(
                 f"output: {self.path} holds a run already: choose another --output, go on with it by "
                 f"--resume {self.path / 'last.pth'}, or begin anew with --overwrite"
             )
 
-    def open(self, *, clear: bool) -> None:
-        """Make the folder and prove that it can be written, before any training is done.
+    def open(self, *, clear: bool, last_bytes: int = 0, best_bytes: int = 0) -> None:
+        """Make the folder and prove that it can be written and has room, before any training is done.
 
         Args:
             clear: remove what is left of another run.
+            last_bytes: that ``last.pth`` takes, about.
+            best_bytes: that ``best.pth`` takes.
 
         Raises:
             OSError: it cannot be made or written.
+            TrainingError: it has no room for the checkpoints.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in self.left if clear else ():
+        for path in self.files if clear else ():
             path.unlink()
+        for name in FILES:  # of a process that was killed while it wrote
+            for path in self.path.glob(f".{name}.*.partial"):
+                path.unlink()
         probe = self.path / ".writable"
         write_atomically(probe, b"")
         probe.unlink()
+        self.refuse_full_disk(last_bytes, best_bytes)
+
+    def refuse_full_disk(self, last_bytes: int, best_bytes: int) -> None:
+        """Refuse a disk without room for both checkpoints and, while one is replaced, for its old version.
+
+        Args:
+            last_bytes: that ``last.pth`` takes, about.
+            best_bytes: that ``best.pth`` takes.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        there = sum(path.stat().st_size for path in self.files if path.suffix == ".pth")
+        needed, free = 2 * last_bytes + best_bytes - there, shutil.disk_usage(self.path).free
+        if needed > free:
+            raise TrainingError(
+                f"output: the checkpoints of this run take about {needed / 2**20:,.1f} MiB, the old one beside the new "
+                f"while it is replaced, and {free / 2**20:,.1f} MiB are free in {self.path}: make room or choose "
+                "another --output"
+            )
+
+    def read_settings(self) -> dict[str, Any] | None:
+        """The settings of the run that lies in the folder, by name; None where they are not known."""
+        path = self.path / "settings.yaml"
+        return yaml.safe_load(path.read_text()) if path.exists() else None
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text.
@@ -122,9 +158,17 @@ class RunFolder:
             The path of the file.
 
         Raises:
-            OSError: it cannot be written.
+            TrainingError: it cannot be written; the old one, if any, is whole.
         """
-        buffer = io.BytesIO()
+        path, buffer = self.path / name, io.BytesIO()
         torch.save(dict(content), buffer)
-        write_atomically(self.path / name, buffer.getvalue())
-        return self.path / name
+        old = f"the {name} of before is whole" if path.exists() else f"there is no {name} yet"
+        try:
+            write_atomically(path, buffer.getvalue())
+        except OSError as error:
+            room = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "see to the folder"
+            raise TrainingError(
+                f"{path} cannot be written ({error.strerror}), and {old}: {room} and go on with "
+                f"--resume {self.path / 'last.pth'}"
+            ) from error
+        return path

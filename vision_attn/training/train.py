@@ -9,11 +9,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from vision_attn.training.data import Source, open_data
+from vision_attn.training.data import Source, open_data, open_images
+from vision_attn.training.determinism import deterministic_kernels
 from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Normalize, evaluate
+from vision_attn.training.images import Images
 from vision_attn.training.loop import Result, Run
 from vision_attn.training.network import build_network
+from vision_attn.training.optimizer import check_optimizer
+from vision_attn.training.resume import checkpoint_to_resume
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
@@ -37,19 +41,29 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         ValueError: settings that name what does not exist.
         DataError: the data is missing, empty or damaged.
         CheckpointError: weights or the run to resume cannot be read or do not fit.
-        TrainingError: the loss is no longer a number.
-        OSError: the output folder cannot be written.
+        TrainingError: the loss is no longer a number, or a checkpoint cannot be written.
+        OSError: the output folder cannot be written, or there is no such run to resume.
+        Interrupted: Ctrl-C or SIGTERM came while it trained; the run is saved.
     """
+    with deterministic_kernels(settings.deterministic):
+        return build_and_run(settings, say)
+
+
+def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     accelerator = make_accelerator(settings)
     log = say if accelerator.is_main_process else (lambda line: None)
     set_seed(settings.seed)
+    checkpoint = None
+    if not settings.test_only:
+        check_optimizer(settings)
+        checkpoint = checkpoint_to_resume(settings)
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         source = open_data(settings, train=False)
         train_source = None if settings.test_only else open_data(settings, train=True)
         if train_source is not None:
             check_halves(train_source, source)
-            check_batch(settings.batch_size, len(train_source), accelerator.num_processes)
+            check_batch(settings, len(train_source), accelerator.num_processes)
             if not (settings.resume or settings.overwrite):
                 RunFolder(settings.folder).refuse_another_run()
         network = build_network(settings, source, log)
@@ -64,15 +78,21 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         f"on {accelerator.device}"
     )
 
-    data = source.read(network.size).to(accelerator.device)
-    log(f"evaluation: {len(data):,} images of {source.name}")
+    data = open_images(source, network.size, accelerator.device, workers=settings.workers)
+    log(f"evaluation: {describe(source, data)}")
     if train_source is None:
         score = evaluate(model, normalize, data, accelerator=accelerator)
         log(str(score))
         return Result(network, model, normalize, final=score, best=score, seconds=0.0)
-    train_data = train_source.read(network.size).to(accelerator.device)
-    log(f"training: {len(train_data):,} images of {train_source.name}")
-    return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go()
+    train_data = open_images(
+        train_source,
+        network.size,
+        accelerator.device,
+        workers=settings.workers,
+        crop_scale=settings.crop_scale if settings.train_crop == "resized" else None,
+    )
+    log(f"training: {describe(train_source, train_data)}")
+    return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go(checkpoint)
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
@@ -80,32 +100,55 @@ def make_accelerator(settings: Settings) -> Accelerator:
         raise ValueError(f"device must be cpu or cuda; got {settings.device!r}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
+    if settings.amp_dtype == "float16" and (settings.device == "cpu" or not torch.cuda.is_available()):
+        raise ValueError("amp_dtype: float16 needs CUDA, whose gradients it scales: on the CPU use bfloat16")
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
         cpu=settings.device == "cpu",
-        mixed_precision="bf16" if settings.amp else "no",
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}[settings.amp_dtype] if settings.amp else "no",
+        gradient_accumulation_steps=settings.grad_accum_steps,
         log_with="tensorboard" if settings.tensorboard else None,
         project_dir=settings.folder if settings.tensorboard else None,
     )
     if settings.device not in (None, accelerator.device.type):
         raise ValueError(f"device must be {accelerator.device.type}, as the launcher chose it; got {settings.device!r}")
+    if settings.sync_bn and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
+        raise ValueError("sync_bn: torch synchronises batch norms of several processes on CUDA only")
     return accelerator
 
 
 def check_halves(train: Source, evaluation: Source) -> None:
-    if train.classes != evaluation.classes:
-        only = sorted(set(train.classes) ^ set(evaluation.classes))
-        raise DataError(
-            f"{train.name} and {evaluation.name} hold other classes; in one of them only: {', '.join(only[:6])}"
+    for one, other in ((train, evaluation), (evaluation, train)):
+        missing = [name for name in other.classes if name not in one.classes]
+        if missing:
+            raise DataError(
+                f"{one.name} lacks classes that {other.name} has: {', '.join(missing[:6])}"
+                f"{', …' if len(missing) > 6 else ''}: both need the same class folders"
+            )
+
+
+def check_batch(settings: Settings, images: int, processes: int) -> None:
+    batch_size, parts = settings.batch_size, processes * settings.grad_accum_steps
+    if batch_size > images:
+        raise ValueError(f"batch_size must be at most the {images} training images; got {batch_size}")
+    if batch_size % parts:
+        raise ValueError(
+            f"batch_size must be a multiple of {parts}, as {processes} processes make "
+            f"{settings.grad_accum_steps} parts of it each; got {batch_size}"
+        )
+    if (settings.mixup or settings.cutmix) and batch_size % (2 * processes):
+        raise ValueError(
+            f"batch_size must be a multiple of {2 * processes}, as mixup and cutmix make pairs in each process; "
+            f"got {batch_size}"
         )
 
 
-def check_batch(batch_size: int, images: int, processes: int) -> None:
-    if batch_size > images:
-        raise ValueError(f"batch_size must be at most the {images} training images; got {batch_size}")
-    if batch_size % processes:
-        raise ValueError(f"batch_size must be a multiple of the {processes} processes; got {batch_size}")
+def describe(source: Source, images: Images) -> str:
+    """How many images of what, how they are kept, and which files are none of them."""
+    left_out = ", ".join(f"{count} {ending}" for ending, count in sorted(source.left_out.items())[:6])
+    beside = f"; no images by their names and left out: {left_out}" if left_out else ""
+    return f"{len(images):,} images of {source.name}, {images.kept}{beside}"
 
 
 def rounded(values: Sequence[float]) -> str:

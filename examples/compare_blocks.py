@@ -1,0 +1,152 @@
+"""What a block is worth: one network plain, and with each of three blocks of as many parameters, over several seeds.
+
+    python examples/compare_blocks.py --data ~/data --dataset-download            # CIFAR-100, on a GPU in bfloat16
+    python examples/compare_blocks.py --dataset digit-pairs --seeds 0 1 2         # minutes on a CPU, nothing to fetch
+    python examples/compare_blocks.py --data ~/data --model wrn16_4 --epochs 100  # any flag of `vision-attn train`
+
+All arms have one recipe, which flags override. The accuracy is that of the last epoch: the best one would be chosen by
+the images that it is measured on. Each arm and seed has a run folder with its settings, metrics and log in --output;
+the same command again goes on where it was interrupted, and more seeds are added to those that are there.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.checkpoints import write_atomically
+from vision_attn.insertion import quiet_eval
+from vision_attn.training.settings import Settings
+from vision_attn.training.train import train
+
+CIFAR = """--model resnet20 --epochs 200 --batch-size 128 --opt sgd --lr 0.1 --weight-decay 5e-4 --warmup-epochs 5
+    --label-smoothing 0.1 --crop-padding 4 --hflip 0.5"""
+DIGITS = """--model digit_pairs --epochs 5 --batch-size 128 --opt adamw --lr 0.006 --weight-decay 0.01
+    --warmup-epochs 0.5 --crop-padding 0 --hflip 0 --device cpu"""
+#: Where the block goes, and the recipe.
+RECIPES = {
+    "cifar100": ("layer3", CIFAR),
+    "cifar10": ("layer3", CIFAR),
+    "folder": ("layer3", CIFAR),
+    "digit-pairs": ("stage3", DIGITS),
+}
+
+
+def on_a_gpu(device):
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def arms(insert, num_heads):
+    return {
+        "plain": {},
+        "convolution": {"insert": insert, "block": "conv"},
+        "squeeze and excitation": {"insert": insert, "block": "se"},
+        "attention": {"insert": insert, "num_heads": num_heads},
+    }
+
+
+@dataclass
+class Outcome:
+    parameters: int
+    multiply_adds: int
+    top1: float
+    seconds_an_epoch: float
+
+
+def run(settings):
+    """One arm with one seed: trained, gone on with, or only evaluated where it is complete."""
+    last = settings.folder / "last.pth"
+    begun = {"resume": str(last)} if last.exists() else {"overwrite": True}
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    with open(settings.folder / "log.txt", "a", buffering=1) as log:
+
+        def say(line):
+            print(line)
+            print(line, file=log)
+
+        result = train(replace(settings, **begun), say)
+    work = multiply_adds(result.network)
+    return Outcome(result.network.parameters, work, result.final.top1, result.seconds / settings.epochs)
+
+
+@torch.no_grad()
+def multiply_adds(network):
+    """Of one image, counted on the form whose every product is a matrix product that torch's counter knows."""
+    first = next(module for module in network.model.modules() if isinstance(module, torch.nn.Conv2d))
+    image = torch.zeros(1, first.in_channels, *network.size, device=first.weight.device)
+    with quiet_eval(network.model), va.use_impl(network.model, "bmm"), FlopCounterMode(display=False) as counter:
+        network.model(image)
+    return counter.get_total_flops() // 2
+
+
+def recipe_of(settings):
+    """What it trains and on what, and the further flags that its result depends on."""
+    values = settings.as_dict()
+    for name in dict.fromkeys(["dataset", "model", *settings.differences(Settings(data="").as_dict())]):
+        value = values[name]
+        words = [] if value is True else value if isinstance(value, list) else [value]
+        yield " ".join(map(str, (f"--{name.replace('_', '-')}", *words)))
+
+
+def table(outcomes, settings, seeds):
+    lines = ["| block | parameters | multiply-adds | top-1 % | seconds an epoch | by seed |"]
+    lines += ["|---|---:|---:|---:|---:|---|"]
+    for name, found in outcomes.items():
+        scores = [outcome.top1 for outcome in found]
+        spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
+        lines.append(
+            f"| {name} | {found[0].parameters:,} | {found[0].multiply_adds:,} | {mean(scores):.2f}{spread} "
+            f"| {mean(outcome.seconds_an_epoch for outcome in found):.1f} "
+            f"| {', '.join(f'{score:.2f}' for score in scores)} |"
+        )
+    machine = (
+        torch.cuda.get_device_name() if on_a_gpu(settings.device) else f"{torch.get_num_threads()} threads of a CPU"
+    )
+    lines.append(
+        f"\nSeeds {', '.join(map(str, seeds))}; top-1 of the last epoch, mean ± standard deviation. "
+        f"`{' '.join(recipe_of(settings))}`; {machine}, torch {torch.__version__}, vision_attn {va.__version__}.\n"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--dataset", choices=tuple(RECIPES), default="cifar100", help="kind of data")
+    parser.add_argument("--insert", nargs="+", help="where the block goes (default: the last stage)")
+    parser.add_argument("--num-heads", type=int, default=4, help="heads of the attention")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of each arm")
+    parser.add_argument("--output", default="runs/compare", help="folder of the runs and of table.md")
+    options, flags = parser.parse_known_args(arguments)
+
+    site, recipe = RECIPES[options.dataset]
+    command = ["train", "--dataset", options.dataset, *recipe.split(), *flags]
+    common = cli.given(Settings, cli.parser().parse_args(command))
+    if on_a_gpu(common.get("device")):
+        common = {"amp": True, "channels_last": True, **common}
+    chosen = arms(tuple(options.insert or (site,)), options.num_heads)
+    outcomes = {name: [] for name in chosen}
+    for done, seed in enumerate(options.seeds, 1):  # seed by seed: cut short, there are as many of each arm
+        for name, alone in chosen.items():
+            print(f"\n--- {name}, seed {seed}")
+            folder = Path(options.output) / f"{name.replace(' ', '-')}-{seed}"
+            outcomes[name].append(run(Settings(**{**common, **alone, "seed": seed, "output": str(folder)})))
+        text = table(outcomes, Settings(**common), options.seeds[:done])
+        write_atomically(Path(options.output) / "table.md", text.encode())
+    print(f"\n{text}\nin {options.output}/table.md")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on from here")
+    except Exception as error:
+        if cli.exit_code(error) is None:
+            raise
+        sys.exit(f"compare_blocks: error: {cli.explain(error)}")

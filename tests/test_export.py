@@ -1,0 +1,365 @@
+"""Exported networks, run as a stranger would run them: the same logits, the classes with them, or no file at all."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.export import formats
+from vision_attn.export.classifier import Classifier
+from vision_attn.export.errors import ExportError
+from vision_attn.export.export import export_classifier
+from vision_attn.export.run import open_run
+from vision_attn.models import create_model
+from vision_attn.training.data import open_data
+from vision_attn.training.settings import Settings
+from vision_attn.training.train import train
+
+FILES = {"onnx": "net.onnx", "torch-export": "net.pt2", "timm": "net", "safetensors": "net.safetensors"}
+MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
+CLASSES = ["blue", "green", "red"]
+
+
+def settings_of(image_folder, **options):
+    common = {"model": "resnet20", "insert": ("layer3",), "num_heads": 4, "mean": MEAN, "std": STD}
+    return Settings(data=str(image_folder), device="cpu", **{**common, **options})
+
+
+def save_checkpoint(path, settings, model, **further):
+    """A checkpoint as a run writes it, of a network whose blocks do much to its output."""
+    with torch.no_grad():
+        for block in va.inserted(model).values():
+            block.gate.fill_(1.0)
+    about = {"settings": settings.as_dict(), "classes": CLASSES, "mean": list(MEAN), "std": list(STD)}
+    torch.save({"model": model.state_dict(), **about, **further}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    model = create_model("resnet20", num_classes=3)
+    va.insert_(model, names="layer3", num_heads=4, example_input=(1, 3, 32, 32))
+    return model.eval()
+
+
+@pytest.fixture
+def checkpoint(image_folder, network, tmp_path):
+    return save_checkpoint(tmp_path / "best.pth", settings_of(image_folder), network)
+
+
+def export(capsys, checkpoint, output, *flags):
+    code = cli.main(["export", str(checkpoint), "--output", str(output), *flags])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run(path, images):
+    """What the exported file makes of images, by nothing of ours but the registered network."""
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    with torch.no_grad():
+        if path.suffix == ".pt2":
+            return torch.export.load(path).module()(images)
+        if path.is_dir():
+            return timm.create_model(f"local-dir:{path}", pretrained=True).eval()(images)
+        model = create_model("resnet20", num_classes=3).eval()
+        va.insert_(model, names="layer3", num_heads=4, example_input=(1, 3, 32, 32))
+        model.load_state_dict(load_file(path), strict=True)
+        return model(images)
+
+
+def normalized(pixels):
+    return (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+@pytest.mark.parametrize("format", FILES)
+def test_what_is_exported_computes_what_the_network_does(capsys, checkpoint, network, tmp_path, format):
+    path = tmp_path / "out" / FILES[format]
+    code, out, err = export(capsys, checkpoint, path)
+    assert (code, err) == (0, "")
+    assert f"{path}: {format}, " in out
+    assert "the largest difference of a logit from the network's is " in out
+    pixels = torch.rand(5, 3, 32, 32)
+    with torch.no_grad():
+        expected = network(normalized(pixels))
+    found = run(path, pixels if format in ("onnx", "torch-export") else normalized(pixels))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    # Once more, over what is there.
+    assert export(capsys, checkpoint, path)[0] == 0
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch-export"])
+def test_normalising_may_be_left_to_the_caller(capsys, checkpoint, network, tmp_path, format):
+    path = tmp_path / FILES[format]
+    code, out, _ = export(capsys, checkpoint, path, "--no-normalize")
+    assert code == 0
+    assert "normalised by mean and std before" in out
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(run(path, images), network(images), rtol=1e-4, atol=1e-4)
+
+
+def about(path):
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
+    if path.suffix == ".pt2":
+        files = {"classifier": ""}
+        torch.export.load(path, extra_files=files)
+        return json.loads(files["classifier"])
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["classifier"])
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch-export", "safetensors"])
+def test_a_file_says_what_must_be_known_to_use_it(checkpoint, tmp_path, format):
+    export_classifier(open_run(checkpoint), tmp_path / FILES[format])
+    found = about(tmp_path / FILES[format])
+    assert found.pop("library") == f"vision_attn {va.__version__}"
+    assert found.pop("mean") == pytest.approx(MEAN)
+    assert found.pop("std") == pytest.approx(STD)
+    assert found == {
+        "classes": CLASSES,
+        "input_size": [3, 32, 32],
+        "pixels": "0…1, then (pixels - mean) / std" if format == "safetensors" else "0…1",
+        "architecture": "resnet20",
+        "inserted": ["layer3.2"],
+    }
+
+
+def test_a_folder_says_it_in_the_words_of_timm(checkpoint, tmp_path):
+    export_classifier(open_run(checkpoint), tmp_path / "net")
+    config = timm.create_model(f"local-dir:{tmp_path / 'net'}").pretrained_cfg
+    assert config["label_names"] == CLASSES
+    assert (config["mean"], config["std"]) == (pytest.approx(MEAN), pytest.approx(STD))
+    assert config["num_classes"] == 3
+    assert tuple(config["input_size"]) == (3, 32, 32)
+
+
+@pytest.mark.parametrize("format", ["torch-export", "timm", "safetensors"])
+def test_what_computes_something_else_leaves_no_file(capsys, checkpoint, tmp_path, monkeypatch, format):
+    form = formats.FORMATS[format]
+
+    def without_its_gate(classifier, normalize, path):
+        other = classifier.to_export()
+        with torch.no_grad():
+            other.model.layer3[2].inserted.gate.mul_(0.99)
+        form.write(other, normalize, path)
+
+    monkeypatch.setitem(formats.FORMATS, format, replace(form, write=without_its_gate))
+    path = tmp_path / "out" / FILES[format]
+    code, out, err = export(capsys, checkpoint, path)
+    assert (code, out) == (1, "")
+    assert "what was written computes something else: a logit differs by " in err
+    assert list(path.parent.iterdir()) == []
+
+
+def for_one_batch(classifier, normalize, path):
+    program = torch.export.export(classifier.model, (torch.zeros(2, 3, 32, 32),))
+    torch.export.save(program, path)
+
+
+def half_way(classifier, normalize, path):
+    path.write_bytes(b"the beginning of a graph")
+    raise RuntimeError("data-dependent control flow")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"), [(half_way, r"\(RuntimeError: data-dependent control flow\)"), (for_one_batch, r"\(\w+: ")]
+)
+def test_an_old_file_survives_a_failure(capsys, checkpoint, tmp_path, monkeypatch, write, message):
+    form = formats.FORMATS["torch-export"]
+    monkeypatch.setitem(formats.FORMATS, "torch-export", replace(form, write=write))
+    path = tmp_path / "out" / "net.pt2"
+    path.parent.mkdir()
+    path.write_bytes(b"old")
+    code, _, err = export(capsys, checkpoint, path)
+    assert code == 1
+    assert re.search("the network cannot be exported " + message, err)
+    assert "Traceback" not in err
+    assert [entry.name for entry in path.parent.iterdir()] == ["net.pt2"]
+    assert path.read_bytes() == b"old"
+
+
+def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, network, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "best.pth", settings_of(image_folder, num_heads=8), network)
+    code, _, err = export(capsys, checkpoint, tmp_path / "net")
+    assert code == 2
+    assert (
+        "timm makes no resnet20 with AttentionBlock2d(num_heads=8) at layer3.2 (resnet20 has no blocks; "
+        "resnet20_attention has AttentionBlock2d(num_heads=4) at layer3.2): choose onnx"
+    ) in err
+    assert not (tmp_path / "net").exists()
+
+
+def test_the_plain_network_and_other_channels_go_to_timm_too(image_folder, tmp_path):
+    torch.manual_seed(0)
+    model = create_model("convnext_atto", num_classes=3, in_chans=1).eval()
+    settings = settings_of(
+        image_folder, model="convnext_atto", insert=(), num_heads=8, img_size=64, mean=None, std=None
+    )
+    checkpoint = save_checkpoint(tmp_path / "best.pth", settings, model, mean=[0.4], std=[0.3])
+    export_classifier(open_run(checkpoint), tmp_path / "net")
+    images = torch.randn(2, 1, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tmp_path / "net", images), model(images))
+
+
+def test_a_run_is_exported_as_it_was_evaluated(capsys, image_folder, tmp_path):
+    settings = settings_of(
+        image_folder,
+        epochs=2,
+        batch_size=16,
+        lr=0.05,
+        model_ema=True,
+        model_ema_decay=0.6,
+        output=str(tmp_path / "run"),
+    )
+    result = train(settings, lambda line: None)
+    assert export(capsys, tmp_path / "run", tmp_path / "best.onnx")[0] == 0
+    assert export(capsys, tmp_path / "run" / "last.pth", tmp_path / "last.pt2")[0] == 0
+    data = open_data(settings, train=False).read((32, 32))
+    best, last = (run(tmp_path / name, data.images / 255) for name in ("best.onnx", "last.pt2"))
+    assert 100 * float((best.argmax(1) == data.labels).double().mean()) == pytest.approx(result.best.top1)
+    # The moving average is what counts in the last epoch.
+    with torch.no_grad():
+        expected = result.model(result.normalize(data.images))
+    torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_run_with_an_adapter_is_exported_whole(capsys, image_folder, tmp_path):
+    torch.manual_seed(5)
+    torch.save(create_model("resnet20", num_classes=7).state_dict(), tmp_path / "base.pth")
+    settings = settings_of(
+        image_folder, epochs=1, batch_size=16, weights=str(tmp_path / "base.pth"), reset_head=True,
+        freeze_backbone=True, output=str(tmp_path / "run"),
+    )  # fmt: skip
+    train(settings, lambda line: None)
+    assert export(capsys, tmp_path / "run", tmp_path / "net.pt2")[0] == 0
+    model = create_model("resnet20", num_classes=3).eval()
+    va.load_checkpoint(model, tmp_path / "base.pth", fresh=["fc.*"])
+    va.load_adapter(model, tmp_path / "run" / "adapter.safetensors")
+    pixels = torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tmp_path / "net.pt2", pixels), model(normalized(pixels)), rtol=1e-4, atol=1e-4)
+    code, _, err = export(capsys, tmp_path / "run" / "adapter.safetensors", tmp_path / "other.pt2")
+    assert code == 1
+    assert "is an adapter, blocks without their network: give the best.pth beside it" in err
+
+
+@pytest.mark.parametrize("impl", ["einx", "flex"])  # of which one fixes the sizes, and one runs on CUDA
+def test_every_implementation_is_exported_with_any_batch(network, tmp_path, impl):
+    classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD)
+    with va.use_impl(network, impl):
+        report = export_classifier(classifier, tmp_path / "net.pt2")
+        assert network.layer3[2].inserted.attn.impl == impl
+    assert report.difference < 1e-4
+    pixels = torch.rand(4, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tmp_path / "net.pt2", pixels), network(normalized(pixels)), rtol=1e-4, atol=1e-4)
+
+
+def test_any_network_can_be_exported_in_python(tmp_path):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=2)
+    va.insert_(model, stages=-2, num_heads=4, gate_init=0.5)
+    va.freeze_backbone_(model, also_train="fc.*")
+    model.train()
+    modes = [module.training for module in model.modules()]
+    classifier = Classifier(model, ("cat", "dog"), (3, 64, 96), MEAN, STD)
+    report = export_classifier(classifier, tmp_path / "net.pt2")
+    assert report.input_size == (3, 64, 96)
+    assert run(tmp_path / "net.pt2", torch.rand(1, 3, 64, 96)).shape == (1, 2)
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(ValueError, match=r"classes: the network gives \(1, 2\) for an image, and 3 are named"):
+        export_classifier(replace(classifier, classes=("a", "b", "c")), tmp_path / "other.pt2")
+    with pytest.raises(ValueError, match=r"timm makes no network with .*it knows no such name"):
+        export_classifier(classifier, tmp_path / "folder")
+    with pytest.raises(ValueError, match="std must have a value for each of the 3 channels"):
+        replace(classifier, std=(0.5,))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("output", "flags", "message"),
+    [
+        (
+            "net.pth",
+            [],
+            "output must end in .onnx, .pt2, .safetensors, or in nothing for a folder of timm's; got 'net.p",
+        ),
+        ("net.onnx", ["--format", "timm"], "format: 'net.onnx' has the ending of onnx; got 'timm'"),
+        ("net", ["--normalize"], "normalize applies to onnx and torch-export, which are graphs; got timm"),
+        ("net.safetensors", ["--no-normalize"], "normalize applies to onnx and torch-export"),
+    ],
+)
+def test_what_makes_no_sense_exits_with_2(capsys, checkpoint, tmp_path, output, flags, message):
+    code, out, err = export(capsys, checkpoint, tmp_path / "out" / output, *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_format_may_be_named(checkpoint, tmp_path):
+    report = export_classifier(open_run(checkpoint), tmp_path / "net-v1.2", format="timm")
+    assert report.format == "timm"
+    assert sorted(path.name for path in (tmp_path / "net-v1.2").iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="format must be one of onnx, torch-export, timm, safetensors; got 'tflite'"):
+        export_classifier(open_run(checkpoint), tmp_path / "net", format="tflite")
+    for name in formats.FORMATS:
+        assert cli.parser().parse_args(["export", "best.pth", "--output", "net", "--format", name]).format == name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("settings"), "is no checkpoint of a run of vision-attn train (it lacks settings)"),
+        (
+            lambda content: content["settings"].update(depth=3),
+            "was written by another version of vision_attn, whose settings depth this one",
+        ),
+        (lambda content: content["model"].pop("fc.bias"), "does not fit the model"),
+    ],
+)
+def test_what_is_no_run_exits_with_1(capsys, checkpoint, tmp_path, change, message):
+    content = torch.load(checkpoint, weights_only=True)
+    change(content)
+    torch.save(content, checkpoint)
+    code, _, err = export(capsys, checkpoint, tmp_path / "net.pt2")
+    assert code == 1
+    assert message in err
+    code, _, err = export(capsys, tmp_path / "nothing", tmp_path / "net.pt2")
+    assert code == 1
+    assert "there is no such checkpoint file" in err
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_package_that_onnx_needs_is_named(capsys, checkpoint, tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = export(capsys, checkpoint, tmp_path / "out" / "net.onnx")
+    assert code == 1
+    assert "pip install 'vision-attn[export]'" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_difference_that_is_no_number_is_a_failure(network, tmp_path):
+    classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD).to_export()
+    with torch.no_grad():
+        classifier.model.fc.bias.fill_(np.nan)
+    with pytest.raises(ExportError, match="differs by nan"):
+        export_classifier(classifier, tmp_path / "net.safetensors")
+    assert list(tmp_path.iterdir()) == []

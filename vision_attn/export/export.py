@@ -1,0 +1,173 @@
+"""From a classifier to a file: written aside, read back, compared with the network, and only then put in its place."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from vision_attn.checkpoints import write_atomically
+from vision_attn.export.classifier import Classifier
+from vision_attn.export.errors import ExportError
+from vision_attn.export.formats import FORMATS, Format
+
+__all__ = ["ExportReport", "export_classifier"]
+
+#: Difference from the network's logits that rounding explains, as a share of the largest of them.
+TOLERANCE = 1e-4
+#: Images in the batches that are compared: other numbers than the one that a graph is traced with.
+BATCHES = (1, 3)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and how it compares; prints as a summary."""
+
+    #: the file or folder
+    path: Path
+    #: its form
+    format: str
+    #: of an image that it takes: channels, rows, columns
+    input_size: tuple[int, int, int]
+    #: whether it normalises the pixels itself
+    normalize: bool
+    #: how many classes it has
+    classes: int
+    #: bytes on disk
+    size: int
+    #: largest difference of a logit from the network's
+    difference: float
+    #: the largest of these logits
+    largest: float
+
+    def __str__(self) -> str:
+        pixels = "of pixels in 0…1, normalised inside" if self.normalize else "normalised by mean and std before"
+        return (
+            f"{self.path}: {self.format}, {self.size / 1e6:.2f} MB, {self.classes} classes; takes images "
+            f"(batch, {', '.join(map(str, self.input_size))}) {pixels}\n"
+            f"read back and run on {sum(BATCHES)} random images: the largest difference of a logit from the network's "
+            f"is {self.difference:.1e}, of logits up to {self.largest:.3g}"
+        )
+
+
+def export_classifier(
+    classifier: Classifier, output: str | Path, *, format: str | None = None, normalize: bool | None = None
+) -> ExportReport:
+    """Write a network in a form that others run, and prove that it computes the same.
+
+    What is written is read back, run on random images in batches of another size, and compared with the network,
+    before it takes the place that was asked for. It holds float32 weights and, unless it is a folder of timm's, the
+    classes and statistics as JSON in its metadata, under ``classifier``.
+
+    Args:
+        classifier: the network and what must be known of it.
+        output: the file, or the folder of ``timm``; one that is there is replaced.
+        format: ``"onnx"``, ``"torch-export"``, ``"timm"`` or ``"safetensors"``; by default what the ending of
+            ``output`` says: ``.onnx``, ``.pt2``, none for a folder, ``.safetensors``.
+        normalize: whether the graph takes pixels in 0…1 and normalises them itself, as it does by default, or takes
+            normalised ones; the two forms that are no graph take normalised ones.
+
+    Returns:
+        A report.
+
+    Raises:
+        ValueError: the form is not known, does not go with the ending or with ``normalize``; the number of classes is
+            not the network's; or timm makes no such network.
+        ModuleNotFoundError: ONNX needs a package that is not there.
+        ExportError: the network could not be exported, or what was written computes something else; no file is left.
+        OSError: it cannot be written.
+
+    >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
+    >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
+    >>> report = export_classifier(classifier, Path(tempfile.mkdtemp()) / "network.pt2")
+    >>> report.format, report.normalize, report.difference < 1e-5
+    ('torch-export', True, True)
+    """
+    output = Path(output)
+    name = format_of(output, format)
+    form = FORMATS[name]
+    if normalize is not None and not form.graph:
+        raise ValueError(f"normalize applies to onnx and torch-export, which are graphs; got {name}, which is none")
+    normalize = form.graph if normalize is None else normalize
+    for package in form.packages:
+        import_module(package)
+    classifier = classifier.to_export()
+    refuse_other_classes(classifier)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
+        path = Path(aside) / output.name
+        difference, largest = write_and_compare(form, classifier, normalize, path)
+        size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))
+        put_in_place(path, output)
+    return ExportReport(
+        output, name, classifier.input_size, normalize, len(classifier.classes), size, difference, largest
+    )
+
+
+def format_of(output: Path, format: str | None) -> str:
+    endings = {form.ending: name for name, form in FORMATS.items()}
+    found = endings.get(output.suffix)
+    if format is None and found is None:
+        raise ValueError(
+            f"output must end in {', '.join(filter(None, endings))}, or in nothing for a folder of timm's; got "
+            f"{output.name!r}: name it so, or give the format"
+        )
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if format is not None and output.suffix in endings and output.suffix and found != format:
+        raise ValueError(f"format: {output.name!r} has the ending of {found}; got {format!r}: give one of the two")
+    return format or str(found)
+
+
+@torch.no_grad()
+def refuse_other_classes(classifier: Classifier) -> None:
+    shape = tuple(classifier.model(torch.zeros(1, *classifier.input_size)).shape)
+    if shape != (1, len(classifier.classes)):
+        raise ValueError(f"classes: the network gives {shape} for an image, and {len(classifier.classes)} are named")
+
+
+def write_and_compare(form: Format, classifier: Classifier, normalize: bool, path: Path) -> tuple[float, float]:
+    """Write it, read it back, and compare it with the network: the largest difference, and the largest logit."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = [torch.rand(count, *classifier.input_size, generator=generator) for count in BATCHES]
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (classifier.mean, classifier.std))
+    images = [(batch - mean) / std for batch in pixels]
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # Of the exporters, about themselves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            form.write(classifier, normalize, path)
+            run = form.reopen(classifier, path)
+            found = torch.cat([run(batch) for batch in (pixels if normalize else images)])
+    except Exception as error:
+        if not form.graph or isinstance(error, OSError):
+            raise
+        # torch's exporters, and what runs their graphs, may fail in any way.
+        raise ExportError(f"the network cannot be exported ({type(error).__name__}: {error})") from error
+    with torch.no_grad():
+        expected = torch.cat([classifier.model(batch) for batch in images])
+    if found.shape != expected.shape:
+        raise ExportError(f"what was written gives {tuple(found.shape)}, the network {tuple(expected.shape)}")
+    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    if not difference <= TOLERANCE * largest:  # also where it is no number
+        raise ExportError(
+            f"what was written computes something else: a logit differs by {difference:.1e} from the network's, which "
+            f"are up to {largest:.3g}; nothing is left of it"
+        )
+    return difference, largest
+
+
+def put_in_place(path: Path, output: Path) -> None:
+    """Each file whole or not at all."""
+    if path.is_dir():
+        output.mkdir(exist_ok=True)
+        for file in path.iterdir():
+            write_atomically(output / file.name, file.read_bytes())
+    else:
+        write_atomically(output, path.read_bytes())

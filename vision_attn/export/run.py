@@ -1,0 +1,92 @@
+"""The classifier that a run of training made, from a checkpoint of it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import vision_attn
+from vision_attn.checkpoints import CheckpointError, read_checkpoint
+from vision_attn.checkpoints.adapter_file import is_adapter
+from vision_attn.export.classifier import Classifier
+from vision_attn.training.data import Source
+from vision_attn.training.digits import CANVAS
+from vision_attn.training.images import ImageSet
+from vision_attn.training.network import build_network
+from vision_attn.training.settings import Settings
+
+__all__ = ["open_run"]
+
+#: Rows and columns of the images of those data sets whose images have a size of their own.
+SIZES = {"cifar10": (32, 32), "cifar100": (32, 32), "digit-pairs": CANVAS}
+
+
+def open_run(path: str | Path) -> Classifier:
+    """The network of a run of ``vision-attn train``, made again from a checkpoint of it.
+
+    A checkpoint with a moving average of the weights, ``last.pth`` of a run with ``--model-ema``, gives the average,
+    as that is what the run evaluated.
+
+    Args:
+        path: ``best.pth`` or ``last.pth``, or the run's folder for its ``best.pth``.
+
+    Returns:
+        The network on the CPU, its classes and what it is fed with.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it cannot be read, or is no checkpoint of a run.
+        ValueError: the network that it names cannot be made here.
+    """
+    path = Path(path)
+    file = path / "best.pth" if path.is_dir() else path
+    if file.suffix == ".safetensors" and file.is_file() and is_adapter(file):
+        raise CheckpointError(
+            f"{file} is an adapter, blocks without their network: give the best.pth beside it, which holds both"
+        )
+    content: dict[str, Any] = read_checkpoint(file)
+    missing = {"model", "settings", "classes", "mean", "std"} - content.keys()
+    if missing:
+        raise CheckpointError(
+            f"{file} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): "
+            "in Python, export_classifier takes any network"
+        )
+    settings = settings_of(content["settings"], file)
+    again = replace(
+        settings,
+        weights=str(file),
+        weights_ema="model_ema" in content,
+        pretrained=False,
+        reset_head=False,
+        freeze_backbone=False,
+        freeze_epochs=0,
+        sync_bn=False,
+        resume=None,
+    )
+    classes, channels = tuple(content["classes"]), len(content["mean"])
+    source = Source(str(file), classes, channels, SIZES.get(settings.dataset), no_images, count=0)
+    network = build_network(again, source, lambda line: None)
+    return Classifier(
+        network.model,
+        classes,
+        (channels, *network.size),
+        mean=tuple(content["mean"]),
+        std=tuple(content["std"]),
+        architecture=settings.model.partition(".")[0],
+    )
+
+
+def settings_of(saved: dict[str, Any], file: Path) -> Settings:
+    unknown = sorted(saved.keys() - {field.name for field in fields(Settings)})
+    if unknown:
+        raise CheckpointError(
+            f"{file} was written by another version of vision_attn, whose settings {', '.join(unknown)} this one "
+            f"({vision_attn.__version__}) does not know: export it with that version"
+        )
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in saved.items()}
+    return Settings(**values)
+
+
+def no_images(size: tuple[int, int]) -> ImageSet:
+    raise AssertionError("a network is made without its images")

@@ -1,0 +1,105 @@
+"""The optimiser of a run: by its name, with its groups of parameters and the schedule of their rates."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+
+from vision_attn.insertion import parameter_groups
+from vision_attn.training.settings import Settings
+
+__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "optimizer_bytes"]
+
+
+def check_optimizer(settings: Settings) -> None:
+    """Refuse an optimiser that cannot be used, before anything else is done.
+
+    Args:
+        settings: ``opt``, ``lr`` and ``momentum`` are used.
+
+    Raises:
+        ValueError: timm has none of that name, or cannot make it here; it has no usual rate and none is given, or no
+            momentum and one is given; it needs second derivatives.
+    """
+    name = settings.opt
+    if name not in list_optimizers():
+        close = difflib.get_close_matches(name, list_optimizers(), n=5)
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        raise ValueError(f"opt: there is no {name!r}{hint} (see timm.optim.list_optimizers())")
+    try:
+        get_optimizer_class(name)
+    except (AssertionError, ImportError) as error:  # those of apex and bitsandbytes
+        raise ValueError(f"opt: {name!r} cannot be used here ({error}): choose another") from error
+    info = get_optimizer_info(name)
+    if info.second_order:
+        raise ValueError(f"opt: {name!r} needs second derivatives, which the training step does not make")
+    if settings.momentum != type(settings).momentum and not info.has_momentum:
+        raise ValueError(f"momentum applies to optimisers such as sgd; {name!r} has none that is set by it")
+    settings.base_lr  # noqa: B018 - raises where there is none
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimiser of all parameters that are trained, in groups whose rates keep their ratio throughout.
+
+    Args:
+        model: the network.
+        settings: ``opt`` and the rates are used.
+
+    Raises:
+        ValueError: no parameter of the network is trained, or ``attention_lr`` is set and no block is.
+    """
+    # timm's schedules begin their warm-up and end their cosine at the same rate for every group, and then multiply it
+    # by the group's own lr_scale: in that, not in their rate, these groups differ.
+    rate = settings.base_lr
+    groups: list[dict[str, Any]] = parameter_groups(
+        model,
+        rate,
+        weight_decay=settings.weight_decay,
+        attention_lr=settings.attention_lr,
+        layer_decay=settings.layer_decay,
+    )
+    scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
+    return create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> CosineLRScheduler:
+    """Linear warm-up and a cosine over the whole run; it has no state, as it goes by the number of the step.
+
+    Args:
+        optimizer: whose rates it sets.
+        settings: ``epochs``, ``warmup_epochs`` and ``min_lr`` are used.
+        steps: of an epoch.
+
+    Returns:
+        The schedule.
+    """
+    warmup = round(settings.warmup_epochs * steps)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=max(1, settings.epochs * steps - warmup),
+        lr_min=settings.min_lr,
+        warmup_t=warmup,
+        warmup_lr_init=settings.base_lr / 100,
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, settings: Settings) -> int:
+    """About how many bytes an optimiser's state takes, once it has one.
+
+    Args:
+        optimizer: which may not have made a step yet.
+        settings: ``opt`` is used.
+
+    Returns:
+        A number for each parameter and average that it keeps.
+    """
+    info = get_optimizer_info(settings.opt)
+    averages = info.num_betas if info.has_betas else 1
+    return averages * sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])

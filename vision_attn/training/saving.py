@@ -1,0 +1,104 @@
+"""The checkpoints of a run: written so that they can be used and gone on from, and read to do so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vision_attn.checkpoints import read_checkpoint, save_adapter
+from vision_attn.training.evaluation import Normalize
+from vision_attn.training.network import Network
+from vision_attn.training.optimizer import optimizer_bytes
+from vision_attn.training.resume import refuse_other_settings
+from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.settings import Settings
+from vision_attn.training.state import TrainingState, weights
+
+__all__ = ["Saving"]
+
+
+class Saving:
+    """Saves a run, and restores it.
+
+    Args:
+        settings: of the run.
+        folder: where to.
+        state: what there is to save.
+        network: the network.
+        normalize: pixels to network input.
+        classes: name of each class.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        state: TrainingState,
+        network: Network,
+        normalize: Normalize,
+        classes: tuple[str, ...],
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.state = state
+        self.network = network
+        #: what each checkpoint says of its run
+        self.about = {
+            "settings": settings.as_dict(),
+            "classes": list(classes),
+            "mean": normalize.mean.flatten().tolist(),
+            "std": normalize.std.flatten().tolist(),
+            "sites": [block.site for block in network.inserted.blocks] if network.inserted else [],
+        }
+
+    @property
+    def last(self) -> Path:
+        """Of the checkpoint to go on from."""
+        return self.folder.path / "last.pth"
+
+    def open(self) -> None:
+        """Make the folder, if there is room for what will be in it, and write what is known before training.
+
+        Raises:
+            OSError: it cannot be made or written.
+            TrainingError: it has no room for the checkpoints.
+        """
+        best = sum(value.nbytes for value in self.state.model.state_dict().values())
+        last = best * (1 if self.state.ema is None else 2) + optimizer_bytes(self.state.optimizer, self.settings)
+        self.folder.open(clear=self.settings.resume is None, last_bytes=last, best_bytes=best)
+        self.folder.write_settings(self.settings.as_dict())
+        if self.network.inserted is not None:
+            self.folder.write_text("inserted.txt", f"{self.network.inserted}\n")
+
+    def save_last(self) -> None:
+        """Write all that is needed to go on from here.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        self.folder.save("last.pth", {**self.state.content(), **self.about})
+
+    def save_best(self) -> None:
+        """Write the weights that count, and the blocks by themselves where all else is as it came.
+
+        Raises:
+            TrainingError: they cannot be written.
+        """
+        model = self.state.evaluated
+        self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.state.progress.epoch})
+        if self.settings.freeze_backbone and self.network.inserted is not None:
+            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head)
+
+    def restore(self, path: Path) -> None:
+        """Become what a checkpoint holds, if it is one of the same run.
+
+        Args:
+            path: of the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not one to go on from.
+            ValueError: it is of a run with other settings.
+        """
+        content = read_checkpoint(path)
+        self.state.refuse_other_content(content, path)
+        refuse_other_settings(self.settings, content["settings"], path)  # type: ignore[arg-type]
+        self.state.load(content)

@@ -1,0 +1,121 @@
+"""All that the next step of training depends on, as ``last.pth`` holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from vision_attn.checkpoints import CheckpointError
+from vision_attn.insertion import plain_network
+from vision_attn.training.evaluation import Evaluation
+
+__all__ = ["Progress", "TrainingState", "weights"]
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    #: epochs that are over
+    epoch: int = 0
+    #: steps of the optimiser in the epoch under way
+    step: int = 0
+    #: sum of the losses of these steps
+    loss: float = 0.0
+    #: that they took
+    epoch_seconds: float = 0.0
+    #: of training in the epochs that are over
+    seconds: float = 0.0
+    #: of ``metrics.csv``, one for each epoch that is over
+    rows: list[dict[str, object]] = field(default_factory=list)
+    #: of the epoch with the highest accuracy
+    best: Evaluation | None = None
+
+
+class TrainingState:
+    """What a run changes as it goes.
+
+    Everything random follows from the seed, the epoch and the step, and the rates from the number of the step: neither
+    has a state of its own.
+
+    Args:
+        model: the network.
+        ema: moving average of its weights, if there is one.
+        optimizer: with its averages.
+        scaler: of the loss in float16, if it is scaled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ema: ModelEmaV3 | None,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.model = model
+        self.ema = ema
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.progress = Progress()
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that count: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
+    def content(self) -> dict[str, object]:
+        """The state as tensors on the CPU and plain values, for :meth:`load`."""
+        content = {"model": weights(self.model), "optimizer": self.optimizer.state_dict(), **asdict(self.progress)}
+        if self.ema is not None:
+            content["model_ema"] = weights(self.ema.module)
+        if self.scaler is not None:
+            content["scaler"] = self.scaler.state_dict()
+        return content
+
+    def refuse_other_content(self, content: Mapping[str, object], path: Path) -> None:
+        """Refuse a checkpoint that is not one to go on from.
+
+        Args:
+            content: of the checkpoint.
+            path: of its file, for the message.
+
+        Raises:
+            CheckpointError: something is missing.
+        """
+        lacking = sorted({*self.content(), "settings"} - content.keys())
+        if lacking:
+            raise CheckpointError(
+                f"{path} is not the last.pth of such a run (it lacks {', '.join(lacking)}): "
+                "to begin a new run from its weights, give it to --weights"
+            )
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Become what was saved.
+
+        Args:
+            content: of :meth:`content`.
+        """
+        self.model.load_state_dict(content["model"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(content["model_ema"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(content["scaler"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        best = Evaluation(**content["best"]) if content["best"] else None
+        # In place: the run holds on to it.
+        vars(self.progress).update({part.name: content[part.name] for part in fields(Progress)}, best=best)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state dict on the CPU, of plain names.
+
+    Args:
+        model: the network, or a wrapper of it.
+    """
+    return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}
