@@ -1,0 +1,41 @@
+"""Flags from the settings of a command, and settings from its flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+__all__ = ["adder", "given"]
+
+
+def adder(defaults: object) -> Callable[..., None]:
+    """A function that adds a flag for a setting and writes its default, if there is one to speak of, into the help.
+
+    Args:
+        defaults: the settings as they are where no flag is given.
+    """
+
+    def add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
+        default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
+        if default not in (None, False, (), ""):
+            text = f"{text} (default: {default})"
+        group.add_argument(flag, help=text, **options)
+
+    return add
+
+
+def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags were given for.
+
+    Args:
+        settings: a dataclass; each of its fields is a flag.
+        options: as they were parsed.
+
+    >>> from vision_attn.training.settings import Settings
+    >>> given(Settings, argparse.Namespace(lr=0.1, insert=["layer3"], traceback=False))
+    {'insert': ('layer3',), 'lr': 0.1}
+    """
+    values = {field.name: getattr(options, field.name) for field in fields(settings) if hasattr(options, field.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,69 @@
+"""The program ``vision-attn``: its commands, and how each ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+import vision_attn
+from vision_attn.cli import bench, demo, export, inspect, train
+from vision_attn.cli.failures import FAILURE, INTERRUPTED, exit_code, explain
+from vision_attn.training.errors import Interrupted
+
+__all__ = ["main", "parser"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of ``vision-attn``; errors are said on standard error.
+
+    Args:
+        arguments: those of the command line; this process's own when None.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted by Ctrl-C and 143 by SIGTERM.
+
+    Raises:
+        SystemExit: there is no such command or flag, with code 2; after ``--help`` and ``--version``, with code 0.
+
+    >>> main(["inspect", "resnet-that-is-none"])
+    2
+    """
+    options = parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except Interrupted as stop:
+        print(f"vision-attn: {stop}", file=sys.stderr)
+        return 128 + stop.signal
+    except KeyboardInterrupt:
+        goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train.run else ""
+        print(f"vision-attn: interrupted{goes_on}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        code = exit_code(error)
+        if code is None or options.traceback:
+            traceback.print_exc()
+            return code or FAILURE
+        print(f"vision-attn: error: {explain(error)}", file=sys.stderr)
+        return code
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their flags.
+
+    >>> parser().parse_args(["train", "--lr", "0.1"]).lr
+    0.1
+    """
+    top = argparse.ArgumentParser(
+        prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="version", version=f"vision-attn {vision_attn.__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    for module in (inspect, demo, train, export, bench):
+        name = module.__name__.rpartition(".")[2]
+        module.add_arguments(commands.add_parser(name, parents=[common], allow_abbrev=False, help=module.HELP))
+    return top
