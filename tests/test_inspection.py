@@ -1,6 +1,7 @@
 """A network looked at before anything is inserted: what is counted is what happens, what is proposed can be done."""
 
 import dataclasses
+import shlex
 from functools import cache
 
 import pytest
@@ -235,7 +236,8 @@ def test_a_proposal_is_also_flags_of_the_command():
     assert command == "vision-attn train --data FOLDER --model resnet18 --img-size 192 --insert 2 -2"
     assert command in str(found)
     assert cli.parser().parse_args(command.split()[1:]).insert == ["2", "-2"]
-    assert found.command(window) is None  # the command has no flag for it
+    options = cli.parser().parse_args(shlex.split(found.command(window))[1:])
+    assert (options.insert, options.block_options) == (["1"], ["pattern=Window(8)"])
 
 
 def test_stages_that_hold_a_block_are_not_proposed_and_it_is_said():

@@ -6,13 +6,14 @@ Literals, and the specifications of patterns and positions with literal argument
 from __future__ import annotations
 
 import ast
+import keyword
 from collections.abc import Callable
 from typing import Any
 
 from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
-__all__ = ["from_code", "to_code"]
+__all__ = ["from_code", "from_word", "to_code"]
 
 #: The only names that stand for something.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {
@@ -76,6 +77,22 @@ def from_code(code: str) -> Any:
         raise ValueError(f"{code[:200]!r} is not the code of a value: {error}") from error
 
 
+def from_word(word: str) -> Any:
+    """A value as one types it on a command line: names and lines of einx without quotes, all else as code.
+
+    Args:
+        word: as typed.
+
+    Raises:
+        ValueError: it is neither.
+
+    >>> from_word("rows"), from_word("Grid(7)"), from_word("b n d h w -> (b w) n h d"), from_word("0.5")
+    ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
+    """
+    plain = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
+    return word if plain else from_code(word)
+
+
 def value_of(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
@@ -88,8 +105,8 @@ def value_of(node: ast.expr) -> Any:
             return list(map(value_of, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {value_of(key): value_of(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPECIFICATIONS:
-            named = {keyword.arg: value_of(keyword.value) for keyword in keywords if keyword.arg is not None}
-            if len(named) == len(keywords):
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=given) if name in SPECIFICATIONS:
+            named = {one.arg: value_of(one.value) for one in given if one.arg is not None}
+            if len(named) == len(given):
                 return SPECIFICATIONS[name](*map(value_of, args), **named)
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")

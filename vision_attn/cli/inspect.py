@@ -45,13 +45,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     import torch
 
-    from vision_attn.checkpoints.specification import from_code
+    from vision_attn.checkpoints.specification import from_word
     from vision_attn.insertion import parse_sites
     from vision_attn.inspection import inspect_model
 
     if options.at != "after" and not options.insert:
         raise ValueError("at applies to what is inserted, and insert is empty")
-    size, pattern = options.input_size, options.pattern.removeprefix("va.")
+    size, pattern = options.input_size, from_word(options.pattern.removeprefix("va."))
     found = inspect_model(
         options.model,
         input_size=size[0] if size and len(size) == 1 else size,
@@ -61,6 +61,6 @@ def run(options: argparse.Namespace) -> None:
         num_heads=options.num_heads,
         dtype=getattr(torch, options.dtype),
         memory_limit=options.memory_limit,
-        **({} if pattern == "full" else {"pattern": from_code(pattern) if pattern[:1].isupper() else pattern}),
+        **({} if pattern == "full" else {"pattern": pattern}),
     )
     print(found)

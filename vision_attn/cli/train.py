@@ -54,9 +54,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(group, "--weights-ema", "take the moving average in that checkpoint", action="store_true")
     add(group, "--reset-head", "begin with a new classifier, for other classes", action="store_true")
     add(group, "--insert", "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index", nargs="+")
+    add(group, "--at", "of these sites", choices=("after", "before", "branch"))
     add(group, "--block", "what is inserted", choices=("attention", "conv", "se"))
     add(group, "--num-heads", "heads of the attention", type=int)
     add(group, "--impl", "implementation of the attention", choices=IMPLS)
+    add(
+        group,
+        "--block-options",
+        "further arguments of the block: 'position=Rope2d()' 'pattern=Window(4)' gate_init=0.1",
+        nargs="+",
+        metavar="NAME=VALUE",
+    )
     add(
         group,
         "--freeze-backbone",

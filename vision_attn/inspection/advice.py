@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,19 +54,20 @@ class Proposal:
         arguments = {**self.arguments, **({} if example_input is None else {"example_input": example_input})}
         return f"va.insert_(model, {', '.join(f'{name}={code(value)}' for name, value in arguments.items())})"
 
-    def command(self, model: str, img_size: int | None = None) -> str | None:
-        """The same as flags of ``vision-attn train``; None where it has no flag for something.
+    def command(self, model: str, img_size: int | None = None) -> str:
+        """The same as flags of ``vision-attn train``.
 
         Args:
             model: name of the network.
             img_size: side of the images, in pixels; None where it is the model's own.
         """
-        if not set(self.arguments) <= {"stages", "num_heads"}:
-            return None
         size = "" if img_size is None else f" --img-size {img_size}"
         heads = f" --num-heads {self.arguments['num_heads']}" if "num_heads" in self.arguments else ""
         stages = " ".join(map(str, self.arguments["stages"]))
-        return f"vision-attn train --data FOLDER --model {model}{size} --insert {stages}{heads}"
+        others = {name: value for name, value in self.arguments.items() if name not in ("stages", "num_heads")}
+        words = " ".join(shlex.quote(f"{name}={code(value).removeprefix('va.')}") for name, value in others.items())
+        options = f" --block-options {words}" if words else ""
+        return f"vision-attn train --data FOLDER --model {model}{size} --insert {stages}{heads}{options}"
 
 
 def code(value: object) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights, shorten
+from vision_attn.checkpoints.specification import from_word
 from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.training.data import Source
@@ -166,11 +167,35 @@ def try_out(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:
 
 def insert_sites(model: nn.Module, settings: Settings, shape: tuple[int, ...]) -> InsertionReport:
     """The block that the settings name, at the sites that they name."""
-    attention: dict[str, Any] = {"num_heads": settings.num_heads, "impl": settings.impl}
-    return insert_(
-        model,
-        BLOCKS[settings.block],
-        example_input=shape,
-        **parse_sites(settings.insert),
-        **(attention if settings.block == "attention" else {}),
-    )
+    options = block_options(settings)
+    try:
+        return insert_(
+            model,
+            BLOCKS[settings.block],
+            example_input=shape,
+            at=settings.at,
+            **parse_sites(settings.insert),
+            **options,
+        )
+    except TypeError as error:  # of a block that knows no such argument
+        if not settings.block_options:
+            raise
+        raise ValueError(f"block_options do not suit {BLOCKS[settings.block].__name__}: {error}") from error
+
+
+def block_options(settings: Settings) -> dict[str, Any]:
+    """The arguments of the block."""
+    options: dict[str, Any] = {}
+    if settings.block == "attention":
+        options = {"num_heads": settings.num_heads, "impl": settings.impl}
+    for text in settings.block_options:
+        name, sign, word = text.partition("=")
+        if not (name.isidentifier() and sign):
+            raise ValueError(f"block_options must be NAME=VALUE, such as position=Rope2d(); got {text!r}")
+        if name in options:
+            raise ValueError(f"block_options: {name} is given twice, or by a setting of its own; got {text!r}")
+        try:
+            options[name] = from_word(word)
+        except ValueError as error:
+            raise ValueError(f"block_options: {name}: {error}") from error
+    return options

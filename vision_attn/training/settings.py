@@ -60,12 +60,16 @@ class Settings:
     reset_head: bool = False
     #: sites to insert a block at: globs on module paths, or indices of stages
     insert: tuple[str, ...] = ()
+    #: ``after`` these sites, ``before`` them, or in the residual ``branch`` that ends there
+    at: str = "after"
     #: ``attention``, or a control of as many parameters: ``conv``, or ``se`` for squeeze and excitation
     block: str = "attention"
     #: heads of the attention
     num_heads: int = 8
     #: implementation of the attention
     impl: str = "sdpa"
+    #: further arguments of the block, each as ``name=value``: ``position=Rope2d()``, ``pattern=Window(4)``
+    block_options: tuple[str, ...] = ()
     #: train the inserted blocks alone, and the new head if there is one; the backbone's statistics stay too
     freeze_backbone: bool = False
     #: train the inserted blocks and the new head alone in so many epochs first, and all after them
@@ -158,6 +162,7 @@ class Settings:
             ("dataset", ("folder", "cifar10", "cifar100", "digit-pairs")),
             ("amp_dtype", ("bfloat16", "float16")),
             ("block", ("attention", "conv", "se")),
+            ("at", ("after", "before", "branch")),
             ("train_crop", ("pad", "resized")),
         ):
             if getattr(self, name) not in choices:
@@ -211,8 +216,8 @@ class Settings:
             raise ValueError(f"warmup_epochs must be fewer than epochs={self.epochs}; got {self.warmup_epochs}")
         if self.weights and self.pretrained:
             raise ValueError("weights and pretrained exclude each other: choose where the weights come from")
-        for name in ("block", "num_heads", "impl"):
-            applies = self.insert and (self.block == "attention" or name == "block")
+        for name in ("block", "at", "block_options", "num_heads", "impl"):
+            applies = self.insert and (self.block == "attention" or name not in ("num_heads", "impl"))
             if getattr(self, name) != getattr(type(self), name) and not applies:
                 what = f"attention, and block is {self.block!r}" if self.insert else "blocks, and insert is empty"
                 raise ValueError(f"{name} applies to inserted {what}")
