@@ -256,7 +256,7 @@ def test_classifying_normalises_where_the_network_does_not(image_folder, tmp_pat
     torch.manual_seed(0)
     model, statistics = with_attention(), {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
     settings = Settings(data="", insert=("layer3",)).as_dict()
-    about = {"settings": settings, "classes": ["blue", "green", "red"], **statistics}
+    about = {"settings": settings, "classes": ["blue", "green", "red"], "input_size": [3, 32, 32], **statistics}
     torch.save({"model": model.state_dict(), **about}, tmp_path / "best.pth")
     output = str(tmp_path / "net.onnx")
     assert cli.main(["export", str(tmp_path / "best.pth"), "--output", output, *flags]) == 0

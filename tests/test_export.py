@@ -41,7 +41,13 @@ def save_checkpoint(path, settings, model, **further):
     with torch.no_grad():
         for block in va.inserted(model).values():
             block.gate.fill_(1.0)
-    about = {"settings": settings.as_dict(), "classes": CLASSES, "mean": list(MEAN), "std": list(STD)}
+    about = {
+        "settings": settings.as_dict(),
+        "classes": CLASSES,
+        "input_size": [3, 32, 32],
+        "mean": list(MEAN),
+        "std": list(STD),
+    }
     torch.save({"model": model.state_dict(), **about, **further}, path)
     return path
 
@@ -212,7 +218,7 @@ def test_the_plain_network_and_other_channels_go_to_timm_too(image_folder, tmp_p
     settings = settings_of(
         image_folder, model="convnext_atto", insert=(), num_heads=8, img_size=64, mean=None, std=None
     )
-    checkpoint = save_checkpoint(tmp_path / "best.pth", settings, model, mean=[0.4], std=[0.3])
+    checkpoint = save_checkpoint(tmp_path / "best.pth", settings, model, input_size=[1, 64, 64], mean=[0.4], std=[0.3])
     export_classifier(open_run(checkpoint), tmp_path / "net")
     images = torch.randn(2, 1, 64, 64)
     with torch.no_grad():

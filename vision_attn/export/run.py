@@ -11,15 +11,11 @@ from vision_attn.checkpoints import CheckpointError, read_checkpoint
 from vision_attn.checkpoints.adapter_file import is_adapter
 from vision_attn.export.classifier import Classifier
 from vision_attn.training.data import Source
-from vision_attn.training.digits import CANVAS
 from vision_attn.training.images import ImageSet
 from vision_attn.training.network import build_network
 from vision_attn.training.settings import Settings
 
 __all__ = ["open_run"]
-
-#: Rows and columns of the images of those data sets whose images have a size of their own.
-SIZES = {"cifar10": (32, 32), "cifar100": (32, 32), "digit-pairs": CANVAS}
 
 
 def open_run(path: str | Path) -> Classifier:
@@ -46,7 +42,7 @@ def open_run(path: str | Path) -> Classifier:
             f"{file} is an adapter, blocks without their network: give the best.pth beside it, which holds both"
         )
     content: dict[str, Any] = read_checkpoint(file)
-    missing = {"model", "settings", "classes", "mean", "std"} - content.keys()
+    missing = {"model", "settings", "classes", "input_size", "mean", "std"} - content.keys()
     if missing:
         raise CheckpointError(
             f"{file} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): "
@@ -64,8 +60,8 @@ def open_run(path: str | Path) -> Classifier:
         sync_bn=False,
         resume=None,
     )
-    classes, channels = tuple(content["classes"]), len(content["mean"])
-    source = Source(str(file), classes, channels, SIZES.get(settings.dataset), no_images, count=0)
+    classes, (channels, *size) = tuple(content["classes"]), content["input_size"]
+    source = Source(str(file), classes, channels, (size[0], size[1]), no_images, count=0)
     network = build_network(again, source, lambda line: None)
     return Classifier(
         network.model,

@@ -45,6 +45,7 @@ class Saving:
         self.about = {
             "settings": settings.as_dict(),
             "classes": list(classes),
+            "input_size": [normalize.mean.numel(), *network.size],
             "mean": normalize.mean.flatten().tolist(),
             "std": normalize.std.flatten().tolist(),
             "sites": [block.site for block in network.inserted.blocks] if network.inserted else [],
