@@ -4,9 +4,11 @@
     python examples/compare_blocks.py --dataset digit-pairs --seeds 0 1 2         # minutes on a CPU, nothing to fetch
     python examples/compare_blocks.py --data ~/data --model wrn16_4 --epochs 100  # any flag of `vision-attn train`
 
-All arms have one recipe, which flags override. The accuracy is that of the last epoch: the best one would be chosen by
-the images that it is measured on. Each arm and seed has a run folder with its settings, metrics and log in --output;
-the same command again goes on where it was interrupted, and more seeds are added to those that are there.
+All arms have one recipe, which flags override; those of blocks go to the arms that they suit, as in `--insert 'layer3.*'
+--block-options gate_init=1 --attention-options 'position=Rope2d()' --impl bmm`. The accuracy is that of the last epoch:
+the best one would be chosen by the images that it is measured on. Each arm and seed has a run folder with its settings,
+metrics and log in --output; the same command again goes on where it was interrupted, and more seeds are added to those
+that are there.
 """
 
 import argparse
@@ -42,13 +44,20 @@ def on_a_gpu(device):
     return device != "cpu" and torch.cuda.is_available()
 
 
-def arms(insert, num_heads):
+def arms(common, site, attention_options):
+    """What each arm has of its own; takes what only blocks have out of what all arms have in common."""
+    blocks = {"insert": (site,), "block_options": (), **taken(common, "insert", "at", "block_options")}
+    attention = {"num_heads": 4, **taken(common, "num_heads", "impl")}
     return {
         "plain": {},
-        "convolution": {"insert": insert, "block": "conv"},
-        "squeeze and excitation": {"insert": insert, "block": "se"},
-        "attention": {"insert": insert, "num_heads": num_heads},
+        "convolution": {**blocks, "block": "conv"},
+        "squeeze and excitation": {**blocks, "block": "se"},
+        "attention": {**blocks, **attention, "block_options": (*blocks["block_options"], *attention_options)},
     }
+
+
+def taken(values, *names):
+    return {name: values.pop(name) for name in names if name in values}
 
 
 @dataclass
@@ -86,7 +95,7 @@ def multiply_adds(network):
 
 
 def recipe_of(settings):
-    """What it trains and on what, and the further flags that its result depends on."""
+    """What it trains and on what, and the further flags that its result depends on, of the arm with attention."""
     values = settings.as_dict()
     for name in dict.fromkeys(["dataset", "model", *settings.differences(Settings(data="").as_dict())]):
         value = values[name]
@@ -118,8 +127,7 @@ def table(outcomes, settings, seeds):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--dataset", choices=tuple(RECIPES), default="cifar100", help="kind of data")
-    parser.add_argument("--insert", nargs="+", help="where the block goes (default: the last stage)")
-    parser.add_argument("--num-heads", type=int, default=4, help="heads of the attention")
+    parser.add_argument("--attention-options", nargs="+", default=[], help="as --block-options, of attention alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of each arm")
     parser.add_argument("--output", default="runs/compare", help="folder of the runs and of table.md")
     options, flags = parser.parse_known_args(arguments)
@@ -129,14 +137,14 @@ def main(arguments=None):
     common = cli.given(Settings, cli.parser().parse_args(command))
     if on_a_gpu(common.get("device")):
         common = {"amp": True, "channels_last": True, **common}
-    chosen = arms(tuple(options.insert or (site,)), options.num_heads)
+    chosen = arms(common, site, options.attention_options)
     outcomes = {name: [] for name in chosen}
     for done, seed in enumerate(options.seeds, 1):  # seed by seed: cut short, there are as many of each arm
         for name, alone in chosen.items():
             print(f"\n--- {name}, seed {seed}")
             folder = Path(options.output) / f"{name.replace(' ', '-')}-{seed}"
             outcomes[name].append(run(Settings(**{**common, **alone, "seed": seed, "output": str(folder)})))
-        text = table(outcomes, Settings(**common), options.seeds[:done])
+        text = table(outcomes, Settings(**{**common, **chosen["attention"]}), options.seeds[:done])
         write_atomically(Path(options.output) / "table.md", text.encode())
     print(f"\n{text}\nin {options.output}/table.md")
 

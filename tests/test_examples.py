@@ -26,7 +26,8 @@ EXAMPLES = {
     "train_cifar.py": ["--dataset", "folder", "--epochs", "6", "--batch-size", "16", "--device", "cpu"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "2", "4", "--batch-size", "12", "--workers", "0"],
     "compare_blocks.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
-                          "--lr", "0.05", "--device", "cpu"],
+                          "--lr", "0.05", "--device", "cpu", "--block-options", "gate_init=1",
+                          "--attention-options", "position=Rope2d()"],
     "classify.py": [],
 }  # fmt: skip
 
@@ -166,6 +167,7 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
     note = (tmp_path / "whole" / "table.md").read_text()
     assert "Seeds 0, 1; " in note
     assert "--batch-size 16 --lr 0.05 --label-smoothing 0.1" in note
+    assert "--insert layer3 --num-heads 4 --block-options gate_init=1 position=Rope2d()" in note
     assert str(image_folder) not in note
 
     saved, save = [], RunFolder.save
