@@ -4,11 +4,11 @@
     python examples/compare_blocks.py --dataset digit-pairs --seeds 0 1 2         # minutes on a CPU, nothing to fetch
     python examples/compare_blocks.py --data ~/data --model wrn16_4 --epochs 100  # any flag of `vision-attn train`
 
-All arms have one recipe, which flags override; those of blocks go to the arms that they suit, as in `--insert 'layer3.*'
---block-options gate_init=1 --attention-options 'position=Rope2d()' --impl bmm`. The accuracy is that of the last epoch:
-the best one would be chosen by the images that it is measured on. Each arm and seed has a run folder with its settings,
-metrics and log in --output; the same command again goes on where it was interrupted, and more seeds are added to those
-that are there.
+All arms have one recipe, which flags override; those of blocks go to the arms that they suit, as in
+`--insert 'layer3.*' --block-options gate_init=1 --attention-options 'position=Rope2d()' --impl bmm`.
+The accuracy is that of the last epoch: the best one would be chosen by the images that it is measured on. Each arm and
+seed has a run folder with its settings, metrics and log in --output; the same command again goes on where it was
+interrupted, and more seeds are added to those that are there.
 """
 
 import argparse
