@@ -150,11 +150,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on from here")
-    except Exception as error:
-        if cli.exit_code(error) is None:
-            raise
-        sys.exit(f"compare_blocks: error: {cli.explain(error)}")
+    sys.exit(cli.run_program("compare_blocks", main, interrupted="interrupted: the same command goes on from here"))

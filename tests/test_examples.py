@@ -28,6 +28,7 @@ EXAMPLES = {
     "compare_blocks.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
                           "--lr", "0.05", "--device", "cpu", "--block-options", "gate_init=1",
                           "--attention-options", "position=Rope2d()"],
+    "trainer_throughput.py": ["--dataset", "folder", "--epochs", "3", "--batch-size", "16", "--device", "cpu"],
     "classify.py": [],
 }  # fmt: skip
 
@@ -58,6 +59,24 @@ def test_train_cifar_says_what_is_missing(tmp_path):
     assert done.returncode == 1
     assert "cifar100 is not in" in done.stderr
     assert "--dataset-download" in done.stderr
+
+
+# --- trainer_throughput.py --------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_is_compared_with_a_bare_loop(image_folder):
+    arguments = [*EXAMPLES["trainer_throughput.py"], "--insert", "layer3", "--data", image_folder]
+    done = run("trainer_throughput.py", *arguments, "--amp", "--grad-accum-steps", "2")
+    assert done.returncode == 0, done.stderr
+    trainer = [int(rate) for rate in re.findall(r"([\d]+) images/s$", done.stdout, re.MULTILINE)[::2]]
+    bare = [int(rate.replace(",", "")) for rate in re.findall(r"bare loop: ([\d,]+) images/s", done.stdout)]
+    assert (len(trainer), len(bare)) == (3, 3)
+    shares = sorted(100 * one / other for one, other in zip(trainer[1:], bare[1:], strict=True))
+    (said,) = re.findall(r"([\d.]+) % \(of 2 epochs, ([\d.]+) to ([\d.]+)\)$", done.stdout, re.MULTILINE)
+    assert [float(one) for one in said] == pytest.approx([sum(shares) / 2, *shares], abs=0.2)
+    done = run("trainer_throughput.py", *arguments, "--epochs", "1")
+    assert done.returncode == 2
+    assert done.stderr == "trainer_throughput: error: epochs must be at least 2, as the first one warms up\n"
 
 
 # --- finetune_folder.py -----------------------------------------------------------------------------------------------

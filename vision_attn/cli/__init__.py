@@ -1,7 +1,7 @@
 """The command line, ``vision-attn``: each command is one function of the library, each flag one of its settings."""
 
-from vision_attn.cli.failures import exit_code, explain
+from vision_attn.cli.failures import run_program
 from vision_attn.cli.flags import given
 from vision_attn.cli.program import main, parser
 
-__all__ = ["exit_code", "explain", "given", "main", "parser"]
+__all__ = ["given", "main", "parser", "run_program"]

@@ -1,13 +1,17 @@
-"""What an error means to a person at a terminal: what is said of it, and the exit code."""
+"""How a program ends: what is said of an error to a person at a terminal, and the exit code."""
 
 from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
 
 from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.checkpoints import CheckpointError
 from vision_attn.export.errors import ExportError
-from vision_attn.training.errors import DataError, TrainingError
+from vision_attn.training.errors import DataError, Interrupted, TrainingError
 
-__all__ = ["FAILURE", "INTERRUPTED", "exit_code", "explain"]
+__all__ = ["run_program"]
 
 #: Exit codes: what was asked for cannot be done as asked; it was tried and failed; it was interrupted.
 BAD_USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -19,15 +23,44 @@ EXTRAS = {
 }
 
 
-def exit_code(error: Exception) -> int | None:
-    """The exit code of an error; None where it is a fault of the program's own.
+def run_program(
+    name: str, run: Callable[[], None], *, interrupted: str = "interrupted", show_traceback: bool = False
+) -> int:
+    """Run a program of this library; an error that is not the program's own fault is said in a line.
 
     Args:
-        error: that a command ended with.
+        name: of the program.
+        run: does what it does.
+        interrupted: said after a Ctrl-C that nothing else is said of.
+        show_traceback: show where an error came from.
 
-    >>> exit_code(ValueError("lr must be positive")), exit_code(OSError("disk full")), exit_code(KeyError("x"))
-    (2, 1, None)
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted by Ctrl-C and 143 by SIGTERM.
+
+    >>> run_program("count", lambda: print(1 + 1))
+    2
+    0
     """
+    try:
+        run()
+    except Interrupted as stop:
+        print(f"{name}: {stop}", file=sys.stderr)
+        return 128 + stop.signal
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        code = exit_code(error)
+        if code is None or show_traceback:
+            traceback.print_exc()
+            return code or FAILURE
+        print(f"{name}: error: {explain(error)}", file=sys.stderr)
+        return code
+    return 0
+
+
+def exit_code(error: Exception) -> int | None:
+    """What an error means; None where it is a fault of the program's own."""
     if isinstance(error, ValueError):
         return BAD_USAGE
     if isinstance(
@@ -44,13 +77,5 @@ def missing_extra(error: Exception) -> str | None:
 
 
 def explain(error: Exception) -> str:
-    """What is said of an error on standard error: its message, and which packages to install where one is missing.
-
-    Args:
-        error: that a command ended with.
-
-    >>> explain(ModuleNotFoundError("No module named 'onnx'", name="onnx"))
-    "No module named 'onnx': this command needs pip install 'vision-attn[export]'"
-    """
     extra = missing_extra(error)
     return f"{error}: this command needs pip install 'vision-attn[{extra}]'" if extra else str(error)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import traceback
 from collections.abc import Sequence
 
 import vision_attn
 from vision_attn.cli import bench, demo, export, inspect, train
-from vision_attn.cli.failures import FAILURE, INTERRUPTED, exit_code, explain
-from vision_attn.training.errors import Interrupted
+from vision_attn.cli.failures import run_program
 
 __all__ = ["main", "parser"]
 
@@ -22,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; this process's own when None.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted by Ctrl-C and 143 by SIGTERM.
+        The exit code, as of :func:`run_program`.
 
     Raises:
         SystemExit: there is no such command or flag, with code 2; after ``--help`` and ``--version``, with code 0.
@@ -31,23 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     options = parser().parse_args(arguments)
-    try:
-        options.command(options)
-    except Interrupted as stop:
-        print(f"vision-attn: {stop}", file=sys.stderr)
-        return 128 + stop.signal
-    except KeyboardInterrupt:
-        goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train.run else ""
-        print(f"vision-attn: interrupted{goes_on}", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        code = exit_code(error)
-        if code is None or options.traceback:
-            traceback.print_exc()
-            return code or FAILURE
-        print(f"vision-attn: error: {explain(error)}", file=sys.stderr)
-        return code
-    return 0
+    goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train.run else ""
+    return run_program(
+        "vision-attn",
+        lambda: options.command(options),
+        interrupted=f"interrupted{goes_on}",
+        show_traceback=options.traceback,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
