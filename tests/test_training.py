@@ -21,6 +21,7 @@ from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Run
 from vision_attn.training.network import build_network, new_head
 from vision_attn.training.settings import Settings
+from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import train
 
 
@@ -403,7 +404,11 @@ def test_settings_that_make_no_sense_are_refused(base, options, message):
         ),
         ({"block": "se", "block_options": ("position=Rope2d()",)}, "block_options do not suit SqueezeExciteBlock2d"),
         ({"impl": "flash"}, "impl must be one of"),
-        ({"batch_size": 100}, "batch_size must be at most the 72 training images; got 100"),
+        (
+            {"batch_size": 100},
+            "batch_size must be at most the 72 training images; got 100: give a smaller --batch-size",
+        ),
+        ({"min_lr": 0.5}, "min_lr must be at most lr=.*, which falls to it; got 0.5"),
         (
             {"batch_size": 15, "mixup": 1.0},
             "batch_size must be a multiple of 2, as mixup and cutmix make pairs in each",
@@ -519,12 +524,12 @@ def test_inputs_are_channels_last_on_request(base, monkeypatch):
 
     def watching(*arguments):
         network = build_network(*arguments)
-        network.model.conv1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        network.model.conv1.register_forward_pre_hook(lambda module, args: seen.append((module.training, args[0])))
         return network
 
     monkeypatch.setattr(train_room, "build_network", watching)
     train(replace(base, epochs=1, warmup_epochs=0, channels_last=True), quiet)
-    training = [x for x in seen if len(x) == 16]
+    training = [x for in_training, x in seen if in_training]
     assert len(training) == 4
     assert all(x.is_contiguous(memory_format=torch.channels_last) for x in training)
 
@@ -559,6 +564,44 @@ def test_a_checkpoint_brings_its_statistics_and_is_held_to_its_classes(base, ima
     train(replace(again, data=str(renamed.parent), reset_head=True), quiet)
 
 
+def test_a_checkpoint_brings_the_size_of_its_images(base, tmp_path):
+    first = train(replace(base, epochs=1, warmup_epochs=0, img_size=24), quiet)
+    again = replace(base, weights=str(tmp_path / "run" / "best.pth"), test_only=True)
+    assert train(again, quiet).final == first.best
+    assert train(replace(again, img_size=32), quiet).final != first.best
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "other blocks than are to be inserted: they were made with --num-heads 2"),
+        ({"num_heads": 2, "at": "branch"}, "they were made with --at after"),
+        ({"num_heads": 2, "block_options": ("position=Rope2d()",)}, "they were made with no --block-options"),
+    ],
+)
+def test_a_checkpoint_is_held_to_its_blocks(base, tmp_path, change, message):
+    train(replace(base, epochs=1, warmup_epochs=0, num_heads=2), quiet)
+    again = replace(base, weights=str(tmp_path / "run" / "best.pth"), test_only=True, **change)
+    with pytest.raises(CheckpointError, match=message):
+        train(again, quiet)
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze_epochs": 1, "reset_head": True}], ids=["all", "staged"])
+def test_half_precision_is_that_of_every_epoch(base, options, tmp_path, monkeypatch):
+    torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "base.pth")
+    seen, step = [], TrainingStep.__call__
+
+    def looking(self, *arguments):
+        layer = self.model.get_submodule("layer1.0.conv1")
+        with layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype)):
+            return step(self, *arguments)
+
+    monkeypatch.setattr(TrainingStep, "__call__", looking)
+    base = replace(base, epochs=2, warmup_epochs=0, amp=True, weights=str(tmp_path / "base.pth"), **options)
+    train(base, quiet)
+    assert seen == [torch.bfloat16] * 8
+
+
 def test_a_run_in_half_precision_leaves_a_plain_network_behind(base):
     result = train(replace(base, epochs=1, warmup_epochs=0, amp=True), quiet)
     seen = []
@@ -577,7 +620,12 @@ def test_a_run_in_half_precision_leaves_a_plain_network_behind(base):
         ({"min_lr": float("nan")}, "min_lr must be at least 0; got nan"),
         ({"weight_decay": -1.0}, "weight_decay must be at least 0; got -1.0"),
         ({"mean": (0.0,) * 3, "std": (0.0,) * 3}, "std must be positive; got 0.0"),
-        ({"seed": -1}, "seed must be at least 0; got -1"),
+        ({"seed": -1}, "seed must be at least 0 and less than 2³²; got -1"),
+        ({"seed": 2**32}, "seed must be at least 0 and less than 2³²"),
+        ({"opt": "sgd", "momentum": 0.0}, "momentum must be above 0 for sgd"),
+        ({"model_ema_decay": 0.5}, "model_ema_decay applies to a moving average"),
+        ({"dataset_download": True}, "dataset_download fetches cifar10 or cifar100; dataset is 'folder'"),
+        ({"resume": "auto", "test_only": True}, "resume goes on with training, and test_only trains nothing"),
         ({"num_heads": 0}, "num_heads must be at least 1; got 0"),
         ({"block": "conv", "num_heads": 4}, "num_heads applies to inserted attention, and block is 'conv'"),
         ({"insert": (), "at": "branch"}, "at applies to inserted blocks, and insert is empty"),

@@ -24,7 +24,8 @@ from vision_attn.checkpoints import read_checkpoint
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
 from vision_attn.training.curves import curves_figure
-from vision_attn.training.errors import Interrupted, TrainingError
+from vision_attn.training.errors import DataError, Interrupted, TrainingError
+from vision_attn.training.images import ImageSet
 from vision_attn.training.interruption import Interruption
 from vision_attn.training.loop import Run
 from vision_attn.training.network import build_network
@@ -35,6 +36,8 @@ from vision_attn.training.train import train
 
 #: Of each row of metrics.csv what does not depend on the clock.
 RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1")
+#: Settings of a run that keeps no moving average.
+NO_AVERAGE = {"model_ema": False, "model_ema_decay": 0.999}
 
 
 @pytest.fixture
@@ -64,7 +67,8 @@ def quiet(line):
 
 def flags(settings):
     """The command line of these settings."""
-    given = {key: value for key, value in settings.as_dict().items() if value != getattr(Settings(data=""), key)}
+    usual = Settings(data="").as_dict()
+    given = {key: value for key, value in settings.as_dict().items() if value != usual[key]}
     line = ["train"]
     for name, value in given.items():
         values = [] if value is True else value if isinstance(value, list) else [value]
@@ -215,7 +219,13 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, tmp_path):
     ("number", "code", "epoch", "step", "options"),
     [
         (signal.SIGINT, 130, 1, 1, {}),
-        (signal.SIGTERM, 143, 0, 0, {"opt": "sgd", "grad_accum_steps": 2, "model_ema": False}),
+        (
+            signal.SIGTERM,
+            143,
+            0,
+            0,
+            {"opt": "sgd", "grad_accum_steps": 2, **NO_AVERAGE},
+        ),
         (signal.SIGTERM, 143, 2, 3, {"mixup": 0.2, "cutmix": 1.0}),  # the last step: before the last evaluation
     ],
     ids=["ctrl-c", "first step", "last step"],
@@ -247,6 +257,30 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(
     lines = []
     train(replace(interrupted, resume=str(last)), lines.append)
     assert f"resumed after epoch {epoch} and step {step + 1} of the next from {last}" in lines
+    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
+
+
+@pytest.mark.parametrize("evaluation", [0, 1])
+def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, evaluation, tmp_path, monkeypatch):
+    train(base, quiet)
+    interrupted = replace(base, output=str(tmp_path / "interrupted"))
+    last = tmp_path / "interrupted" / "last.pth"
+    evaluations, batches = [], ImageSet.batches
+
+    def signalling(images, rows, *, seed=0):
+        if len(images) == 24:  # those that are evaluated
+            evaluations.append(len(evaluations))
+            if evaluations[-1] == evaluation:
+                signal.raise_signal(signal.SIGTERM)
+        return batches(images, rows, seed=seed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageSet, "batches", signalling)
+        with pytest.raises(Interrupted, match=f"saved after step {4 * evaluation} of 4 of epoch 1"):
+            train(interrupted, quiet)
+    saved = read_checkpoint(last)
+    assert (saved["epoch"], saved["step"], len(evaluations)) == (0, 4 * evaluation, evaluation + 1)
+    train(replace(interrupted, resume=str(last)), quiet)
     assert_same_result(tmp_path / "run", tmp_path / "interrupted")
 
 
@@ -333,7 +367,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_where_it_came(base, every, asked
     original = Run.go
 
     def looking(run, checkpoint):
-        run.look_every = every
+        run.watch.every = every
         return original(run, checkpoint)
 
     def broken():
@@ -349,6 +383,93 @@ def test_a_loss_that_is_not_finite_ends_the_run_where_it_came(base, every, asked
     assert (read_checkpoint(last)["epoch"], read_checkpoint(last)["step"]) == (1, 0)
 
 
+def test_weights_that_are_not_finite_are_not_saved(base, tmp_path, monkeypatch):
+    step, last = TrainingStep.__call__, tmp_path / "run" / "last.pth"
+
+    def breaking(self, images, labels, epoch, number):
+        loss = step(self, images, labels, epoch, number)
+        if (epoch, number) == (1, 3):
+            with torch.no_grad():
+                self.model.conv1.weight[0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(TrainingStep, "__call__", breaking)
+    with pytest.raises(TrainingError, match=rf"weights of epoch 2 are not finite, at step 4 of 4 .*good .* is {last}"):
+        train(base, quiet)
+    assert read_checkpoint(last)["epoch"] == 1
+
+
+def test_a_device_without_memory_is_said_with_the_flags_that_need_less(base, monkeypatch):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
+
+    at_step(monkeypatch, 0, 1, full)
+    with pytest.raises(
+        TrainingError, match=r"no memory for a step \(CUDA out of .* 2\.00 GiB\.\): .*--grad-accum-steps"
+    ):
+        train(base, quiet)
+
+
+def test_images_that_cannot_be_read_lose_nothing(base, tmp_path, monkeypatch):
+    train(base, quiet)
+    broken = replace(base, output=str(tmp_path / "broken"))
+    last, batches = tmp_path / "broken" / "last.pth", ImageSet.batches
+
+    def breaking(images, rows, *, seed=0):
+        for number, batch in enumerate(batches(images, rows, seed=seed)):
+            if len(images) == 72 and number == 2:
+                raise DataError("damaged or no images: a.png")
+            yield batch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageSet, "batches", breaking)
+        with pytest.raises(DataError):
+            train(broken, quiet)
+    assert read_checkpoint(last)["step"] == 2
+    train(replace(broken, resume=str(last)), quiet)
+    assert_same_result(tmp_path / "run", tmp_path / "broken")
+
+
+def test_a_row_that_a_kill_kept_from_the_metrics_comes_back(base, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "write_metrics", lambda folder, rows: fails() if len(rows) == 3 else None)
+        with pytest.raises(MemoryError):
+            train(base, quiet)
+    train(replace(base, resume="auto"), quiet)
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_other_data_is_not_gone_on_with(base, image_folder, tmp_path, monkeypatch):
+    interrupt(base, monkeypatch, 1, 1)
+    fewer, others = tmp_path / "fewer", tmp_path / "others"
+    for folder in (fewer, others):
+        shutil.copytree(image_folder, folder)
+    next((fewer / "train" / "red").iterdir()).unlink()
+    for half in ("train", "val"):
+        (others / half / "red").rename(others / half / "violet")
+    resumed = replace(base, resume="auto")
+    with pytest.raises(ValueError, match="is of 72 training images and there are 71: give the same --data"):
+        train(replace(resumed, data=str(fewer)), quiet)
+    with pytest.raises(ValueError, match=r"last\.pth is of other classes: give the same --data"):
+        train(replace(resumed, data=str(others)), quiet)
+    settings = base.as_dict()
+    del settings["cutout"]  # of a version that had no such setting
+    assert base.differences(settings) == []
+
+
+def test_a_run_that_is_not_begun_leaves_the_old_one(base, tmp_path, monkeypatch):
+    train(replace(base, epochs=1, warmup_epochs=0), quiet)
+    (tmp_path / "run" / "tensorboard").mkdir()
+    before = (tmp_path / "run" / "last.pth").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**10))
+        with pytest.raises(TrainingError, match="make room"):
+            train(replace(base, model="resnet32", overwrite=True), quiet)
+    assert (tmp_path / "run" / "last.pth").read_bytes() == before
+    train(replace(base, epochs=1, warmup_epochs=0, overwrite=True), quiet)
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
 def test_a_disk_without_room_is_said_before_training(base, tmp_path, monkeypatch):
     lines = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**20))
@@ -358,7 +479,7 @@ def test_a_disk_without_room_is_said_before_training(base, tmp_path, monkeypatch
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{"opt": "sgd"}, {"opt": "adamw"}, {"opt": "adan", "model_ema": False}], ids=str)
+@pytest.mark.parametrize("options", [{"opt": "sgd"}, {"opt": "adamw"}, {"opt": "adan", **NO_AVERAGE}], ids=str)
 def test_the_room_that_is_asked_for_is_the_room_that_is_taken(base, options, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(RunFolder, "refuse_full_disk", lambda folder, last, best: seen.append((last, best)))
@@ -501,7 +622,7 @@ def test_deterministic_kernels_are_asked_for_in_the_run_alone(base, monkeypatch)
 
 @pytest.mark.parametrize("name", ["lion", "lamb", "muon", "adamp", "rmsproptf"])
 def test_any_optimiser_of_timm_trains_and_goes_on(base, name, tmp_path, monkeypatch):
-    base = replace(base, opt=name, epochs=2, model_ema=False)
+    base = replace(base, opt=name, epochs=2, **NO_AVERAGE)
     train(base, quiet)
     interrupted = replace(base, output=str(tmp_path / "interrupted"), resume="auto")
     interrupt(interrupted, monkeypatch, 0, 2)

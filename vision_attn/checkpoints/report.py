@@ -100,7 +100,10 @@ def advise(report: LoadReport, modules: Iterable[str]) -> str:
     )
     heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
     if sites:
-        lines.append(f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first.")
+        lines.append(
+            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on "
+            f"the command line: --insert {sites.replace(',', '').replace(chr(39), '')})."
+        )
     if replaced:
         lines.append(
             f"It was saved with attention in the place of {replaced}: replace_(model, names=[{replaced}]) first."

@@ -50,7 +50,7 @@ def copy_to_write(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that at every moment it is either the old one or the new one, on disk and whole.
 
     Args:

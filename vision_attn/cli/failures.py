@@ -44,7 +44,8 @@ def run_program(
     try:
         run()
     except Interrupted as stop:
-        print(f"{name}: {stop}", file=sys.stderr)
+        if str(stop):  # several processes leave it to one of them
+            print(f"{name}: {stop}", file=sys.stderr)
         return 128 + stop.signal
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)

@@ -90,7 +90,7 @@ class Augmentation:
         centre = None
         if self.cutout:
             places = torch.rand(2, count, generator=generator, device=device)
-            centre = (places * torch.tensor(self.size, device=device)[:, None]).long()
+            centre = torch.stack([place * side for place, side in zip(places, self.size, strict=True)]).long()
         mixing = None
         if self.mixup or self.cutmix:
             cut = numbers.random() < self.mixup_switch_prob if self.mixup and self.cutmix else bool(self.cutmix)

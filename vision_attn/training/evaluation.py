@@ -71,6 +71,7 @@ def evaluate(
     *,
     batch_size: int = 500,
     accelerator: Accelerator | None = None,
+    between: Callable[[int], None] = lambda batch: None,
 ) -> Evaluation:
     """The accuracy and loss over a whole data set; the model is in evaluation mode meanwhile.
 
@@ -80,18 +81,22 @@ def evaluate(
         data: images whose batches are on the device of the network.
         batch_size: images at a time.
         accelerator: of a run, for its precision and to share the work among its processes.
+        between: called after each batch that every process has, with how many of them are done.
     """
     share, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
-    totals = torch.zeros(4, dtype=torch.float64, device=data.device)
+    totals = torch.zeros(3, dtype=torch.float64, device=data.device)
     parts = torch.arange(len(data)).split(batch_size)
     mine = [part[share::processes] for part in parts if len(part) > share]
     with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext():
-        for images, labels in data.batches(mine):
+        for done, (images, labels) in enumerate(data.batches(mine), 1):
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
             right = logits.topk(min(5, classes)).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction="sum")
-            totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum(), labels.new_tensor(len(labels))])
-    loss, top1, top5, count = (accelerator.reduce(totals) if accelerator else totals).tolist()
+            totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+            if done <= len(parts) // processes:
+                between(done)
+    loss, top1, top5 = (accelerator.reduce(totals) if accelerator else totals).tolist()
+    count = len(data)
     return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count if classes > 5 else None)

@@ -10,26 +10,23 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.curves import Curves
-from vision_attn.training.errors import Interrupted, TrainingError
+from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
 from vision_attn.training.images import Images
-from vision_attn.training.interruption import Interruption
 from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.saving import Saving
 from vision_attn.training.settings import Settings
 from vision_attn.training.state import TrainingState
 from vision_attn.training.step import TrainingStep
+from vision_attn.training.watch import Watch
 
 __all__ = ["Result", "Run"]
-
-#: Steps between two looks at the loss on CUDA, where each waits for the device; on the CPU every step is looked at.
-LOOK_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,6 @@ class Run:
         self.eval_data = eval_data
         self.folder = RunFolder(settings.folder)
         self.curves = Curves(self.folder.path / "curves.png")
-        self.interruption = Interruption()
         self.augmentation = Augmentation(
             network.size,
             crop_padding=settings.crop_padding if settings.train_crop == "pad" else 0,
@@ -99,13 +95,13 @@ class Run:
             cutmix=settings.cutmix,
             mixup_switch_prob=settings.mixup_switch_prob,
         )
-        self.look_every = 1 if accelerator.device.type == "cpu" else LOOK_EVERY
         self.model = network.model
         self.steps = len(train_data) // settings.batch_size
         self.step = TrainingStep(settings, accelerator, network, self.steps)
         self.ema = self.step.ema
         self.state = TrainingState(self.model, self.ema, self.step.optimizer, accelerator.scaler)
-        self.saving = Saving(settings, self.folder, self.state, network, normalize, classes)
+        self.saving = Saving(settings, self.folder, self.state, network, normalize, classes, len(train_data))
+        self.watch = Watch(accelerator, self.state, self.saving, self.step)
 
     def go(self, checkpoint: Path | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last.
@@ -117,9 +113,11 @@ class Run:
             The network and how well it does.
 
         Raises:
-            ValueError: the run to go on with has other settings.
+            ValueError: the run to go on with has other settings or data.
             CheckpointError: its checkpoint cannot be read.
-            TrainingError: the loss is no longer a number, or the folder has no room for the checkpoints.
+            TrainingError: the loss or a weight is no longer a number, or there is no memory for a step or no room on
+                the disk.
+            DataError: images cannot be read; the run is saved.
             OSError: the folder of the run cannot be written.
             Interrupted: Ctrl-C or SIGTERM came; the run is saved.
         """
@@ -135,7 +133,7 @@ class Run:
         if settings.tensorboard:
             self.accelerator.init_trackers("tensorboard")
 
-        with self.interruption:
+        with self.watch:
             final = self.evaluate()
             self.log(f"before epoch {state.progress.epoch + 1}: {final}")
             while state.progress.epoch < settings.epochs:
@@ -159,7 +157,14 @@ class Run:
             # are the ones that are saved, are the network's.
             for buffer in (*self.model.buffers(), *(self.ema.module.buffers() if self.ema else ())):
                 torch.distributed.broadcast(buffer, src=0)
-        return evaluate(self.state.evaluated, self.normalize, self.eval_data, accelerator=self.accelerator)
+        return evaluate(
+            self.state.evaluated,
+            self.normalize,
+            self.eval_data,
+            batch_size=max(1, self.settings.batch_size // self.accelerator.num_processes),
+            accelerator=self.accelerator,
+            between=self.watch.evaluating,
+        )
 
     def train_epoch(self) -> float:
         """Train on every image once, but for those at the end that are too few for a step.
@@ -169,6 +174,7 @@ class Run:
 
         Raises:
             TrainingError: it is not finite.
+            DataError: images cannot be read; the run is saved.
             Interrupted: Ctrl-C or SIGTERM came; the run is saved.
         """
         settings, accelerator, progress = self.settings, self.accelerator, self.state.progress
@@ -192,84 +198,26 @@ class Run:
             leave=False,
             disable=None if accelerator.is_main_process else True,  # None: off where there is no terminal
         )
-        for step, (images, labels) in enumerate(bar, done):
-            # The choices are made for the whole batch on every process, which then takes its share.
-            images, labels = self.augmentation.apply(
-                images, labels, next(choices)[mine], normalize=self.normalize, classes=len(self.classes)
-            )
-            loss = self.step(images, labels, progress.epoch, step)
-            total += loss
-            self.look(total, step + 1, time.perf_counter() - begin)
-            if not bar.disable and step % 50 == 0:
-                bar.set_postfix(loss=f"{loss.item():.3f}")
-        mean = accelerator.reduce(total, "mean").item() / self.steps
-        progress.epoch_seconds = time.perf_counter() - begin
-        return mean
-
-    def look(self, total: Tensor, step: int, seconds: float) -> None:
-        """Whether to go on: not with a loss that is not finite, and not where a signal asked to stop.
-
-        What one process finds counts for all of them, and all look after the same steps.
-
-        Args:
-            total: sum of the losses of the epoch, ``()``.
-            step: how many of its steps are done.
-            seconds: that they took.
-
-        Raises:
-            TrainingError: the sum is not finite.
-            Interrupted: a signal came; the run is saved.
-        """
-        accelerator, asked, every = self.accelerator, self.interruption.signal, self.look_every
-        if step % every and step < self.steps and not (asked and accelerator.num_processes == 1):
-            return
-        found = accelerator.gather(torch.stack([(~total.isfinite()).long(), torch.tensor(asked, device=total.device)]))
-        broken, signal = found.view(-1, 2).amax(0).tolist()
-        if broken:
-            begin = max(0, step - 1) // every * every + 1
-            self.refuse_loss(total.item(), f"step {step}" if begin == step else f"one of the steps {begin} to {step}")
-        if signal:
-            self.leave(signal, accelerator.reduce(total, "mean").item(), step, seconds)
-
-    def refuse_loss(self, total: float, steps: str) -> None:
-        """End with a loss that is not finite, which leaves what was saved as it is.
-
-        Args:
-            total: the sum of which it is one.
-            steps: when it came.
-
-        Raises:
-            TrainingError: always.
-        """
-        last = self.saving.last
-        kept = f"The last good checkpoint is {last}" if last.exists() else "Nothing was saved yet"
-        raise TrainingError(
-            f"the loss of epoch {self.state.progress.epoch + 1} is {total}, at {steps} of {self.steps} and a learning "
-            f"rate of {self.step.rate:.3g}: lower --lr, lengthen --warmup-epochs or set --clip-grad. {kept}"
-        )
-
-    def leave(self, signal: int, loss: float, step: int, seconds: float) -> None:
-        """Save the epoch as far as it has come, and end.
-
-        Args:
-            signal: number of the signal that asked for it.
-            loss: sum of the epoch's losses.
-            step: how many of its steps are done.
-            seconds: that they took.
-
-        Raises:
-            Interrupted: always, on every process and after it is saved.
-        """
-        progress = self.state.progress
-        progress.step, progress.loss, progress.epoch_seconds = step, loss, seconds
-        if self.accelerator.is_main_process:
-            self.saving.save_last()
-        self.accelerator.wait_for_everyone()
-        raise Interrupted(
-            signal,
-            f"interrupted; saved after step {step} of {self.steps} of epoch {progress.epoch + 1} in "
-            f"{self.saving.last}: go on with the same settings and --resume {self.saving.last}",
-        )
+        step = done
+        try:
+            for images, labels in bar:
+                # The choices are made for the whole batch on every process, which then takes its share.
+                images, labels = self.augmentation.apply(
+                    images, labels, next(choices)[mine], normalize=self.normalize, classes=len(self.classes)
+                )
+                loss = self.step(images, labels, progress.epoch, step)
+                total += loss
+                step += 1
+                self.watch.training(total, step, time.perf_counter() - begin)
+                if not bar.disable and step % 50 == 1:
+                    bar.set_postfix(loss=f"{loss.item():.3f}")
+        except DataError:  # in this process alone: the others cannot be waited for
+            progress.reached(step, total.item(), time.perf_counter() - begin)
+            if accelerator.is_main_process:
+                self.saving.save_last()
+            raise
+        progress.reached(self.steps, accelerator.reduce(total, "mean").item(), time.perf_counter() - begin)
+        return progress.loss / self.steps
 
     def record(self, loss: float, score: Evaluation) -> None:
         """Close an epoch: log it, and save what is needed to go on from here.
@@ -282,7 +230,7 @@ class Run:
         images = self.steps * self.settings.batch_size / seconds
         progress.epoch += 1
         progress.seconds += seconds
-        progress.step, progress.loss, progress.epoch_seconds = 0, 0.0, 0.0
+        progress.reached(0, 0.0, 0.0)
         progress.rows.append(
             {
                 "epoch": progress.epoch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from vision_attn.training.settings import Settings
 __all__ = ["Network", "build_network"]
 
 
+#: What a checkpoint of one of our runs says of itself.
+NOTES = ("settings", "classes", "input_size", "mean", "std")
 #: What is inserted, by the name that settings have for it.
 BLOCKS: dict[str, type[nn.Module]] = {
     "attention": AttentionBlock2d,
@@ -74,17 +77,16 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     )
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
+    notes = {**config_of(model), **notes_of(settings, source)}
     size = (settings.img_size, settings.img_size) if settings.img_size else source.size
-    size = size or tuple(config_of(model)["input_size"][1:])
+    size = size or tuple(notes["input_size"][1:])
     inserted = None
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
         say(str(inserted))
-    statistics = config_of(model)
     if settings.weights:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
         say(load_weights(model, settings))
-        statistics = notes_of(settings, source) or statistics
     try_out(model, settings.model, (1, source.channels, *size))
     head = new_head(model, settings, len(source.classes))
     if settings.freeze_backbone:
@@ -93,8 +95,8 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     return Network(
         model,
         size,
-        mean=settings.mean or tuple(statistics["mean"]),
-        std=settings.std or tuple(statistics["std"]),
+        mean=settings.mean or tuple(notes["mean"]),
+        std=settings.std or tuple(notes["std"]),
         inserted=inserted,
         new_head=head,
     )
@@ -141,12 +143,26 @@ def networks_of(weights: str) -> list[str]:
 
 
 def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
-    """What a checkpoint of one of our runs says of its images, if the file is one and its classes are the data's."""
-    assert settings.weights is not None
-    content = read_checkpoint(settings.weights)
-    notes: dict[str, Any] = {key: content[key] for key in ("mean", "std", "classes") if key in content}
-    if len(notes) < 3:
+    """What a checkpoint of one of our runs says of its images, if the file is one.
+
+    Its classes must be the data's, and its blocks, which are not in the shapes of its weights, the same as here.
+    """
+    if not settings.weights:
         return {}
+    content = read_checkpoint(settings.weights)
+    notes: dict[str, Any] = {key: content[key] for key in NOTES if key in content}
+    if len(notes) < len(NOTES):
+        return {}
+    others = notes["settings"]
+    differing = settings.differences(others)
+    for name in ("at", "block", "num_heads", "block_options"):
+        if settings.insert and others["insert"] and name in differing:
+            given, word = others[name], f"--{name.replace('_', '-')}"
+            words = " ".join(map(shlex.quote, given)) if isinstance(given, list) else given
+            raise CheckpointError(
+                f"{settings.weights} has other blocks than are to be inserted: they were made with "
+                + (f"{word} {words}" if words else f"no {word}")
+            )
     if not settings.reset_head and notes["classes"] != list(source.classes):
         raise CheckpointError(
             f"{settings.weights} was trained for the classes {shorten(tuple(notes['classes']))}; the data has "

@@ -20,11 +20,11 @@ def check_optimizer(settings: Settings) -> None:
     """Refuse an optimiser that cannot be used, before anything else is done.
 
     Args:
-        settings: ``opt``, ``lr`` and ``momentum`` are used.
+        settings: ``opt``, ``lr``, ``min_lr`` and ``momentum`` are used.
 
     Raises:
         ValueError: timm has none of that name, or cannot make it here; it has no usual rate and none is given, or no
-            momentum and one is given; it needs second derivatives.
+            momentum and one is given; it needs second derivatives; ``min_lr`` is above its rate.
     """
     name = settings.opt
     if name not in list_optimizers():
@@ -40,7 +40,8 @@ def check_optimizer(settings: Settings) -> None:
         raise ValueError(f"opt: {name!r} needs second derivatives, which the training step does not make")
     if settings.momentum != type(settings).momentum and not info.has_momentum:
         raise ValueError(f"momentum applies to optimisers such as sgd; {name!r} has none that is set by it")
-    settings.base_lr  # noqa: B018 - raises where there is none
+    if settings.min_lr > settings.base_lr:
+        raise ValueError(f"min_lr must be at most lr={settings.base_lr}, which falls to it; got {settings.min_lr}")
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:

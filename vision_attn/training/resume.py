@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
-__all__ = ["checkpoint_to_resume", "refuse_other_settings"]
+__all__ = ["checkpoint_to_resume", "refuse_other_data", "refuse_other_settings"]
 
 
 def checkpoint_to_resume(settings: Settings) -> Path | None:
@@ -60,4 +60,25 @@ def refuse_other_settings(settings: Settings, others: Mapping[str, Any], place: 
         raise ValueError(
             f"resume goes on with the same run, but {', '.join(differences)} differ from {place}: give the same "
             "settings, or begin a new run from its weights with --weights"
+        )
+
+
+def refuse_other_data(about: Mapping[str, Any], others: Mapping[str, Any], place: Path) -> None:
+    """Refuse to go on with other images: those of each step follow from how many there are.
+
+    Args:
+        about: what this run says of itself.
+        others: the same of the other.
+        place: where they are from.
+
+    Raises:
+        ValueError: it has other classes, or another number of images.
+    """
+    if about["classes"] != others["classes"]:
+        raise ValueError(f"resume goes on with the same data, but {place} is of other classes: give the same --data")
+    if about["train_images"] != others["train_images"]:
+        raise ValueError(
+            f"resume goes on with the same data, but {place} is of {others['train_images']:,} training images and "
+            f"there are {about['train_images']:,}: give the same --data, or begin a new run from its weights with "
+            "--weights"
         )

@@ -73,8 +73,6 @@ class RunFolder:
             TrainingError: it has no room for the checkpoints.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in self.files if clear else ():
-            path.unlink()
         for name in FILES:  # of a process that was killed while it wrote
             for path in self.path.glob(f".{name}.*.partial"):
                 path.unlink()
@@ -82,6 +80,10 @@ class RunFolder:
         write_atomically(probe, b"")
         probe.unlink()
         self.refuse_full_disk(last_bytes, best_bytes)
+        if clear:
+            for path in self.files:
+                path.unlink()
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
     def refuse_full_disk(self, last_bytes: int, best_bytes: int) -> None:
         """Refuse a disk without room for both checkpoints and, while one is replaced, for its old version.
@@ -164,7 +166,7 @@ class RunFolder:
         torch.save(dict(content), buffer)
         old = f"the {name} of before is whole" if path.exists() else f"there is no {name} yet"
         try:
-            write_atomically(path, buffer.getvalue())
+            write_atomically(path, buffer.getbuffer())
         except OSError as error:
             room = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "see to the folder"
             raise TrainingError(

@@ -8,7 +8,7 @@ from vision_attn.checkpoints import read_checkpoint, save_adapter
 from vision_attn.training.evaluation import Normalize
 from vision_attn.training.network import Network
 from vision_attn.training.optimizer import optimizer_bytes
-from vision_attn.training.resume import refuse_other_settings
+from vision_attn.training.resume import refuse_other_data, refuse_other_settings
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.state import TrainingState, weights
@@ -26,6 +26,7 @@ class Saving:
         network: the network.
         normalize: pixels to network input.
         classes: name of each class.
+        images: how many are trained on.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Saving:
         network: Network,
         normalize: Normalize,
         classes: tuple[str, ...],
+        images: int,
     ) -> None:
         self.settings = settings
         self.folder = folder
@@ -45,6 +47,7 @@ class Saving:
         self.about = {
             "settings": settings.as_dict(),
             "classes": list(classes),
+            "train_images": images,
             "input_size": [normalize.mean.numel(), *network.size],
             "mean": normalize.mean.flatten().tolist(),
             "std": normalize.std.flatten().tolist(),
@@ -69,6 +72,7 @@ class Saving:
         self.folder.write_settings(self.settings.as_dict())
         if self.network.inserted is not None:
             self.folder.write_text("inserted.txt", f"{self.network.inserted}\n")
+        self.folder.write_metrics(self.state.progress.rows)  # a run may be killed before its last one is written
 
     def save_last(self) -> None:
         """Write all that is needed to go on from here.
@@ -97,9 +101,10 @@ class Saving:
 
         Raises:
             CheckpointError: it cannot be read, or is not one to go on from.
-            ValueError: it is of a run with other settings.
+            ValueError: it is of a run with other settings or data.
         """
         content = read_checkpoint(path)
         self.state.refuse_other_content(content, path)
         refuse_other_settings(self.settings, content["settings"], path)  # type: ignore[arg-type]
+        refuse_other_data(self.about, content, path)
         self.state.load(content)

@@ -180,11 +180,12 @@ class Settings:
             "warmup_epochs": 0,
             "weight_decay": 0,
             "min_lr": 0,
-            "seed": 0,
         }
         for name, lowest in lowest_values.items():
             if not lowest <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be at least 0 and less than 2³²; got {self.seed}")
         for name in ("hflip", "label_smoothing", "momentum", "model_ema_decay", "mixup_switch_prob"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}")
@@ -210,6 +211,8 @@ class Settings:
             raise ValueError("mixup_switch_prob chooses between mixup and cutmix: give both")
         if self.dataset != "digit-pairs" and self.data is None:
             raise ValueError(f"data must name the folder of the data set {self.dataset!r}")
+        if self.dataset_download and self.dataset not in ("cifar10", "cifar100"):
+            raise ValueError(f"dataset_download fetches cifar10 or cifar100; dataset is {self.dataset!r}")
         if self.dataset == "digit-pairs" and self.img_size is not None:
             raise ValueError("img_size does not apply to digit-pairs, whose canvases have a size of their own")
         if self.warmup_epochs >= self.epochs and self.warmup_epochs:
@@ -227,6 +230,10 @@ class Settings:
             raise ValueError(
                 f"batch_size must be a multiple of grad_accum_steps={self.grad_accum_steps}; got {self.batch_size}"
             )
+        if self.opt == "sgd" and not self.momentum:
+            raise ValueError("momentum must be above 0 for sgd, which is Nesterov's: for none, choose opt 'momentum'")
+        if self.model_ema_decay != type(self).model_ema_decay and not self.model_ema:
+            raise ValueError("model_ema_decay applies to a moving average: give model_ema too")
         if self.amp_dtype != type(self).amp_dtype and not self.amp:
             raise ValueError("amp_dtype applies to half precision: give amp too")
         if self.freeze_backbone and self.freeze_epochs:
@@ -244,6 +251,8 @@ class Settings:
         for name in ("weights_ema", "reset_head"):
             if getattr(self, name) and not self.weights:
                 raise ValueError(f"{name} applies to weights, and none are given")
+        if self.resume and self.test_only:
+            raise ValueError("resume goes on with training, and test_only trains nothing: evaluate by weights")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other: choose whether to go on or to begin anew")
         named = self.resume if self.resume != "auto" else None
@@ -299,5 +308,7 @@ class Settings:
             other: settings of that run, as :meth:`as_dict` gives them.
         """
         own = self.as_dict()
+        # A setting that the other was written without had, then, what is its default now.
+        others = {**type(self)(data="").as_dict(), **other}
         names = [field.name for field in fields(self) if field.name not in MACHINE_SETTINGS]
-        return [name for name in names if own[name] != other.get(name)]
+        return [name for name in names if own[name] != others[name]]

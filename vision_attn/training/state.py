@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -36,6 +37,16 @@ class Progress:
     rows: list[dict[str, object]] = field(default_factory=list)
     #: of the epoch with the highest accuracy
     best: Evaluation | None = None
+
+    def reached(self, step: int, loss: float, seconds: float) -> None:
+        """Note how far the epoch has come.
+
+        Args:
+            step: how many of its steps are done.
+            loss: sum of their losses.
+            seconds: that they took.
+        """
+        self.step, self.loss, self.epoch_seconds = step, loss, seconds
 
 
 class TrainingState:
@@ -71,7 +82,8 @@ class TrainingState:
 
     def content(self) -> dict[str, object]:
         """The state as tensors on the CPU and plain values, for :meth:`load`."""
-        content = {"model": weights(self.model), "optimizer": self.optimizer.state_dict(), **asdict(self.progress)}
+        optimizer = send_to_device(self.optimizer.state_dict(), "cpu")
+        content = {"model": weights(self.model), "optimizer": optimizer, **asdict(self.progress)}
         if self.ema is not None:
             content["model_ema"] = weights(self.ema.module)
         if self.scaler is not None:
@@ -88,7 +100,10 @@ class TrainingState:
         Raises:
             CheckpointError: something is missing.
         """
-        lacking = sorted({*self.content(), "settings"} - content.keys())
+        needed = {"model", "optimizer", "settings", "train_images", *(part.name for part in fields(Progress))}
+        needed |= {"model_ema"} if self.ema is not None else set()
+        needed |= {"scaler"} if self.scaler is not None else set()
+        lacking = sorted(needed - content.keys())
         if lacking:
             raise CheckpointError(
                 f"{path} is not the last.pth of such a run (it lacks {', '.join(lacking)}): "

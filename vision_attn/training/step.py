@@ -41,14 +41,16 @@ class TrainingStep:
         self.steps = steps
         self.model = model = network.model
         self.ema = ModelEmaV3(model, decay=settings.model_ema_decay) if settings.model_ema else None
-        optimizer = make_optimizer(model, settings)
-        self.schedule = make_schedule(optimizer, settings, steps)
-        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
-        self.forward = self.wrapped
+        self.optimizer = make_optimizer(model, settings)
+        self.schedule = make_schedule(self.optimizer, settings, steps)
         self.frozen: bool | None = None
+        #: what dropout is drawn from; torch.manual_seed, which looks for devices, is slow
+        self.generators = [torch.default_generator]
+        if accelerator.device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[accelerator.device.index or 0])
 
     def enter_epoch(self, epoch: int, log: Callable[[str], None]) -> None:
-        """Freeze or thaw the backbone where a stage of the training begins.
+        """Freeze or thaw the backbone, and wrap the network, where a stage of the training begins.
 
         Args:
             epoch: how many are over.
@@ -57,20 +59,24 @@ class TrainingStep:
         settings, frozen = self.settings, epoch < self.settings.freeze_epochs
         if frozen == self.frozen:
             return
+        if self.frozen is not None:
+            self.unwrap()
         self.frozen = frozen
         if settings.freeze_epochs:
-            # Processes settle what they exchange when the network is wrapped: it is wrapped anew in each stage.
-            self.unwrap()
             count = freeze_backbone_(self.model, frozen, also_train=self.new_head if frozen else ())
             stage = f"the backbone is frozen for {settings.freeze_epochs - epoch} epochs" if frozen else "all is thawed"
             log(f"{stage}: {count:,} parameters are trained")
-            self.accelerator.free_memory()
-            self.wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        # Processes settle what they exchange when the network is wrapped: it is wrapped anew in each stage.
+        self.wrapped, self.stepper = self.accelerator.prepare(self.model, self.optimizer)
         self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
 
     def unwrap(self) -> None:
         """Leave the plain network, without what let it run in half precision and on several processes."""
+        if self.frozen is None:
+            return
         self.accelerator.unwrap_model(self.wrapped, keep_fp32_wrapper=False)
+        self.accelerator.free_memory()
+        vars(self.model).pop("_is_accelerate_prepared", None)  # or it is not wrapped again
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
         """Make a step.
@@ -87,7 +93,8 @@ class TrainingStep:
         settings, accelerator = self.settings, self.accelerator
         # Dropout is drawn by each process for its own images.
         place = np.random.SeedSequence((settings.seed, epoch, step, accelerator.process_index))
-        torch.manual_seed(int(place.generate_state(1)[0]))
+        for generator in self.generators:
+            generator.manual_seed(int(place.generate_state(1)[0]))
         self.schedule.step_update(epoch * self.steps + step)
         images = images.contiguous(
             memory_format=torch.channels_last if settings.channels_last else torch.contiguous_format
@@ -102,8 +109,8 @@ class TrainingStep:
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and settings.clip_grad is not None:
                     accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.stepper.step()
+                self.stepper.zero_grad()
             mean += loss.detach() / parts
         if self.ema is not None:
             self.ema.update(self.model, step=epoch * self.steps + step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 
 from vision_attn.training.data import Source, open_data, open_images
 from vision_attn.training.determinism import deterministic_kernels
@@ -50,6 +52,8 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
 
 
 def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
+    if settings.tensorboard:
+        import_module("tensorboard")  # or Accelerate leaves its events out
     accelerator = make_accelerator(settings)
     log = say if accelerator.is_main_process else (lambda line: None)
     set_seed(settings.seed)
@@ -61,11 +65,13 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         source = open_data(settings, train=False)
         train_source = None if settings.test_only else open_data(settings, train=True)
-        if train_source is not None:
-            check_halves(train_source, source)
-            check_batch(settings, len(train_source), accelerator.num_processes)
-            if not (settings.resume or settings.overwrite):
-                RunFolder(settings.folder).refuse_another_run()
+    # Outside, where what one process refuses all of them refuse.
+    if train_source is not None:
+        check_halves(train_source, source)
+        check_batch(settings, len(train_source), accelerator.num_processes)
+        if not (settings.resume or settings.overwrite):
+            RunFolder(settings.folder).refuse_another_run()
+    with accelerator.main_process_first():
         network = build_network(settings, source, log)
 
     model = network.model.to(accelerator.device)
@@ -81,7 +87,8 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     data = open_images(source, network.size, accelerator.device, workers=settings.workers)
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
-        score = evaluate(model, normalize, data, accelerator=accelerator)
+        share = max(1, settings.batch_size // accelerator.num_processes)
+        score = evaluate(model, normalize, data, batch_size=share, accelerator=accelerator)
         log(str(score))
         return Result(network, model, normalize, final=score, best=score, seconds=0.0)
     train_data = open_images(
@@ -92,6 +99,7 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
         crop_scale=settings.crop_scale if settings.train_crop == "resized" else None,
     )
     log(f"training: {describe(train_source, train_data)}")
+    log(f"an epoch: {steps_of(settings, len(train_source))}")
     return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go(checkpoint)
 
 
@@ -100,17 +108,31 @@ def make_accelerator(settings: Settings) -> Accelerator:
         raise ValueError(f"device must be cpu or cuda; got {settings.device!r}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
-    if settings.amp_dtype == "float16" and (settings.device == "cpu" or not torch.cuda.is_available()):
+    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    if settings.amp_dtype == "float16" and on_cpu:
         raise ValueError("amp_dtype: float16 needs CUDA, whose gradients it scales: on the CPU use bfloat16")
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
-        cpu=settings.device == "cpu",
+        cpu=on_cpu,
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}[settings.amp_dtype] if settings.amp else "no",
-        gradient_accumulation_steps=settings.grad_accum_steps,
+        # As a plugin: the plain argument yields to a variable of the environment, and so would dynamo's.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(settings.grad_accum_steps, sync_with_dataloader=False),
+        dynamo_backend="no",
         log_with="tensorboard" if settings.tensorboard else None,
         project_dir=settings.folder if settings.tensorboard else None,
     )
+    kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in kinds:
+        raise ValueError(
+            f"the launcher asks for {accelerator.distributed_type.value}, and a run needs the whole network in each "
+            "process: launch it with torchrun, or set up accelerate for plain processes"
+        )
+    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
+        raise ValueError(
+            f"the launcher started {os.environ['WORLD_SIZE']} processes, and Accelerate joins "
+            f"{accelerator.num_processes}: see its settings in the environment"
+        )
     if settings.device not in (None, accelerator.device.type):
         raise ValueError(f"device must be {accelerator.device.type}, as the launcher chose it; got {settings.device!r}")
     if settings.sync_bn and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
@@ -131,11 +153,13 @@ def check_halves(train: Source, evaluation: Source) -> None:
 def check_batch(settings: Settings, images: int, processes: int) -> None:
     batch_size, parts = settings.batch_size, processes * settings.grad_accum_steps
     if batch_size > images:
-        raise ValueError(f"batch_size must be at most the {images} training images; got {batch_size}")
+        raise ValueError(
+            f"batch_size must be at most the {images} training images; got {batch_size}: give a smaller --batch-size"
+        )
     if batch_size % parts:
         raise ValueError(
-            f"batch_size must be a multiple of {parts}, as {processes} processes make "
-            f"{settings.grad_accum_steps} parts of it each; got {batch_size}"
+            f"batch_size must be a multiple of {parts}, processes ({processes}) times grad_accum_steps "
+            f"({settings.grad_accum_steps}); got {batch_size}"
         )
     if (settings.mixup or settings.cutmix) and batch_size % (2 * processes):
         raise ValueError(
@@ -149,6 +173,13 @@ def describe(source: Source, images: Images) -> str:
     left_out = ", ".join(f"{count} {ending}" for ending, count in sorted(source.left_out.items())[:6])
     beside = f"; no images by their names and left out: {left_out}" if left_out else ""
     return f"{len(images):,} images of {source.name}, {images.kept}{beside}"
+
+
+def steps_of(settings: Settings, images: int) -> str:
+    """How many steps an epoch has, and how many images are too few for one more: others in each epoch."""
+    steps, over = divmod(images, settings.batch_size)
+    left_out = f", {over:,} of them left out, others each time" if over else ""
+    return f"{steps:,} steps of {settings.batch_size} images{left_out}"
 
 
 def rounded(values: Sequence[float]) -> str:
