@@ -285,12 +285,14 @@ def test_two_processes_give_what_one_gives(image_folder, tmp_path):
 
 def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
     """Batch norms see other images in each process; what is evaluated is what the first one has, and saves."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
-    arguments = ["vision_attn", "train", "--data", image_folder, "--device", "cpu", "--model", "resnet20"]
+    # Without a GPU they find one another though no --device is given.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = ["vision_attn", "train", "--data", image_folder, "--model", "resnet20"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--epochs", "1", "--batch-size", "16", "--output", tmp_path / "run"]
     done = subprocess.run([*launch, *arguments, *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1/1: ") == 1
     saved = torch.load(tmp_path / "run" / "last.pth", weights_only=True)["rows"][0]
     options = ["--weights", tmp_path / "run" / "last.pth", "--test-only"]
     alone = subprocess.run(

@@ -528,7 +528,8 @@ def from_weights(base, tmp_path, classes=3, **options):
     return replace(base, weights=str(tmp_path / "base.pth"), **options)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(base, tmp_path):
+def test_accumulated_gradients_are_those_of_the_whole_batch(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "100")  # the settings say how many
     # Batch norms would see parts of the batch: they are frozen here.
     base = from_weights(base, tmp_path, freeze_backbone=True, epochs=1, warmup_epochs=0, opt="sgd", mixup=0.5)
     calls = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -127,11 +126,6 @@ def make_accelerator(settings: Settings) -> Accelerator:
         raise ValueError(
             f"the launcher asks for {accelerator.distributed_type.value}, and a run needs the whole network in each "
             "process: launch it with torchrun, or set up accelerate for plain processes"
-        )
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        raise ValueError(
-            f"the launcher started {os.environ['WORLD_SIZE']} processes, and Accelerate joins "
-            f"{accelerator.num_processes}: see its settings in the environment"
         )
     if settings.device not in (None, accelerator.device.type):
         raise ValueError(f"device must be {accelerator.device.type}, as the launcher chose it; got {settings.device!r}")
