@@ -5,23 +5,41 @@ python examples/classify.py model.onnx photo.jpg another.png
 
 import argparse
 import json
+import sys
 
 import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
+
+
+def decode(path, channels, size):
+    """An image as training sees it: upright, of 16 bits the upper 8, the centre of it."""
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+        if image.mode == "F" or (image.mode == "I" and file.format not in ("PNG", "PPM")):
+            raise ValueError("32 bits a pixel, whose range is not known")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+    image = image.convert("L" if channels == 1 else "RGB")
+    return image if image.size == size else ImageOps.fit(image, size, Image.Resampling.BILINEAR)
+
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("network", help=".onnx")
 parser.add_argument("images", nargs="+")
 options = parser.parse_args()
 
-session = onnxruntime.InferenceSession(options.network)
-about = json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
+try:
+    session = onnxruntime.InferenceSession(options.network)
+    about = json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
+except Exception as error:  # onnxruntime's own have nothing in common
+    sys.exit(f"{options.network}: no network that vision-attn export wrote ({error!r})")
 channels, height, width = about["input_size"]
 for path in options.images:
-    image = ImageOps.exif_transpose(Image.open(path)).convert("L" if channels == 1 else "RGB")
-    if image.size != (width, height):
-        image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)  # as in training
+    try:
+        image = decode(path, channels, (width, height))
+    except Exception as error:  # a decoder may raise any
+        sys.exit(f"{path}: a damaged or no image ({error})")
     pixels = np.asarray(image, dtype=np.float32).reshape(height, width, channels).transpose(2, 0, 1) / 255
     if about["pixels"] != "0…1":  # exported with --no-normalize
         mean, std = (np.float32(about[name]).reshape(-1, 1, 1) for name in ("mean", "std"))

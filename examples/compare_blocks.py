@@ -13,17 +13,16 @@ interrupted, and more seeds are added to those that are there.
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.checkpoints import write_atomically
-from vision_attn.insertion import quiet_eval
+from vision_attn.inspection.memory import count_multiply_adds
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -38,6 +37,14 @@ RECIPES = {
     "folder": ("layer3", CIFAR),
     "digit-pairs": ("stage3", DIGITS),
 }
+#: What a comparison decides for each of its runs.
+DECIDED = {
+    "seed": "give --seeds",
+    "block": "each arm has its own",
+    "resume": "the same command goes on where it was interrupted",
+    "overwrite": "to begin anew, give another --output",
+    "test_only": "what is complete is only evaluated",
+}
 
 
 def on_a_gpu(device):
@@ -46,18 +53,20 @@ def on_a_gpu(device):
 
 def arms(common, site, attention_options):
     """What each arm has of its own; takes what only blocks have out of what all arms have in common."""
-    blocks = {"insert": (site,), "block_options": (), **taken(common, "insert", "at", "block_options")}
-    attention = {"num_heads": 4, **taken(common, "num_heads", "impl")}
+
+    def taken(*names):
+        return {name: common.pop(name) for name in names if name in common}
+
+    blocks = {"insert": (site,), "block_options": (), **taken("insert", "at", "block_options", "attention_lr")}
+    if not common.get("reset_head"):  # with a new head there is something to train in all of them
+        blocks |= taken("freeze_backbone", "freeze_epochs")
+    attention = {"num_heads": 4, **taken("num_heads", "impl")}
     return {
         "plain": {},
         "convolution": {**blocks, "block": "conv"},
         "squeeze and excitation": {**blocks, "block": "se"},
         "attention": {**blocks, **attention, "block_options": (*blocks["block_options"], *attention_options)},
     }
-
-
-def taken(values, *names):
-    return {name: values.pop(name) for name in names if name in values}
 
 
 @dataclass
@@ -70,8 +79,6 @@ class Outcome:
 
 def run(settings):
     """One arm with one seed: trained, gone on with, or only evaluated where it is complete."""
-    last = settings.folder / "last.pth"
-    begun = {"resume": str(last)} if last.exists() else {"overwrite": True}
     settings.folder.mkdir(parents=True, exist_ok=True)
     with open(settings.folder / "log.txt", "a", buffering=1) as log:
 
@@ -79,19 +86,10 @@ def run(settings):
             print(line)
             print(line, file=log)
 
-        result = train(replace(settings, **begun), say)
-    work = multiply_adds(result.network)
-    return Outcome(result.network.parameters, work, result.final.top1, result.seconds / settings.epochs)
-
-
-@torch.no_grad()
-def multiply_adds(network):
-    """Of one image, counted on the form whose every product is a matrix product that torch's counter knows."""
-    first = next(module for module in network.model.modules() if isinstance(module, torch.nn.Conv2d))
-    image = torch.zeros(1, first.in_channels, *network.size, device=first.weight.device)
-    with quiet_eval(network.model), va.use_impl(network.model, "bmm"), FlopCounterMode(display=False) as counter:
-        network.model(image)
-    return counter.get_total_flops() // 2
+        result = train(settings, say)
+    network = result.network
+    work = count_multiply_adds(network.model, (1, len(network.mean), *network.size))
+    return Outcome(network.parameters, work, result.final.top1, result.seconds / settings.epochs)
 
 
 def recipe_of(settings):
@@ -135,6 +133,9 @@ def main(arguments=None):
     site, recipe = RECIPES[options.dataset]
     command = ["train", "--dataset", options.dataset, *recipe.split(), *flags]
     common = cli.given(Settings, cli.parser().parse_args(command))
+    for name, remedy in DECIDED.items():
+        if name in common:
+            raise ValueError(f"--{name.replace('_', '-')} does not apply to a comparison: {remedy}")
     if on_a_gpu(common.get("device")):
         common = {"amp": True, "channels_last": True, **common}
     chosen = arms(common, site, options.attention_options)
@@ -143,7 +144,8 @@ def main(arguments=None):
         for name, alone in chosen.items():
             print(f"\n--- {name}, seed {seed}")
             folder = Path(options.output) / f"{name.replace(' ', '-')}-{seed}"
-            outcomes[name].append(run(Settings(**{**common, **alone, "seed": seed, "output": str(folder)})))
+            further = {"seed": seed, "output": str(folder), "resume": "auto"}
+            outcomes[name].append(run(Settings(**{**common, **alone, **further})))
         text = table(outcomes, Settings(**{**common, **chosen["attention"]}), options.seeds[:done])
         write_atomically(Path(options.output) / "table.md", text.encode())
     print(f"\n{text}\nin {options.output}/table.md")

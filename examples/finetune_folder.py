@@ -9,6 +9,7 @@ It is a loop of one's own on torchvision and Accelerate, to copy and change; `vi
 """
 
 import argparse
+import sys
 
 import timm
 import torch
@@ -58,9 +59,14 @@ options = parser.parse_args()
 accelerator = Accelerator()
 accelerator.print(f"{accelerator.num_processes} process(es) on {accelerator.device}")
 torch.manual_seed(0)
-classes = ImageFolder(f"{options.data}/train").classes
+train, val = (ImageFolder(f"{options.data}/{half}") for half in ("train", "val"))
+if val.classes != train.classes:
+    sys.exit(f"val must have the classes of train, {', '.join(train.classes)}; it has {', '.join(val.classes)}")
+most = len(train) // accelerator.num_processes
+if options.batch_size > most:
+    sys.exit(f"--batch-size must be at most {most}, so that the {len(train)} training images fill one in each process")
 with accelerator.main_process_first():  # what is downloaded is downloaded once
-    model = timm.create_model(options.model, pretrained=not options.weights, num_classes=len(classes))
+    model = timm.create_model(options.model, pretrained=not options.weights, num_classes=len(train.classes))
 head = f"{model.pretrained_cfg['classifier']}.*"
 if options.weights:
     accelerator.print(va.load_checkpoint(model, options.weights, fresh=head))  # a new head, all else from the file
@@ -68,14 +74,13 @@ config = timm.data.resolve_data_config(model=model)  # size, mean and standard d
 accelerator.print(va.insert_(model, stages=-1, example_input=(1, *config["input_size"])))
 
 # Inserted into the plain network first, wrapped for several processes after.
-loaders = [
-    DataLoader(
-        ImageFolder(f"{options.data}/{half}", timm.data.create_transform(**config, is_training=train)),
-        options.batch_size, shuffle=train, drop_last=train, num_workers=options.workers,
-    )
-    for half, train in (("train", True), ("val", False))
-]  # fmt: skip
-model, train_loader, val_loader = model.to(accelerator.device), *accelerator.prepare(*loaders)
+train.transform = timm.data.create_transform(**config, is_training=True)
+val.transform = timm.data.create_transform(**config)
+common = {"batch_size": options.batch_size, "num_workers": options.workers}
+train_loader, val_loader = accelerator.prepare(
+    DataLoader(train, shuffle=True, drop_last=True, **common), DataLoader(val, **common)
+)
+model = model.to(accelerator.device)
 
 accelerator.print("what is new, on the frozen backbone:")
 va.freeze_backbone_(model, also_train=head)

@@ -1,15 +1,23 @@
 """Every script that trains runs, as its header says, on small data."""
 
+import csv
+import functools
 import importlib.util
 import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
 
@@ -17,7 +25,10 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.models import create_model
 from vision_attn.training import digits
+from vision_attn.training.image_files import ImageFiles
 from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.settings import Settings
+from vision_attn.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +50,25 @@ def run(name, *arguments, launcher=("-W", "error"), cwd=None, **further):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd)
 
 
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Runs an example as a program, but in this process: its exit code and what it says."""
+
+    def run_here(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):  # as Python ends
+                code, _ = 1, print(code, file=sys.stderr)
+        return code, *capsys.readouterr()
+
+    return run_here
+
+
 def test_every_example_is_tested():
     scripts = {path.name for path in (ROOT / "examples").glob("*.py") if not path.read_text().startswith("# %%")}
     assert scripts == set(EXAMPLES)  # the others are walkthroughs
@@ -54,11 +84,11 @@ def test_train_cifar(image_folder, tmp_path):
     assert "model_ema" in last
 
 
-def test_train_cifar_says_what_is_missing(tmp_path):
-    done = run("train_cifar.py", "--data", tmp_path, "--output", tmp_path / "run")
-    assert done.returncode == 1
-    assert "cifar100 is not in" in done.stderr
-    assert "--dataset-download" in done.stderr
+def test_train_cifar_says_what_is_missing(run_here, tmp_path):
+    code, _, err = run_here("train_cifar.py", "--data", tmp_path, "--output", tmp_path / "run")
+    assert code == 1
+    assert "cifar100 is not in" in err
+    assert "--dataset-download" in err
 
 
 # --- trainer_throughput.py --------------------------------------------------------------------------------------------
@@ -139,13 +169,38 @@ def test_finetune_folder_leaves_an_adapter_for_the_backbone_that_it_was_given(im
 
 
 def test_finetune_folder_runs_on_two_processes(image_folder, zoo):
+    # 25 images to evaluate on, which neither processes nor batches divide, and the last one of them not in its class.
+    folder = shutil.copytree(image_folder, zoo.parent / "images")
+    shutil.copy(folder / "val" / "blue" / "0.png", folder / "val" / "red" / "z.png")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done, score = finetune(image_folder, zoo, "--batch-size", "6", "--epochs", "1", "2", launcher=launcher)
+    done, score = finetune(folder, zoo, "--batch-size", "6", "--epochs", "1", "2", launcher=launcher)
     assert "2 process(es) on cpu" in done.stdout
     assert done.stdout.count("  epoch ") == 3  # each said once
     model = with_attention()
     va.load_checkpoint(model, zoo.parent / "tuned.pth")
-    assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
+    assert accuracy(model, folder / "val") == pytest.approx(score, abs=0.01)
+    assert score < 100
+
+
+def test_finetune_folder_says_what_it_cannot_train_on(image_folder, zoo, run_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    arguments = [
+        "finetune_folder.py",
+        *EXAMPLES["finetune_folder.py"],
+        "--weights",
+        zoo,
+        "--output",
+        tmp_path / "tuned",
+    ]
+    arguments += ["--data"]
+    code, _, err = run_here(*arguments, image_folder, "--batch-size", "73")
+    assert (code, err) == (
+        1, "--batch-size must be at most 72, so that the 72 training images fill one in each process\n"
+    )  # fmt: skip
+    folder = shutil.copytree(image_folder, tmp_path / "images")
+    (folder / "val" / "blue").rename(folder / "val" / "violet")
+    code, _, err = run_here(*arguments, folder)
+    assert (code, err) == (1, "val must have the classes of train, blue, green, red; it has green, red, violet\n")
 
 
 # --- compare_blocks.py ------------------------------------------------------------------------------------------------
@@ -169,6 +224,11 @@ def rows(path):
 
 
 def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image_folder, tmp_path, monkeypatch):
+    def with_another_best(*arguments):
+        result = train(*arguments)
+        return replace(result, best=replace(result.best, top1=12.3))
+
+    monkeypatch.setattr(compare_blocks, "train", with_another_best)
     arguments = [*EXAMPLES["compare_blocks.py"], "--data", str(image_folder)]
     compare_blocks.main([*arguments, "--seeds", "0", "1", "--output", str(tmp_path / "whole")])
     whole = rows(tmp_path / "whole" / "table.md")
@@ -183,6 +243,12 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
         one, two = map(float, cells[4].split(", "))
         assert float(mean) == pytest.approx((one + two) / 2, abs=0.01)
         assert float(spread) == pytest.approx(abs(one - two) / 2**0.5, abs=0.01)
+    # The accuracy is that of the last epoch, not of the best one.
+    for name, cells in whole.items():
+        for seed, score in enumerate(cells[4].split(", ")):
+            with open(tmp_path / "whole" / f"{name.replace(' ', '-')}-{seed}" / "metrics.csv") as file:
+                scores = [float(row["eval_top1"]) for row in csv.DictReader(file)]
+            assert float(score) == pytest.approx(scores[-1], abs=0.01)
     note = (tmp_path / "whole" / "table.md").read_text()
     assert "Seeds 0, 1; " in note
     assert "--batch-size 16 --lr 0.05 --label-smoothing 0.1" in note
@@ -216,6 +282,48 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
         compare_blocks.main([*arguments, "--lr", "0.1"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "1"], "--seed does not apply to a comparison: give --seeds"),
+        (["--block", "se"], "--block does not apply to a comparison: each arm has its own"),
+        (["--resume", "auto"], "--resume does not apply to a comparison: the same command goes on"),
+        (["--overwrite"], "--overwrite does not apply to a comparison: to begin anew, give another --output"),
+        (["--test-only"], "--test-only does not apply to a comparison: what is complete is only evaluated"),
+    ],
+)
+def test_comparing_blocks_refuses_what_it_decides_itself(run_here, tmp_path, flags, message):
+    code, _, err = run_here("compare_blocks.py", "--dataset", "digit-pairs", *flags, "--output", tmp_path / "runs")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"compare_blocks: error: {message}")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_of_blocks_go_to_the_arms_that_have_them(compare_blocks):
+    common = {
+        "data": "",
+        "weights": "net.pth",
+        "attention_lr": 0.1,
+        "freeze_backbone": True,
+        "at": "before",
+        "impl": "bmm",
+    }
+    common |= {"lr": 0.2}
+    chosen = compare_blocks.arms(common, "layer3", ("position=Rope2d()",))
+    arms = {name: Settings(**common, **alone) for name, alone in chosen.items()}
+    assert {name: (arm.block, arm.attention_lr, arm.freeze_backbone, arm.lr) for name, arm in arms.items()} == {
+        "plain": ("attention", None, False, 0.2),
+        "convolution": ("conv", 0.1, True, 0.2),
+        "squeeze and excitation": ("se", 0.1, True, 0.2),
+        "attention": ("attention", 0.1, True, 0.2),
+    }
+    assert [arm.impl for arm in arms.values()] == ["sdpa", "sdpa", "sdpa", "bmm"]
+    # What a new head is trained with is common to all.
+    common = {"data": "", "weights": "net.pth", "freeze_epochs": 2, "reset_head": True}
+    compare_blocks.arms(common, "layer3", ())
+    assert common["freeze_epochs"] == 2
+
+
 def test_comparing_blocks_on_the_digit_pairs(compare_blocks, tmp_path, monkeypatch):
     monkeypatch.setattr(digits, "TRAIN_CANVASES", 1024)
     monkeypatch.setattr(digits, "EVAL_CANVASES", 500)
@@ -228,11 +336,10 @@ def test_comparing_blocks_on_the_digit_pairs(compare_blocks, tmp_path, monkeypat
     assert (saved["num_heads"], saved["opt"], saved["seed"]) == (4, "adamw", 3)
 
 
-def test_comparing_blocks_says_what_is_missing(tmp_path):
-    done = run("compare_blocks.py", "--data", tmp_path, "--output", tmp_path / "runs")
-    assert done.returncode == 1
-    assert "compare_blocks: error: cifar100 is not in" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_comparing_blocks_says_what_is_missing(run_here, tmp_path):
+    code, _, err = run_here("compare_blocks.py", "--data", tmp_path, "--output", tmp_path / "runs")
+    assert code == 1
+    assert err.startswith("compare_blocks: error: cifar100 is not in")
 
 
 # --- the five commands ------------------------------------------------------------------------------------------------
@@ -245,7 +352,7 @@ def five_commands():
 
 
 def test_the_five_commands_lead_from_a_folder_of_images_to_an_exported_model(
-    image_folder, zoo, tmp_path, monkeypatch, capsys
+    image_folder, zoo, tmp_path, monkeypatch, capsys, run_here
 ):
     """Word for word, on another folder, with fewer epochs and smaller batches."""
     monkeypatch.chdir(tmp_path)
@@ -261,33 +368,91 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_an_exported_model(
     assert "epoch 3/3" in said
     assert "the largest difference of a logit" in said
     assert classify[:3] == ["python", "examples/classify.py", "flowers.onnx"]
-    done = run("classify.py", "flowers.onnx", *sorted(Path("flowers/val").glob("*/*.png")), cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    monkeypatch.setitem(sys.modules, "torch", None)  # which it needs not
+    code, out, err = run_here("classify.py", "flowers.onnx", *sorted(Path("flowers/val").glob("*/*.png")))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
     right = [line.split("  ")[1].startswith(line.split("/")[2]) for line in lines]
     scores = re.findall(r"top-1 ([\d.]+) %", said)
     assert 100 * sum(right) / len(lines) == pytest.approx(float(scores[-1]), abs=0.01)
     assert len(lines) == 24
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-normalize"]])
-def test_classifying_normalises_where_the_network_does_not(image_folder, tmp_path, flags, capsys):
-    from vision_attn.training.settings import Settings
+# --- classify.py ------------------------------------------------------------------------------------------------------
 
+
+STATISTICS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+CLASSES = ["blue", "green", "red"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A network, and the file that is exported of it with these flags, once for all tests."""
+    folder = tmp_path_factory.mktemp("classify")
     torch.manual_seed(0)
-    model, statistics = with_attention(), {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
-    settings = Settings(data="", insert=("layer3",)).as_dict()
-    about = {"settings": settings, "classes": ["blue", "green", "red"], "input_size": [3, 32, 32], **statistics}
-    torch.save({"model": model.state_dict(), **about}, tmp_path / "best.pth")
-    output = str(tmp_path / "net.onnx")
-    assert cli.main(["export", str(tmp_path / "best.pth"), "--output", output, *flags]) == 0
-    image = ImageFolder(image_folder / "val", Compose([ToTensor(), Normalize(*statistics.values())]))
-    path, _ = image.samples[0]
+    model, settings = with_attention(), Settings(data="", insert=("layer3",)).as_dict()
+    about = {"settings": settings, "classes": CLASSES, "input_size": [3, 32, 32], **STATISTICS}
+    torch.save({"model": model.state_dict(), **about}, folder / "best.pth")
+
+    @functools.cache
+    def exported(*flags):
+        path = folder / f"net{''.join(flags)}.onnx"
+        assert cli.main(["export", str(folder / "best.pth"), "--output", str(path), *flags]) == 0
+        return model, path
+
+    return exported
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A photograph that lies on its side, and a picture of 16 bits a pixel."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8)
+    noise[:, :60] //= 4
+    photograph = Image.fromarray(noise)
+    exif = photograph.getexif()
+    exif[0x0112] = 6
+    photograph.save(tmp_path / "photograph.png", exif=exif)
+    deep = np.linspace(0, 2**16 - 1, 36 * 32).reshape(36, 32).astype(np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    return [tmp_path / "photograph.png", tmp_path / "deep.png"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-normalize",)], ids=str)
+def test_classifying_sees_images_as_training_does(exported, image_folder, pictures, run_here, flags):
+    model, network = exported(*flags)
+    paths = [image_folder / "val" / "red" / "0.png", *pictures]
+    images = ImageFiles([str(path) for path in paths], [0] * 3).decode(range(3), (32, 32))
+    mean, std = (torch.tensor(STATISTICS[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
-        shares = model(image[0][0][None]).softmax(1)[0]
-    expected = [f"{about['classes'][i]} {100 * shares[i]:.1f} %" for i in shares.argsort(descending=True)]
-    done = run("classify.py", output, path)
-    assert done.stdout == "  ".join([path, *expected]) + "\n"
+        shares = model((images / 255 - mean) / std).softmax(1)
+    expected = [
+        "  ".join([str(path), *(f"{CLASSES[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
+        for path, row in zip(paths, shares, strict=True)
+    ]
+    code, out, err = run_here("classify.py", network, *paths)
+    assert (code, out.splitlines(), err) == (0, expected, "")
+
+
+def test_classifying_says_what_it_cannot_read(exported, pictures, run_here, tmp_path):
+    _, network = exported()
+    Image.fromarray(np.full((32, 32), 255, np.int32)).save(tmp_path / "deep.tif")
+    (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
+    for name, reason in (
+        ("deep.tif", "32 bits a pixel, whose range is not known"),
+        ("half.png", "truncated"),
+        ("none.png", "No such file"),
+    ):
+        code, out, err = run_here("classify.py", network, pictures[0], tmp_path / name)
+        assert (code, out.count("\n"), err.count("\n")) == (1, 1, 1)
+        assert err.startswith(f"{tmp_path / name}: a damaged or no image (")
+        assert reason in err
+    model = onnx.load(network)
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "other.onnx")
+    for path in (tmp_path / "other.onnx", tmp_path / "none.onnx", pictures[0]):
+        code, out, err = run_here("classify.py", path, pictures[0])
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"{path}: no network that vision-attn export wrote (")
 
 
 @pytest.mark.parametrize("name", ["resnet20", "resnet56_a", "digit_pairs_attention"])

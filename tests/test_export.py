@@ -1,9 +1,15 @@
 """Exported networks, run as a stranger would run them: the same logits, the classes with them, or no file at all."""
 
+import copy
+import functools
 import json
+import os
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -11,6 +17,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -23,6 +30,7 @@ from vision_attn.export.export import export_classifier
 from vision_attn.export.run import open_run
 from vision_attn.models import create_model
 from vision_attn.training.data import open_data
+from vision_attn.training.image_files import ImageFiles
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -65,6 +73,22 @@ def checkpoint(image_folder, network, tmp_path):
     return save_checkpoint(tmp_path / "best.pth", settings_of(image_folder), network)
 
 
+@pytest.fixture(scope="module")
+def exported(image_folder, network, tmp_path_factory):
+    """What the command writes as a format with these flags, once for all tests, and what it says."""
+
+    @functools.cache
+    def exported(format, *flags):
+        folder, said = tmp_path_factory.mktemp("exported"), StringIO()
+        checkpoint = save_checkpoint(folder / "best.pth", settings_of(image_folder), network)
+        path = folder / "out" / FILES[format]
+        with redirect_stdout(said):
+            assert cli.main(["export", str(checkpoint), "--output", str(path), *flags]) == 0
+        return path, said.getvalue()
+
+    return exported
+
+
 def export(capsys, checkpoint, output, *flags):
     code = cli.main(["export", str(checkpoint), "--output", str(output), *flags])
     out, err = capsys.readouterr()
@@ -92,10 +116,8 @@ def normalized(pixels):
 
 
 @pytest.mark.parametrize("format", FILES)
-def test_what_is_exported_computes_what_the_network_does(capsys, checkpoint, network, tmp_path, format):
-    path = tmp_path / "out" / FILES[format]
-    code, out, err = export(capsys, checkpoint, path)
-    assert (code, err) == (0, "")
+def test_what_is_exported_computes_what_the_network_does(exported, network, format):
+    path, out = exported(format)
     assert f"{path}: {format}, " in out
     assert "the largest difference of a logit from the network's is " in out
     pixels = torch.rand(5, 3, 32, 32)
@@ -104,15 +126,11 @@ def test_what_is_exported_computes_what_the_network_does(capsys, checkpoint, net
     found = run(path, pixels if format in ("onnx", "torch-export") else normalized(pixels))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    # Once more, over what is there.
-    assert export(capsys, checkpoint, path)[0] == 0
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
-def test_normalising_may_be_left_to_the_caller(capsys, checkpoint, network, tmp_path, format):
-    path = tmp_path / FILES[format]
-    code, out, _ = export(capsys, checkpoint, path, "--no-normalize")
-    assert code == 0
+def test_normalising_may_be_left_to_the_caller(exported, network, format):
+    path, out = exported(format, "--no-normalize")
     assert "normalised by mean and std before" in out
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
@@ -132,9 +150,8 @@ def about(path):
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export", "safetensors"])
-def test_a_file_says_what_must_be_known_to_use_it(checkpoint, tmp_path, format):
-    export_classifier(open_run(checkpoint), tmp_path / FILES[format])
-    found = about(tmp_path / FILES[format])
+def test_a_file_says_what_must_be_known_to_use_it(exported, format):
+    found = about(exported(format)[0])
     assert found.pop("library") == f"vision_attn {va.__version__}"
     assert found.pop("mean") == pytest.approx(MEAN)
     assert found.pop("std") == pytest.approx(STD)
@@ -147,13 +164,24 @@ def test_a_file_says_what_must_be_known_to_use_it(checkpoint, tmp_path, format):
     }
 
 
-def test_a_folder_says_it_in_the_words_of_timm(checkpoint, tmp_path):
-    export_classifier(open_run(checkpoint), tmp_path / "net")
-    config = timm.create_model(f"local-dir:{tmp_path / 'net'}").pretrained_cfg
-    assert config["label_names"] == CLASSES
+def test_a_folder_says_it_in_the_words_of_timm(tmp_path):
+    # A network whose own configuration says 224 pixels, bicubic and a margin around the centre.
+    classifier = Classifier(
+        create_model("resnet18", num_classes=3), tuple(CLASSES), (3, 96, 96), MEAN, STD, architecture="resnet18"
+    )
+    export_classifier(classifier, tmp_path / "net")
+    model = timm.create_model(f"local-dir:{tmp_path / 'net'}")
+    assert model.pretrained_cfg["label_names"] == CLASSES
+    assert model.pretrained_cfg["num_classes"] == 3
+    config = timm.data.resolve_data_config(model=model)
+    assert tuple(config["input_size"]) == (3, 96, 96)
     assert (config["mean"], config["std"]) == (pytest.approx(MEAN), pytest.approx(STD))
-    assert config["num_classes"] == 3
-    assert tuple(config["input_size"]) == (3, 32, 32)
+    # Timm prepares an image as training's evaluation does.
+    noise = np.random.default_rng(0).integers(0, 256, (150, 150, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    found = timm.data.create_transform(**config)(Image.open(tmp_path / "noise.png"))
+    (pixels,) = ImageFiles([str(tmp_path / "noise.png")], [0]).decode([0], (96, 96)) / 255
+    torch.testing.assert_close(found, normalized(pixels))
 
 
 @pytest.mark.parametrize("format", ["torch-export", "timm", "safetensors"])
@@ -201,6 +229,60 @@ def test_an_old_file_survives_a_failure(capsys, checkpoint, tmp_path, monkeypatc
     assert path.read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("format", ["timm", "safetensors"])
+def test_what_is_there_is_replaced_whole_or_not_at_all(capsys, checkpoint, tmp_path, monkeypatch, format):
+    path = tmp_path / "out" / FILES[format]
+    assert export(capsys, checkpoint, path)[0] == 0
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    old, replace_file, replaced = {}, os.replace, []
+    for file in files:
+        old[file] = (file.read_bytes(), file.write_bytes(b"old"))[0]
+
+    def full(source, target):
+        if Path(target) in files:
+            replaced.append(Path(target))
+            if len(replaced) == len(files):
+                raise OSError("no space left")
+        return replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = export(capsys, checkpoint, path)
+    assert code == 1
+    assert "no space left" in err
+    assert [file.read_bytes() for file in replaced] == [old[file] for file in replaced[:-1]] + [b"old"]
+    assert (sorted(path.iterdir()) if path.is_dir() else [*path.parent.iterdir()]) == files
+    monkeypatch.undo()
+    assert export(capsys, checkpoint, path)[0] == 0
+    assert [file.read_bytes() for file in files] == [old[file] for file in files]
+
+
+@pytest.mark.parametrize(
+    ("output", "flags", "message"),
+    [
+        ("..", [], "holds more than an export (best.pth, here): choose another --output"),
+        ("new/..", [], "holds more than an export (file, mine, net.onnx): choose another --output"),
+        ("mine", [], "mine holds more than an export (notes.txt): choose another --output"),
+        ("net.onnx", [], "net.onnx is a folder, and .onnx is a file: choose another --output"),
+        ("mine", ["--format", "onnx"], "mine is a folder, and .onnx is a file: choose another --output"),
+        ("file", [], "file is a file, and timm's format is a folder: choose another --output"),
+    ],
+)
+def test_nothing_but_an_export_is_written_over(capsys, checkpoint, tmp_path, monkeypatch, output, flags, message):
+    here = tmp_path / "here"
+    for folder in (here / "mine", here / "net.onnx"):
+        folder.mkdir(parents=True)
+    (here / "mine" / "notes.txt").touch()
+    (here / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(here)
+    for name, form in list(formats.FORMATS.items()):  # refused before the work
+        monkeypatch.setitem(formats.FORMATS, name, replace(form, write=None))
+    code, out, err = export(capsys, checkpoint, output, *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, network, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "best.pth", settings_of(image_folder, num_heads=8), network)
     code, _, err = export(capsys, checkpoint, tmp_path / "net")
@@ -236,10 +318,10 @@ def test_a_run_is_exported_as_it_was_evaluated(capsys, image_folder, tmp_path):
         output=str(tmp_path / "run"),
     )
     result = train(settings, lambda line: None)
-    assert export(capsys, tmp_path / "run", tmp_path / "best.onnx")[0] == 0
+    assert export(capsys, tmp_path / "run", tmp_path / "best.pt2")[0] == 0
     assert export(capsys, tmp_path / "run" / "last.pth", tmp_path / "last.pt2")[0] == 0
     data = open_data(settings, train=False).read((32, 32))
-    best, last = (run(tmp_path / name, data.images / 255) for name in ("best.onnx", "last.pt2"))
+    best, last = (run(tmp_path / name, data.images / 255) for name in ("best.pt2", "last.pt2"))
     assert 100 * float((best.argmax(1) == data.labels).double().mean()) == pytest.approx(result.best.top1)
     # The moving average is what counts in the last epoch.
     with torch.no_grad():
@@ -279,6 +361,16 @@ def test_every_implementation_is_exported_with_any_batch(network, tmp_path, impl
         torch.testing.assert_close(run(tmp_path / "net.pt2", pixels), network(normalized(pixels)), rtol=1e-4, atol=1e-4)
 
 
+def test_a_network_is_exported_in_float32_and_without_its_wrapper(network, tmp_path):
+    half = copy.deepcopy(network).bfloat16()
+    classifier = Classifier(torch.nn.DataParallel(half), tuple(CLASSES), (3, 32, 32), MEAN, STD)
+    export_classifier(classifier, tmp_path / "net.safetensors")
+    assert half.fc.weight.dtype == torch.bfloat16
+    images = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(run(tmp_path / "net.safetensors", images), half.float()(images))
+
+
 def test_any_network_can_be_exported_in_python(tmp_path):
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=2)
@@ -297,6 +389,8 @@ def test_any_network_can_be_exported_in_python(tmp_path):
         export_classifier(classifier, tmp_path / "folder")
     with pytest.raises(ValueError, match="std must have a value for each of the 3 channels"):
         replace(classifier, std=(0.5,))
+    with pytest.raises(ValueError, match=r"std must be positive; got \(0.5, 0.0, 0.5\)"):
+        replace(classifier, std=(0.5, 0.0, 0.5))
     assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
 
 
@@ -321,6 +415,7 @@ def test_what_makes_no_sense_exits_with_2(capsys, checkpoint, tmp_path, output, 
 
 
 def test_the_format_may_be_named(checkpoint, tmp_path):
+    assert export_classifier(open_run(checkpoint), tmp_path / "NET.SafeTensors").format == "safetensors"
     report = export_classifier(open_run(checkpoint), tmp_path / "net-v1.2", format="timm")
     assert report.format == "timm"
     assert sorted(path.name for path in (tmp_path / "net-v1.2").iterdir()) == ["config.json", "model.safetensors"]

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,7 +65,8 @@ def palette_image(*colours):
         (palette_image((10, 20, 30)), "palette_alpha.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
         (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
         (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),
-        (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.int32)), "deep.tif", {}, (100, 100, 100)),
+        (Image.fromarray(np.full((40, 40), 255 * 256 + 7, np.uint16)), "deep.tif", {}, (255, 255, 255)),
+        (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.pgm", {}, (100, 100, 100)),
         (
             Image.new("RGB", (40, 40), (1, 2, 3)),
             "frames.webp",
@@ -101,7 +103,7 @@ def test_images_stand_upright(tmp_path):
 
 @pytest.fixture
 def damaged_folder(image_folder, tmp_path):
-    """Two classes with whole images and six that are damaged, each in its way."""
+    """Two classes with whole images and 23 that are damaged, the first six each in its way."""
     whole = (image_folder / "train" / "red" / "0.png").read_bytes()
     for half in ("train", "val"):
         for name in ("blue", "red"):
@@ -114,15 +116,18 @@ def damaged_folder(image_folder, tmp_path):
     (red / "b-empty.jpg").touch()
     (red / "c-text.jpeg").write_text("this is no image\nat all")
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(red / "d-float.tif")
-    os.symlink(tmp_path / "nowhere.png", red / "e-link.png")
-    (red / "f-more.png").touch()
+    Image.fromarray(np.full((8, 8), 255, np.int32)).save(red / "e-deep.tif")
+    os.symlink(tmp_path / "nowhere.png", red / "f-link.png")
+    for index in range(17):
+        (red / f"g-{index:02}.png").touch()
     return tmp_path / "images"
 
 
 REASONS = (
     r"a-truncated\.png \(.*truncated.*\), .*b-empty\.jpg \(is of no known format\), "
     r".*c-text\.jpeg \(is of no known format\), .*d-float\.tif \(floating-point pixels, whose range is not known\), "
-    r".*e-link\.png \(.*No such file.*\) and 1 more: fetch them again or remove them$"
+    r".*e-deep\.tif \(32 bits a pixel, whose range is not known\), .*f-link\.png \(.*No such file.*\), "
+    r".*g-13\.png \(is of no known format\) and 3 more: fetch them again or remove them$"
 )
 
 
@@ -134,10 +139,33 @@ def test_all_damaged_images_are_named_at_once(damaged_folder):
         list(ImageLoader(source.files, (32, 32), workers=1, device=CPU).batches([torch.arange(len(source))]))
 
 
+def test_a_damaged_image_of_one_batch_has_those_of_all_named(damaged_folder):
+    source = open_folder(damaged_folder / "train")
+    loader = ImageLoader(source.files, (32, 32), workers=1, device=CPU)
+    whole, damaged = torch.arange(0, 8), torch.arange(30, 32)
+    batches = loader.batches([whole, damaged])
+    next(batches)
+    with pytest.raises(DataError, match=f"^damaged or no images: .*{REASONS}"):
+        next(batches)
+
+
+def test_a_damaged_image_that_is_whole_again_is_named(damaged_folder):
+    source = open_folder(damaged_folder / "val")
+    files, loader = source.files, ImageLoader(source.files, (32, 32), workers=1, device=CPU)
+    path = Path(os.fsdecode(files.paths[3]))
+    content = path.read_bytes()
+    path.write_bytes(b"")
+    batches = loader.batches([torch.arange(8)])
+    check = files.check
+    files.check = lambda: (path.write_bytes(content), check())
+    with pytest.raises(DataError, match=r"3\.png \(is of no known format\): fetch"):
+        next(batches)
+
+
 @pytest.mark.parametrize("workers", [(), ("--workers", "1")], ids=["in memory", "in a worker"])
 def test_a_damaged_image_is_one_line_on_the_command_line(damaged_folder, workers, capsys, tmp_path):
     code = cli.main(
-        ["train", "--data", str(damaged_folder), "--device", "cpu", "--epochs", "1", "--batch-size", "22",
+        ["train", "--data", str(damaged_folder), "--device", "cpu", "--epochs", "1", "--batch-size", "39",
          "--output", str(tmp_path / "run"), *workers]
     )  # fmt: skip
     lines = capsys.readouterr().err.splitlines()
@@ -155,20 +183,26 @@ def test_a_worker_that_dies_is_no_traceback(source, monkeypatch):
 
 
 def test_files_that_are_no_images_by_their_names_are_left_out_and_said(image_folder, tmp_path):
+    root = tmp_path / ".data"  # what is above the images may be hidden
     for half in ("train", "val"):
-        (tmp_path / half).mkdir()
+        (root / half).mkdir(parents=True)
         for name in ("blue", "green", "red"):
-            os.symlink(image_folder / half / name, tmp_path / half / name)
-    os.unlink(tmp_path / "val" / "red")
-    (tmp_path / "val" / "red").mkdir()
-    for name in ("one.gif", "two.gif", "notes.txt", "Makefile"):
-        (tmp_path / "val" / "red" / name).touch()
-    Image.new("RGB", (32, 32)).save(tmp_path / "val" / "red" / "IMAGE.PNG")
+            os.symlink(image_folder / half / name, root / half / name)
+    os.unlink(root / "val" / "red")
+    (root / "val" / "red").mkdir()
+    for name in ("one.gif", "two.gif", "notes.txt", "Makefile", "._IMAGE.PNG", ".DS_Store"):
+        (root / "val" / "red" / name).touch()
+    for folder in (".ipynb_checkpoints", "red/.ipynb_checkpoints"):
+        (root / "val" / folder).mkdir()
+        Image.new("RGB", (32, 32)).save(root / "val" / folder / "IMAGE.png")
+    Image.new("RGB", (32, 32)).save(root / "val" / "red" / "IMAGE.PNG")
     lines = []
-    train(Settings(data=str(tmp_path), device="cpu", test_only=True), lines.append)
+    train(Settings(data=str(root), device="cpu", test_only=True), lines.append)
     (line,) = [line for line in lines if line.startswith("evaluation")]
     assert line.startswith("evaluation: 17 images of ")
-    assert line.endswith(", in memory; no images by their names and left out: 2 .gif, 1 .txt, 1 Makefile")
+    assert line.endswith(", in memory; no images by their names and left out: 2 .gif, 1 .txt, 1 Makefile, 3 hidden")
+    with pytest.raises(DataError, match=r"\.data/val/red has no class folders"):
+        open_folder(root / "val" / "red")
 
 
 # --- in memory, or decoded by worker processes -----------------------------------------------------------------------
@@ -237,7 +271,7 @@ def test_a_run_with_worker_processes_ends_with_the_bits_of_one_without(image_fol
 
 
 def test_what_does_not_fit_into_memory_is_decoded_by_as_many_workers_as_cores(source, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(data_room, "cores", lambda: 6)
     monkeypatch.setattr("warnings.warn", lambda *arguments, **options: None)  # DataLoader's, of too many workers
     needed = 72 * 3 * 32 * 32
     monkeypatch.setattr(data_room, "memory_for_images", lambda device: needed)
@@ -249,6 +283,9 @@ def test_what_does_not_fit_into_memory_is_decoded_by_as_many_workers_as_cores(so
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(data_room, "memory_for_images", lambda device: needed - 1)
     kept = "decoded in every epoch by 6 worker processes"
+    assert open_images(source, (32, 32), CPU).kept == kept
+    monkeypatch.setattr(data_room, "cores", lambda: 192)
+    kept = "decoded in every epoch by 16 worker processes"
     assert open_images(source, (32, 32), CPU).kept == kept
 
 

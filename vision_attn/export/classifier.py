@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,7 @@ class Classifier:
     """A network, its classes and what it is fed with.
 
     Raises:
-        ValueError: there are not as many statistics as channels.
+        ValueError: there are not as many statistics as channels, or a deviation is not positive.
 
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
     >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -47,6 +48,8 @@ class Classifier:
                 raise ValueError(
                     f"{name} must have a value for each of the {self.input_size[0]} channels; got {tuple(values)}"
                 )
+        if not all(0.0 < value < math.inf for value in self.std):
+            raise ValueError(f"std must be positive; got {tuple(self.std)}")
 
     def about(self, *, normalize: bool) -> dict[str, object]:
         """What whoever runs the network has to know, as plain values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from vision_attn.checkpoints import write_atomically
 from vision_attn.export.classifier import Classifier
 from vision_attn.export.errors import ExportError
-from vision_attn.export.formats import FORMATS, Format
+from vision_attn.export.formats import FOLDER, FORMATS, Format
 
 __all__ = ["ExportReport", "export_classifier"]
 
@@ -65,9 +66,9 @@ def export_classifier(
 
     Args:
         classifier: the network and what must be known of it.
-        output: the file, or the folder of ``timm``; one that is there is replaced.
+        output: the file, or the folder of ``timm``; what an export wrote there before is replaced.
         format: ``"onnx"``, ``"torch-export"``, ``"timm"`` or ``"safetensors"``; by default what the ending of
-            ``output`` says: ``.onnx``, ``.pt2``, none for a folder, ``.safetensors``.
+            ``output`` says: ``.onnx``, ``.pt2``, none for a folder, ``.safetensors``; in capitals as well.
         normalize: whether the graph takes pixels in 0…1 and normalises them itself, as it does by default, or takes
             normalised ones; the two forms that are no graph take normalised ones.
 
@@ -75,8 +76,8 @@ def export_classifier(
         A report.
 
     Raises:
-        ValueError: the form is not known, does not go with the ending or with ``normalize``; the number of classes is
-            not the network's; or timm makes no such network.
+        ValueError: the form is not known, does not go with the ending or with ``normalize``; something else is where
+            the file or folder would be; the number of classes is not the network's; or timm makes no such network.
         ModuleNotFoundError: ONNX needs a package that is not there.
         ExportError: the network could not be exported, or what was written computes something else; no file is left.
         OSError: it cannot be written.
@@ -87,12 +88,13 @@ def export_classifier(
     >>> report.format, report.normalize, report.difference < 1e-5
     ('torch-export', True, True)
     """
-    output = Path(output)
+    output = Path(os.path.abspath(output))  # or the name of .. is none
     name = format_of(output, format)
     form = FORMATS[name]
     if normalize is not None and not form.graph:
         raise ValueError(f"normalize applies to onnx and torch-export, which are graphs; got {name}, which is none")
     normalize = form.graph if normalize is None else normalize
+    refuse_something_else(output, form)
     for package in form.packages:
         import_module(package)
     classifier = classifier.to_export()
@@ -100,7 +102,7 @@ def export_classifier(
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
-        path = Path(aside) / output.name
+        path = Path(aside) / f"network{form.ending}"
         difference, largest = write_and_compare(form, classifier, normalize, path)
         size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))
         put_in_place(path, output)
@@ -111,7 +113,8 @@ def export_classifier(
 
 def format_of(output: Path, format: str | None) -> str:
     endings = {form.ending: name for name, form in FORMATS.items()}
-    found = endings.get(output.suffix)
+    ending = output.suffix.lower()
+    found = endings.get(ending)
     if format is None and found is None:
         raise ValueError(
             f"output must end in {', '.join(filter(None, endings))}, or in nothing for a folder of timm's; got "
@@ -119,9 +122,23 @@ def format_of(output: Path, format: str | None) -> str:
         )
     if format is not None and format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
-    if format is not None and output.suffix in endings and output.suffix and found != format:
+    if format is not None and ending and found not in (None, format):
         raise ValueError(f"format: {output.name!r} has the ending of {found}; got {format!r}: give one of the two")
     return format or str(found)
+
+
+def refuse_something_else(output: Path, form: Format) -> None:
+    """Refuse to write over what is no export."""
+    if output.is_dir() and form.ending:
+        raise ValueError(f"output: {output} is a folder, and {form.ending} is a file: choose another --output")
+    if output.exists() and not output.is_dir() and not form.ending:
+        raise ValueError(f"output: {output} is a file, and timm's format is a folder: choose another --output")
+    others = sorted({path.name for path in output.iterdir()} - FOLDER) if output.is_dir() else []
+    if others:
+        raise ValueError(
+            f"output: {output} holds more than an export ({', '.join(others[:6])}{', …' if len(others) > 6 else ''}): "
+            "choose another --output"
+        )
 
 
 @torch.no_grad()

@@ -31,10 +31,12 @@ from vision_attn.export.classifier import Classifier, NormalizedNetwork
 from vision_attn.insertion import inserted, records
 from vision_attn.models.registry import config_of, save_model
 
-__all__ = ["ENTRY", "FORMATS", "Format"]
+__all__ = ["ENTRY", "FOLDER", "FORMATS", "Format"]
 
 #: The name of the metadata's entry.
 ENTRY = "classifier"
+#: What a folder of timm's holds.
+FOLDER = frozenset({"config.json", "model.safetensors"})
 #: What makes logits of images.
 Run = Callable[[Tensor], Tensor]
 
@@ -109,7 +111,7 @@ def open_program(classifier: Classifier, path: Path) -> Run:
 
 def write_folder(classifier: Classifier, normalize: bool, path: Path) -> None:
     architecture, options = architecture_of(classifier)
-    # timm's configuration is of the published weights: the folder has that of these.
+    # timm's configuration is of the published weights: the folder has that of these, and of training's evaluation.
     model = copy.copy(classifier.model)
     vars(model)["pretrained_cfg"] = {
         **config_of(model),
@@ -117,6 +119,8 @@ def write_folder(classifier: Classifier, normalize: bool, path: Path) -> None:
         "mean": classifier.mean,
         "std": classifier.std,
         "num_classes": len(classifier.classes),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
     }
     save_model(model, path, architecture=architecture, model_args=options)
     config = json.loads((path / "config.json").read_text())

@@ -7,13 +7,11 @@ distant positions the network adds up what it finds at each, and cannot tell whe
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-import vision_attn
 from vision_attn.insertion import insert_
+from vision_attn.models.weights import weights_file
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
@@ -77,13 +75,6 @@ class DigitPairsNet(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def weights_folder() -> Path:
-    """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
-    package = Path(vision_attn.__file__).parent
-    installed = package / "weights"
-    return installed if installed.is_dir() else package.parent / "weights"
-
-
 #: What timm's ``features_only=True`` gives: the map after each of the four stages.
 FEATURES = {"out_indices": (0, 1, 2, 3)}
 
@@ -101,8 +92,7 @@ _CFG = {
 default_cfgs = generate_default_cfgs(
     {
         "digit_pairs.untrained": _CFG,
-        "digit_pairs_attention.seed0": _CFG
-        | {"file": str(weights_folder() / "digit_pairs_attention" / "model.safetensors")},
+        "digit_pairs_attention.seed0": _CFG | {"file": weights_file("digit_pairs_attention")},
     }
 )
 

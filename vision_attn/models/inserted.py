@@ -2,17 +2,20 @@
 
 Before training such a network computes what the one it is made from computes, and ``pretrained=True`` loads the weights
 of that one, under the tags that timm has for them: ``resnet50_attention.a1_in1k`` begins as ``resnet50.a1_in1k``.
+``resnet20_attention.cifar100`` has weights of our own training, blocks and all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import timm
 from timm.models import (
     DefaultCfg,
+    PretrainedCfg,
     build_model_with_cfg,
     convnext,
     generate_default_cfgs,
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from vision_attn.insertion import insert_, inserted_keys
 from vision_attn.models import cifar_resnet, wide_resnet  # noqa: F401  (registers them)
+from vision_attn.models.weights import weights_file
 
 __all__ = [
     "convnext_atto_attention",
@@ -71,13 +75,16 @@ CIFAR = Insertion((-1,), {"num_heads": 4}, (32, 32), {"out_indices": (0, 1, 2)})
 default_cfgs: dict[str, DefaultCfg] = {}
 
 
-def with_attention(base: str, insertion: Insertion, about: str) -> Callable[..., nn.Module]:
+def with_attention(
+    base: str, insertion: Insertion, about: str, trained: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., nn.Module]:
     """Register ``<base>_attention`` with timm.
 
     Args:
         base: a network that timm knows.
         insertion: where blocks go, and what they are.
         about: its docstring.
+        trained: tags of its own weights, with the folders that they lie in.
 
     Returns:
         The function that makes it, as timm calls it.
@@ -112,7 +119,11 @@ def with_attention(base: str, insertion: Insertion, about: str) -> Callable[...,
         return model
 
     configurations = get_arch_pretrained_cfgs(base).values()  # the default one first
-    default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": cfg for cfg in configurations}))
+
+    def with_own_weights(cfg: PretrainedCfg) -> PretrainedCfg:
+        return replace(cfg, file=weights_file(trained[cfg.tag])) if cfg.tag in trained else cfg
+
+    default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": with_own_weights(cfg) for cfg in configurations}))
     create.__name__ = create.__qualname__ = name
     create.__doc__ = about
     return register_model(create)
@@ -125,7 +136,12 @@ convnext_tiny_attention = with_attention("convnext_tiny", CONVNEXT, "timm's Conv
 efficientnet_b0_attention = with_attention(
     "efficientnet_b0", EFFICIENTNET, "timm's EfficientNet-B0 with two attention blocks."
 )
-resnet20_attention = with_attention("resnet20", CIFAR, "CIFAR ResNet-20, option B, with an attention block.")
+resnet20_attention = with_attention(
+    "resnet20",
+    CIFAR,
+    "CIFAR ResNet-20, option B, with an attention block.",
+    trained={"cifar100": "resnet20_attention_cifar100"},
+)
 resnet32_attention = with_attention("resnet32", CIFAR, "CIFAR ResNet-32, option B, with an attention block.")
 resnet44_attention = with_attention("resnet44", CIFAR, "CIFAR ResNet-44, option B, with an attention block.")
 resnet56_attention = with_attention("resnet56", CIFAR, "CIFAR ResNet-56, option B, with an attention block.")

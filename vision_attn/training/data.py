@@ -23,6 +23,8 @@ from vision_attn.training.settings import Settings
 
 __all__ = ["Source", "image_folder", "open_data", "open_images"]
 
+#: Worker processes that are not asked for: more seldom help, and each takes memory.
+MOST_WORKERS = 16
 #: Names that the evaluation half of an image folder goes by.
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
@@ -39,7 +41,7 @@ class Source:
         read: reads all of it at a size into the CPU's memory.
         count: of its images.
         files: its images as files, where they are.
-        left_out: files beside them that are no images by their names, by ending.
+        left_out: files beside them that are no images by their names, by ending or as hidden.
     """
 
     name: str
@@ -121,35 +123,39 @@ def split_folder(root: Path, train: bool, test_only: bool) -> Path:
 def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``, whose images :class:`ImageFiles` decodes.
 
+    What has a name that begins with a dot, of notebooks and file systems, is neither a class nor an image.
+
     Args:
         folder: with a folder for each of two classes or more in it.
 
     Raises:
         DataError: there are no images, or no two classes of them; on reading: some cannot be read.
     """
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise DataError(f"{folder} has no class folders: expected CLASS/IMAGE inside it")
     left_out: Counter[str] = Counter()
 
     def is_image(path: str) -> bool:
-        if path.lower().endswith(datasets.folder.IMG_EXTENSIONS):
+        hidden = f"{os.sep}." in path.removeprefix(str(folder))
+        if not hidden and path.lower().endswith(datasets.folder.IMG_EXTENSIONS):
             return True
-        left_out[Path(path).suffix or Path(path).name] += 1
+        left_out["hidden" if hidden else Path(path).suffix or Path(path).name] += 1
         return False
 
-    try:
-        listing = datasets.ImageFolder(str(folder), is_valid_file=is_image, allow_empty=True)
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} has no class folders: expected CLASS/IMAGE inside it") from error
-    empty = set(range(len(listing.classes))) - {label for _, label in listing.samples}
+    labels = {name: label for label, name in enumerate(classes)}
+    samples = datasets.folder.make_dataset(folder, labels, is_valid_file=is_image, allow_empty=True)
+    empty = set(labels.values()) - {label for _, label in samples}
     if empty:
-        names = ", ".join(repr(listing.classes[label]) for label in sorted(empty)[:6])
+        names = ", ".join(repr(classes[label]) for label in sorted(empty)[:6])
         raise DataError(
             f"{folder}: no images in {names}: fill it or remove the folder "
             f"(images are {', '.join(datasets.folder.IMG_EXTENSIONS)})"
         )
-    if len(listing.classes) < 2:
-        raise DataError(f"{folder} has one class folder, {listing.classes[0]!r}: at least two are needed to tell apart")
-    files = ImageFiles(*zip(*listing.samples, strict=True))
-    return Source(str(folder), tuple(listing.classes), 3, None, files.read, len(files), files, left_out)
+    if len(classes) < 2:
+        raise DataError(f"{folder} has one class folder, {classes[0]!r}: at least two are needed to tell apart")
+    files = ImageFiles(*zip(*samples, strict=True))
+    return Source(str(folder), tuple(classes), 3, None, files.read, len(files), files, left_out)
 
 
 def open_images(
@@ -177,7 +183,7 @@ def open_images(
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
     needed, room = source.count * source.channels * math.prod(size), memory_for_images(device) // processes
     if source.files is not None and (workers or crop_scale is not None or needed > room):
-        workers = workers or max(1, (os.cpu_count() or 1) // processes)
+        workers = workers or max(1, min(MOST_WORKERS, cores() // processes))
         return ImageLoader(source.files, size, workers=workers, device=device, crop_scale=crop_scale)
     if needed > room:
         raise DataError(
@@ -188,6 +194,17 @@ def open_images(
 
 
 def memory_for_images(device: torch.device) -> float:
-    """Bytes that images may take: most of the free memory here, and half of it on a device that trains, too."""
-    free = 0.8 * psutil.virtual_memory().available
-    return min(free, torch.cuda.mem_get_info(device)[0] / 2) if device.type == "cuda" else free
+    """Bytes that a half of the data may take: most of the free memory here, a quarter of it on a device that trains."""
+    free = 0.8 * min(psutil.virtual_memory().available, container_limit())
+    return min(free, torch.cuda.mem_get_info(device)[0] / 4) if device.type == "cuda" else free
+
+
+def container_limit(file: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Bytes that a container may take, which the machine's free memory does not say."""
+    text = file.read_text().strip() if file.exists() else "max"
+    return math.inf if text == "max" else int(text)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -24,7 +24,10 @@ __all__ = ["ImageFiles"]
 Crop = Callable[[Image.Image, tuple[int, int]], Image.Image]
 
 #: How many damaged files one message names.
-NAMED = 5
+NAMED = 20
+
+#: Pillow's formats of which it gives 16 bits a pixel in a mode of 32; of TIFF it gives any 32 bits in it.
+SIXTEEN_BITS = ("PNG", "PPM")
 
 
 class ImageFiles:
@@ -73,7 +76,7 @@ class ImageFiles:
         return stacked(crops(), len(rows), size)
 
     def read(self, size: tuple[int, int]) -> ImageSet:
-        """Decode all of them, by as many threads as there are cores.
+        """Decode all of them.
 
         Args:
             size: height and width of the result in pixels.
@@ -84,10 +87,28 @@ class ImageFiles:
         Raises:
             DataError: files are damaged or no images.
         """
+        return ImageSet(stacked(self.decoded(size), len(self), size), self.labels)
+
+    def check(self) -> None:
+        """Decode all of them and keep none.
+
+        Raises:
+            DataError: files are damaged or no images.
+        """
+        refuse([found for found in self.decoded((1, 1)) if isinstance(found, str)])
+
+    def decoded(self, size: tuple[int, int]) -> Iterator[Tensor | str]:
+        """Decode all of them, by as many threads as there are cores.
+
+        Args:
+            size: height and width of the result in pixels.
+
+        Returns:
+            Of each its pixels ``(3, *size)``, or which file it is and what is wrong with it.
+        """
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             decoded = pool.map(partial(pixels, size=size), self.paths)
-            bar = tqdm(decoded, "decode", len(self), leave=False, disable=None)
-            return ImageSet(stacked(bar, len(self), size), self.labels)
+            yield from tqdm(decoded, "decode", len(self), leave=False, disable=None)
 
 
 def centre(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -111,28 +132,34 @@ def stacked(decoded: Iterable[Tensor | str], count: int, size: tuple[int, int]) 
             damaged.append(found)
         else:
             images[index] = found
+    refuse(damaged)
+    return images
+
+
+def refuse(damaged: Sequence[str]) -> None:
     if damaged:
         more = f" and {len(damaged) - NAMED:,} more" if len(damaged) > NAMED else ""
         raise DataError(f"damaged or no images: {', '.join(damaged[:NAMED])}{more}: fetch them again or remove them")
-    return images
 
 
 def pixels(path: bytes, size: tuple[int, int], crop: Crop = centre) -> Tensor | str:
     """One image, ``(3, *size)``, or which file it is that cannot be decoded, and why."""
     try:
         with Image.open(os.fsdecode(path)) as file:
-            image = rgb(ImageOps.exif_transpose(file))
+            image = rgb(ImageOps.exif_transpose(file), file.format)
     except Exception as error:  # what a decoder raises that meets bytes of any kind, is not known to its caller
         reason = "is of no known format" if isinstance(error, UnidentifiedImageError) else error
         return f"{os.fsdecode(path)} ({' '.join(str(reason).split())})"
     return torch.from_numpy(np.array(crop(image, size))).permute(2, 0, 1)
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image, format: str | None) -> Image.Image:
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is not known")
-    if image.mode.startswith("I"):  # 16 bits a pixel
-        image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.mode == "I" and format not in SIXTEEN_BITS:
+        raise ValueError("32 bits a pixel, whose range is not known")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # or Pillow warns
     return image.convert("RGB")

@@ -66,7 +66,7 @@ class ImageLoader:
         """What the workers make of the order.
 
         Raises:
-            DataError: of files, or a worker ended.
+            DataError: files are damaged, and all of them are named; or a worker ended.
         """
         batches = iter(self.loader)
         while True:
@@ -82,6 +82,7 @@ class ImageLoader:
                     f"--workers or a smaller --batch-size ({error})"
                 ) from error
             if isinstance(found, DataError):
+                self.files.check()  # names those of batches to come as well
                 raise found
             yield found
 

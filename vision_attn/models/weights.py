@@ -1,0 +1,25 @@
+"""Where the weights of our own training lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import vision_attn
+
+__all__ = ["weights_file", "weights_folder"]
+
+
+def weights_folder() -> Path:
+    """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
+    package = Path(vision_attn.__file__).parent
+    installed = package / "weights"
+    return installed if installed.is_dir() else package.parent / "weights"
+
+
+def weights_file(name: str) -> str:
+    """The path of a network's weights, as timm's configurations have it.
+
+    Args:
+        name: of its folder.
+    """
+    return str(weights_folder() / name / "model.safetensors")
