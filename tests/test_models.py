@@ -13,8 +13,8 @@ from timm.models import group_parameters
 
 import vision_attn as va
 from vision_attn.models import CifarResNet, WideResNet, create_model
-from vision_attn.models.weights import weights_folder
 from vision_attn.models.registry import save_model
+from vision_attn.models.weights import weights_folder
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 

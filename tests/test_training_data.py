@@ -20,7 +20,7 @@ from vision_attn.checkpoints import read_checkpoint
 from vision_attn.training import data as data_room
 from vision_attn.training import train as train_room
 from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, draw_mixing, mix, share
-from vision_attn.training.data import Source, open_images
+from vision_attn.training.data import Source, container_limit, open_images
 from vision_attn.training.data import image_folder as open_folder
 from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Normalize, evaluate
@@ -293,6 +293,14 @@ def test_what_neither_fits_into_memory_nor_is_files_is_refused_before_it_is_read
     source = Source("cifar", ("a", "b"), 3, (32, 32), None, 50_000)
     with pytest.raises(DataError, match=r"50,000 images of 1000000×1000000 take .* GiB .* choose a smaller --img-size"):
         open_images(source, (1_000_000, 1_000_000), CPU)
+
+
+def test_a_container_may_have_less_memory_than_the_machine(tmp_path):
+    limit = tmp_path / "memory.max"
+    assert container_limit(limit) == math.inf
+    for text, size in (("max\n", math.inf), ("1073741824\n", 2**30)):
+        limit.write_text(text)
+        assert container_limit(limit) == size
 
 
 def test_evaluation_by_worker_processes_is_that_in_memory(source):

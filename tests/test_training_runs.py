@@ -284,6 +284,33 @@ def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, evaluation, t
     assert_same_result(tmp_path / "run", tmp_path / "interrupted")
 
 
+def test_a_signal_to_all_processes_of_a_job_is_obeyed_by_the_one_that_trains(base, tmp_path):
+    command = [sys.executable, "-m", "vision_attn", *flags(replace(base, workers=1, epochs=100))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        assert any(line.startswith("epoch 1/100: ") for line in process.stdout)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 143, error
+    assert "interrupted; saved after step" in error
+    assert read_checkpoint(tmp_path / "run" / "last.pth")["epoch"] >= 1
+    with pytest.raises(ProcessLookupError):  # no worker is left over
+        os.killpg(process.pid, 0)
+
+
+def test_a_worker_that_is_killed_during_a_step_is_no_traceback(base, monkeypatch):
+    def kill_a_worker():
+        (worker, *_) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(1)
+
+    at_step(monkeypatch, 0, 1, kill_a_worker)
+    with pytest.raises(DataError, match=r"a worker process that decodes images ended, .*--workers"):
+        train(replace(base, workers=1), quiet)
+
+
 def test_a_second_ctrl_c_leaves_at_once(base, tmp_path, monkeypatch):
     def twice():
         signal.raise_signal(signal.SIGTERM)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from vision_attn.training.errors import DataError
 from vision_attn.training.image_files import ImageFiles
 
-__all__ = ["ImageLoader"]
+__all__ = ["ImageLoader", "refuse_lost_worker"]
 
 
 class ImageLoader:
@@ -49,7 +52,7 @@ class ImageLoader:
             num_workers=workers,
             persistent_workers=True,
             pin_memory=device.type == "cuda",
-            worker_init_fn=leave_interrupts_alone,
+            worker_init_fn=obey_the_parent_alone,
             generator=torch.Generator(),  # or it draws from torch's own, on which dropout depends
         )
 
@@ -75,22 +78,44 @@ class ImageLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if not str(error).startswith("DataLoader worker"):
-                    raise  # an error in a worker, and no worker that is no more
-                raise DataError(
-                    "a worker process that decodes images ended, often for want of (shared) memory: give fewer "
-                    f"--workers or a smaller --batch-size ({error})"
-                ) from error
+                refuse_lost_worker(error)
+                raise
             if isinstance(found, DataError):
                 self.files.check()  # names those of batches to come as well
                 raise found
             yield found
 
 
-def leave_interrupts_alone(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal: what comes of it is decided by the one that trains."""
-    # Not so SIGTERM, by which that one ends workers that are left over when it exits.
+def refuse_lost_worker(error: BaseException | None) -> None:
+    """Say what it means that a worker is no more, which torch raises wherever the main thread is.
+
+    Args:
+        error: any.
+
+    Raises:
+        DataError: it is that one.
+    """
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        raise DataError(
+            "a worker process that decodes images ended, often for want of (shared) memory: give fewer --workers or a "
+            f"smaller --batch-size ({error})"
+        ) from error
+
+
+def obey_the_parent_alone(worker: int) -> None:
+    """Ctrl-C and SIGTERM may reach every process of a job: what comes of them is decided by the one that trains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=end_with_the_parent, daemon=True).start()
+
+
+def end_with_the_parent() -> None:
+    """Wait for the SIGTERM by which the parent ends workers that are left over when it exits."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 class Decoder(Dataset[Tensor | DataError]):

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vision_attn.training.errors import Interrupted, TrainingError
+from vision_attn.training.image_loader import refuse_lost_worker
 from vision_attn.training.interruption import Interruption
 from vision_attn.training.saving import Saving
 from vision_attn.training.state import TrainingState
@@ -49,6 +50,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.interruption.__exit__(kind, error, trace)
+        refuse_lost_worker(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise TrainingError(
                 f"the device has no memory for a step ({str(error).splitlines()[0]}): go through the batch in parts "
