@@ -247,7 +247,7 @@ def test_a_log_file_holds_lines_and_no_bars(image_folder, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "\r" not in done.stdout
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 8
 
 
 def test_the_version_is_the_packages(capsys):

@@ -103,7 +103,7 @@ def test_the_trainer_is_compared_with_a_bare_loop(image_folder):
     assert (len(trainer), len(bare)) == (3, 3)
     shares = sorted(100 * one / other for one, other in zip(trainer[1:], bare[1:], strict=True))
     (said,) = re.findall(r"([\d.]+) % \(of 2 epochs, ([\d.]+) to ([\d.]+)\)$", done.stdout, re.MULTILINE)
-    assert [float(one) for one in said] == pytest.approx([sum(shares) / 2, *shares], abs=0.2)
+    assert [float(one) for one in said] == pytest.approx([sum(shares) / 2, *shares], rel=0.02)
     done = run("trainer_throughput.py", *arguments, "--epochs", "1")
     assert done.returncode == 2
     assert done.stderr == "trainer_throughput: error: epochs must be at least 2, as the first one warms up\n"

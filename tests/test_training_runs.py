@@ -61,6 +61,14 @@ def base(image_folder, tmp_path):
     )
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """As a terminal has it: in the background of a shell, where tests may run as well, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def quiet(line):
     pass
 
