@@ -1,9 +1,11 @@
 """Our networks through timm, and the accuracies that zoo checkpoints were published with."""
 
+import hashlib
 import json
 import os
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +17,14 @@ import vision_attn as va
 from vision_attn.models import CifarResNet, WideResNet, create_model
 from vision_attn.models.registry import save_model
 from vision_attn.models.weights import weights_folder
+from vision_attn.training.data import image_folder
+from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
+ROOT = Path(__file__).parents[1]
+#: What weights/ holds.
+FOLDERS = sorted(path for path in weights_folder().iterdir() if path.is_dir())
 #: Parameters in thousands: for option A as He et al. count them, section 4.2, table 6; option B adds the projections.
 PARAMETERS = {"20": 0.27, "32": 0.46, "44": 0.66, "56": 0.85}
 
@@ -144,14 +151,50 @@ def test_the_trained_network_is_loaded_by_name_and_does_what_its_card_says():
     assert result.final.top1 > 95
 
 
-def test_the_trained_network_is_a_folder_that_timm_reads():
-    folder = weights_folder() / "digit_pairs_attention"
-    ours = timm.create_model("digit_pairs_attention", pretrained=True).eval()
-    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    x = torch.rand(4, 1, 8, 44)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_card_names_its_file_and_the_page_names_the_card(folder):
+    (file,) = folder.glob("*.safetensors")
+    card = (folder / "README.md").read_text()
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in card
+    assert f"`{file.name}`" in card
+    assert f"]({folder.name}/README.md)" in (weights_folder() / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "size", "site"),
+    [
+        ("digit_pairs_attention", "digit_pairs_attention", [1, 8, 44], "stage3.1.2"),
+        ("resnet20_attention.cifar100", "resnet20_attention_cifar100", [3, 32, 32], "layer3.2"),
+    ],
+)
+def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, folder, size, site):
+    ours = timm.create_model(name, pretrained=True).eval()
+    theirs = timm.create_model(f"local-dir:{weights_folder() / folder}", pretrained=True).eval()
+    from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
+    x = torch.rand(4, *size)
     assert torch.equal(ours(x), theirs(x))
-    assert theirs.pretrained_cfg["input_size"] == [1, 8, 44]
-    assert list(va.inserted(ours)) == ["stage3.1.2"]
+    assert torch.equal(ours(x), from_hub(x))
+    assert theirs.pretrained_cfg["input_size"] == size
+    assert list(va.inserted(ours)) == [site]
+    (gate,) = va.gates(ours).values()
+    assert gate.abs().min() > 0  # trained, not as it began
+
+
+@pytest.mark.slow
+def test_the_weights_of_our_own_training_score_what_their_cards_say(real_data, tmp_path):
+    torch.set_num_threads(os.cpu_count())
+    with zipfile.ZipFile(real_data / "cifar100-test.zip") as archive:
+        archive.extractall(tmp_path)
+    images = image_folder(tmp_path / "cifar100" / "test").read((32, 32))
+    network = timm.create_model("resnet20_attention.cifar100", pretrained=True)
+    adapted = create_model("resnet20", num_classes=100)
+    va.load_checkpoint(adapted, real_data / "zoo" / "B_cifar10_resnet20.pth", fresh="fc.*")
+    va.load_adapter(adapted, weights_folder() / "resnet20_cifar10_to_cifar100" / "adapter.safetensors")
+    for model, folder in ((network, "resnet20_attention_cifar100"), (adapted, "resnet20_cifar10_to_cifar100")):
+        normalize = Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"], 3)
+        top1 = evaluate(model, normalize, images).top1
+        assert f"| {top1:.2f} % (seed 0) |" in (weights_folder() / folder / "README.md").read_text()
+    torch.set_num_threads(1)
 
 
 def test_a_network_is_saved_as_a_folder_that_timm_reads(tmp_path):

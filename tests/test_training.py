@@ -621,6 +621,7 @@ def test_a_run_in_half_precision_leaves_a_plain_network_behind(base):
         ({"weight_decay": -1.0}, "weight_decay must be at least 0; got -1.0"),
         ({"mean": (0.0,) * 3, "std": (0.0,) * 3}, "std must be positive; got 0.0"),
         ({"seed": -1}, "seed must be at least 0 and less than 2³²; got -1"),
+        ({"mean": (math.nan,) * 3, "std": (1.0,) * 3}, "mean must be finite; got"),
         ({"seed": 2**32}, "seed must be at least 0 and less than 2³²"),
         ({"opt": "sgd", "momentum": 0.0}, "momentum must be above 0 for sgd"),
         ({"model_ema_decay": 0.5}, "model_ema_decay applies to a moving average"),

@@ -33,6 +33,7 @@ from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import train
+from vision_attn.training.watch import Watch
 
 #: Of each row of metrics.csv what does not depend on the clock.
 RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1")
@@ -319,6 +320,19 @@ def test_a_worker_that_is_killed_during_a_step_is_no_traceback(base, monkeypatch
         train(replace(base, workers=1), quiet)
 
 
+def test_a_signal_that_comes_after_the_last_step_is_not_lost(base, monkeypatch):
+    write = RunFolder.write_metrics
+
+    def signalling(folder, rows):
+        write(folder, rows)
+        if len(rows) == base.epochs:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "write_metrics", signalling)
+    with pytest.raises(Interrupted):
+        train(base, quiet)
+
+
 def test_a_second_ctrl_c_leaves_at_once(base, tmp_path, monkeypatch):
     def twice():
         signal.raise_signal(signal.SIGTERM)
@@ -460,6 +474,11 @@ def test_images_that_cannot_be_read_lose_nothing(base, tmp_path, monkeypatch):
         patched.setattr(ImageSet, "batches", breaking)
         with pytest.raises(DataError):
             train(broken, quiet)
+        before = last.read_bytes()
+        patched.setattr(Watch, "whole", lambda watch: False)
+        with pytest.raises(DataError):
+            train(replace(broken, resume=str(last)), quiet)
+    assert last.read_bytes() == before, "weights that are not finite take no good one's place"
     assert read_checkpoint(last)["step"] == 2
     train(replace(broken, resume=str(last)), quiet)
     assert_same_result(tmp_path / "run", tmp_path / "broken")
@@ -493,8 +512,10 @@ def test_other_data_is_not_gone_on_with(base, image_folder, tmp_path, monkeypatc
 
 
 def test_a_run_that_is_not_begun_leaves_the_old_one(base, tmp_path, monkeypatch):
+    events = tmp_path / "run" / "tensorboard"
+    events.mkdir(parents=True)
     train(replace(base, epochs=1, warmup_epochs=0), quiet)
-    (tmp_path / "run" / "tensorboard").mkdir()
+    assert events.exists(), "it may be anyone's where no run is"
     before = (tmp_path / "run" / "last.pth").read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 2**10))
@@ -502,7 +523,7 @@ def test_a_run_that_is_not_begun_leaves_the_old_one(base, tmp_path, monkeypatch)
             train(replace(base, model="resnet32", overwrite=True), quiet)
     assert (tmp_path / "run" / "last.pth").read_bytes() == before
     train(replace(base, epochs=1, warmup_epochs=0, overwrite=True), quiet)
-    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert not events.exists()
 
 
 def test_a_disk_without_room_is_said_before_training(base, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ def adder(defaults: object) -> Callable[..., None]:
 
     def add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
         default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
-        if default not in (None, False, (), ""):
+        if default is not None and default is not False and default not in ((), ""):
             text = f"{text} (default: {default})"
         group.add_argument(flag, help=text, **options)
 

@@ -83,10 +83,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
     )
     add(group, "--opt", "optimiser: sgd (with Nesterov momentum), adamw or any other that timm knows")
-    add(group, "--lr", "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights)", type=float)
+    add(
+        group,
+        "--lr",
+        "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights or --pretrained)",
+        type=float,
+    )
     add(group, "--attention-lr", "rate of the inserted blocks (default: --lr)", type=float)
     add(group, "--layer-decay", "factor on the rate from a layer to the one before it, such as 0.75", type=float)
-    add(group, "--momentum", "of sgd", type=float)
+    add(group, "--momentum", "of sgd and others that have one", type=float)
     add(group, "--weight-decay", "of all but biases, norms and gates", type=float)
     add(group, "--warmup-epochs", "epochs of linear warm-up before the cosine", type=float)
     add(group, "--min-lr", "rate that the cosine ends at", type=float)
@@ -115,7 +120,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     add(group, "--channels-last", "keep maps in the channels-last memory format", action="store_true")
-    add(group, "--compile", "compile the training step", action="store_true")
+    add(group, "--compile", "compile the network", action="store_true")
 
     group = command.add_argument_group("run")
     add(group, "--output", "folder of the run (default: runs/train)")

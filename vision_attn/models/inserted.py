@@ -2,14 +2,14 @@
 
 Before training such a network computes what the one it is made from computes, and ``pretrained=True`` loads the weights
 of that one, under the tags that timm has for them: ``resnet50_attention.a1_in1k`` begins as ``resnet50.a1_in1k``.
-``resnet20_attention.cifar100`` has weights of our own training, blocks and all.
+``resnet20_attention.cifar100`` has weights of our own training, blocks and all; timm takes such a tag where none is
+named, and with it 100 classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import timm
@@ -76,7 +76,7 @@ default_cfgs: dict[str, DefaultCfg] = {}
 
 
 def with_attention(
-    base: str, insertion: Insertion, about: str, trained: Mapping[str, str] = MappingProxyType({})
+    base: str, insertion: Insertion, about: str, trained: tuple[str, ...] = ()
 ) -> Callable[..., nn.Module]:
     """Register ``<base>_attention`` with timm.
 
@@ -84,7 +84,7 @@ def with_attention(
         base: a network that timm knows.
         insertion: where blocks go, and what they are.
         about: its docstring.
-        trained: tags of its own weights, with the folders that they lie in.
+        trained: tags of which there are weights of our own training, in ``weights/<base>_attention_<tag>``.
 
     Returns:
         The function that makes it, as timm calls it.
@@ -121,7 +121,7 @@ def with_attention(
     configurations = get_arch_pretrained_cfgs(base).values()  # the default one first
 
     def with_own_weights(cfg: PretrainedCfg) -> PretrainedCfg:
-        return replace(cfg, file=weights_file(trained[cfg.tag])) if cfg.tag in trained else cfg
+        return replace(cfg, file=weights_file(f"{name}_{cfg.tag}")) if cfg.tag in trained else cfg
 
     default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": with_own_weights(cfg) for cfg in configurations}))
     create.__name__ = create.__qualname__ = name
@@ -140,7 +140,7 @@ resnet20_attention = with_attention(
     "resnet20",
     CIFAR,
     "CIFAR ResNet-20, option B, with an attention block.",
-    trained={"cifar100": "resnet20_attention_cifar100"},
+    trained=("cifar100",),
 )
 resnet32_attention = with_attention("resnet32", CIFAR, "CIFAR ResNet-32, option B, with an attention block.")
 resnet44_attention = with_attention("resnet44", CIFAR, "CIFAR ResNet-44, option B, with an attention block.")

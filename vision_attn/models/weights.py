@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import vision_attn
-
 __all__ = ["weights_file", "weights_folder"]
 
 
 def weights_folder() -> Path:
     """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
-    package = Path(vision_attn.__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "weights"
     return installed if installed.is_dir() else package.parent / "weights"
 

@@ -181,7 +181,7 @@ def open_images(
         DataError: images cannot be read, or neither fit into memory nor are files.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
-    needed, room = source.count * source.channels * math.prod(size), memory_for_images(device) // processes
+    needed, room = source.count * source.channels * math.prod(size), memory_for_images(device, processes)
     if source.files is not None and (workers or crop_scale is not None or needed > room):
         workers = workers or max(1, min(MOST_WORKERS, cores() // processes))
         return ImageLoader(source.files, size, workers=workers, device=device, crop_scale=crop_scale)
@@ -193,9 +193,10 @@ def open_images(
     return source.read(size).to(device)
 
 
-def memory_for_images(device: torch.device) -> float:
+def memory_for_images(device: torch.device, processes: int) -> float:
     """Bytes that a half of the data may take: most of the free memory here, a quarter of it on a device that trains."""
-    free = 0.8 * min(psutil.virtual_memory().available, container_limit())
+    taken = psutil.Process().memory_info().rss
+    free = 0.8 * min(psutil.virtual_memory().available / processes, container_limit() / processes - taken)
     return min(free, torch.cuda.mem_get_info(device)[0] / 4) if device.type == "cuda" else free
 
 

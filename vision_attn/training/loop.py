@@ -117,7 +117,7 @@ class Run:
             CheckpointError: its checkpoint cannot be read.
             TrainingError: the loss or a weight is no longer a number, or there is no memory for a step or no room on
                 the disk.
-            DataError: images cannot be read; the run is saved.
+            DataError: images cannot be read; the run is saved if they are those of training.
             OSError: the folder of the run cannot be written.
             Interrupted: Ctrl-C or SIGTERM came; the run is saved.
         """
@@ -133,7 +133,7 @@ class Run:
         if settings.tensorboard:
             self.accelerator.init_trackers("tensorboard")
 
-        with self.watch:
+        with self.watch.watching():
             final = self.evaluate()
             self.log(f"before epoch {state.progress.epoch + 1}: {final}")
             while state.progress.epoch < settings.epochs:
@@ -161,7 +161,7 @@ class Run:
             self.state.evaluated,
             self.normalize,
             self.eval_data,
-            batch_size=max(1, self.settings.batch_size // self.accelerator.num_processes),
+            batch_size=self.settings.images_at_once(self.accelerator.num_processes),
             accelerator=self.accelerator,
             between=self.watch.evaluating,
         )
@@ -174,7 +174,7 @@ class Run:
 
         Raises:
             TrainingError: it is not finite.
-            DataError: images cannot be read; the run is saved.
+            DataError: images cannot be read; the run is saved if they are those of training.
             Interrupted: Ctrl-C or SIGTERM came; the run is saved.
         """
         settings, accelerator, progress = self.settings, self.accelerator, self.state.progress
@@ -213,7 +213,7 @@ class Run:
                     bar.set_postfix(loss=f"{loss.item():.3f}")
         except DataError:  # in this process alone: the others cannot be waited for
             progress.reached(step, total.item(), time.perf_counter() - begin)
-            if accelerator.is_main_process:
+            if accelerator.is_main_process and self.watch.whole():
                 self.saving.save_last()
             raise
         progress.reached(self.steps, accelerator.reduce(total, "mean").item(), time.perf_counter() - begin)

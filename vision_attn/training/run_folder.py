@@ -80,7 +80,7 @@ class RunFolder:
         write_atomically(probe, b"")
         probe.unlink()
         self.refuse_full_disk(last_bytes, best_bytes)
-        if clear:
+        if clear and self.files:
             for path in self.files:
                 path.unlink()
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vision_attn.checkpoints import read_checkpoint, save_adapter
 from vision_attn.training.evaluation import Normalize
@@ -51,7 +52,6 @@ class Saving:
             "input_size": [normalize.mean.numel(), *network.size],
             "mean": normalize.mean.flatten().tolist(),
             "std": normalize.std.flatten().tolist(),
-            "sites": [block.site for block in network.inserted.blocks] if network.inserted else [],
         }
 
     @property
@@ -103,8 +103,8 @@ class Saving:
             CheckpointError: it cannot be read, or is not one to go on from.
             ValueError: it is of a run with other settings or data.
         """
-        content = read_checkpoint(path)
+        content: dict[str, Any] = read_checkpoint(path)
         self.state.refuse_other_content(content, path)
-        refuse_other_settings(self.settings, content["settings"], path)  # type: ignore[arg-type]
+        refuse_other_settings(self.settings, content["settings"], path)
         refuse_other_data(self.about, content, path)
         self.state.load(content)

@@ -258,6 +258,8 @@ class Settings:
         named = self.resume if self.resume != "auto" else None
         if named and self.output and Path(self.output).resolve() != Path(named).resolve().parent:
             raise ValueError(f"output: a run goes on in its own folder, {Path(named).parent}; got {self.output!r}")
+        if not all(map(math.isfinite, self.mean or ())):
+            raise ValueError(f"mean must be finite; got {self.mean}")
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together: give both, or neither for the model's own")
 
@@ -296,6 +298,14 @@ class Settings:
         if self.opt not in USUAL_RATES:
             raise ValueError(f"lr must be given for {self.opt}: only {' and '.join(USUAL_RATES)} have a usual rate")
         return USUAL_RATES[self.opt] / (10 if self.weights or self.pretrained else 1)
+
+    def images_at_once(self, processes: int) -> int:
+        """How many images go through the network at a time, in each process.
+
+        Args:
+            processes: how many there are.
+        """
+        return max(1, self.batch_size // (processes * self.grad_accum_steps))
 
     def as_dict(self) -> dict[str, object]:
         """The settings as plain values, as they are written to ``settings.yaml``."""

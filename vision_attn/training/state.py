@@ -100,7 +100,14 @@ class TrainingState:
         Raises:
             CheckpointError: something is missing.
         """
-        needed = {"model", "optimizer", "settings", "train_images", *(part.name for part in fields(Progress))}
+        needed = {
+            "model",
+            "optimizer",
+            "settings",
+            "classes",
+            "train_images",
+            *(part.name for part in fields(Progress)),
+        }
         needed |= {"model_ema"} if self.ema is not None else set()
         needed |= {"scaler"} if self.scaler is not None else set()
         lacking = sorted(needed - content.keys())

@@ -59,8 +59,7 @@ class TrainingStep:
         settings, frozen = self.settings, epoch < self.settings.freeze_epochs
         if frozen == self.frozen:
             return
-        if self.frozen is not None:
-            self.unwrap()
+        self.unwrap()
         self.frozen = frozen
         if settings.freeze_epochs:
             count = freeze_backbone_(self.model, frozen, also_train=self.new_head if frozen else ())

@@ -42,7 +42,8 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         ValueError: settings that name what does not exist.
         DataError: the data is missing, empty or damaged.
         CheckpointError: weights or the run to resume cannot be read or do not fit.
-        TrainingError: the loss is no longer a number, or a checkpoint cannot be written.
+        TrainingError: the loss or a weight is no longer a number, there is no memory for a step, or a checkpoint cannot
+            be written.
         OSError: the output folder cannot be written, or there is no such run to resume.
         Interrupted: Ctrl-C or SIGTERM came while it trained; the run is saved.
     """
@@ -86,8 +87,8 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     data = open_images(source, network.size, accelerator.device, workers=settings.workers)
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
-        share = max(1, settings.batch_size // accelerator.num_processes)
-        score = evaluate(model, normalize, data, batch_size=share, accelerator=accelerator)
+        at_once = settings.images_at_once(accelerator.num_processes)
+        score = evaluate(model, normalize, data, batch_size=at_once, accelerator=accelerator)
         log(str(score))
         return Result(network, model, normalize, final=score, best=score, seconds=0.0)
     train_data = open_images(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +25,7 @@ TOGETHER_EVERY = 10
 
 
 class Watch:
-    """Ends a run that was interrupted, after saving it, or that has run away; inside a ``with``, signals are noted.
+    """Ends a run that was interrupted, after saving it, or that has run away.
 
     Args:
         accelerator: of the run.
@@ -42,20 +43,28 @@ class Watch:
         every = EVERY if accelerator.num_processes == 1 else TOGETHER_EVERY
         self.every = 1 if accelerator.device.type == "cpu" else every
 
-    def __enter__(self) -> Watch:
-        self.interruption.__enter__()
-        return self
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note signals inside, and say errors of torch's in words; a signal that came too late to be seen is obeyed.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.interruption.__exit__(kind, error, trace)
-        refuse_lost_worker(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise TrainingError(
-                f"the device has no memory for a step ({str(error).splitlines()[0]}): go through the batch in parts "
-                "by --grad-accum-steps, give --amp or a smaller --batch-size"
-            ) from error
+        Raises:
+            TrainingError: there is no memory for a step.
+            DataError: a worker process ended.
+            Interrupted: a signal came; the run is saved.
+        """
+        with self.interruption:
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(
+                    f"the device has no memory for a step ({str(error).splitlines()[0]}): go through the batch in "
+                    "parts by --grad-accum-steps, give --amp or a smaller --batch-size"
+                ) from error
+            except RuntimeError as error:
+                refuse_lost_worker(error)
+                raise
+            if self.interruption.signal and self.accelerator.num_processes == 1:
+                self.leave(self.interruption.signal)
 
     def training(self, total: Tensor, step: int, seconds: float) -> None:
         """Whether to go on: not with a loss that is not finite, and not where a signal asked to stop.
@@ -77,15 +86,19 @@ class Watch:
         broken, signal = self.agree(int(not total.isfinite()), asked)
         epoch = self.state.progress.epoch + 1
         if broken:
-            begin = max(0, step - 1) // every * every + 1
+            begin = (step - 1) // every * every + 1
             steps = f"step {step}" if begin == step else f"one of the steps {begin} to {step}"
             raise self.ran_away(f"the loss of epoch {epoch} is {total.item()}, at {steps}")
         # What is saved is whole: the loss of a step is of the weights before it.
-        if (signal or step == self.step.steps) and not all(p.isfinite().all() for p in self.state.model.parameters()):
+        if (signal or step == self.step.steps) and not self.whole():
             raise self.ran_away(f"weights of epoch {epoch} are not finite, at step {step}")
         if signal:
             self.state.progress.reached(step, accelerator.reduce(total, "mean").item(), seconds)
             self.leave(signal)
+
+    def whole(self) -> bool:
+        """Whether all weights are finite."""
+        return all(bool(p.isfinite().all()) for p in self.state.model.parameters())
 
     def agree(self, *numbers: int) -> list[int]:
         """The largest of each number over all processes.
