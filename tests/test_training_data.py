@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,14 +275,19 @@ def test_what_does_not_fit_into_memory_is_decoded_by_as_many_workers_as_cores(so
     monkeypatch.setattr(data_room, "cores", lambda: 6)
     monkeypatch.setattr("warnings.warn", lambda *arguments, **options: None)  # DataLoader's, of too many workers
     needed = 72 * 3 * 32 * 32
-    monkeypatch.setattr(data_room, "memory_for_images", lambda device: needed)
+
+    def machine_with(memory):
+        found = SimpleNamespace(available=memory / 0.8)
+        monkeypatch.setattr(data_room.psutil, "virtual_memory", lambda: found)
+
+    machine_with(needed + 10)
     assert open_images(source, (32, 32), CPU).kept == "in memory"
     # Two processes hold the images twice.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     kept = "decoded in every epoch by 3 worker processes"
     assert open_images(source, (32, 32), CPU).kept == kept
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(data_room, "memory_for_images", lambda device: needed - 1)
+    machine_with(needed - 10)
     kept = "decoded in every epoch by 6 worker processes"
     assert open_images(source, (32, 32), CPU).kept == kept
     monkeypatch.setattr(data_room, "cores", lambda: 192)
