@@ -42,7 +42,7 @@ class GatedResidual2d(nn.Module):
         dtype: type of the parameters.
 
     Raises:
-        ValueError: ``gate_init`` is no finite number.
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class GatedResidual2d(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        check_count("channels", channels)
         check_number("gate_init", gate_init)
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
@@ -154,7 +155,6 @@ class ConvBlock2d(GatedResidual2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_count("channels", channels)
         super().__init__(channels, gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))

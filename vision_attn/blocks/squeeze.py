@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vision_attn.blocks.maps import check_count
 from vision_attn.blocks.residual import GatedResidual2d
 
 __all__ = ["SqueezeExciteBlock2d"]
@@ -44,7 +43,6 @@ class SqueezeExciteBlock2d(GatedResidual2d):
     ) -> None:
         from timm.layers import SqueezeExcite
 
-        check_count("channels", channels)
         super().__init__(channels, gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
