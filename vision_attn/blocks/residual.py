@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
 from vision_attn.blocks.maps import check_count, check_number
 
-__all__ = ["AttentionBlock2d", "ConvBlock2d", "GatedResidual2d", "LayerNorm2d"]
+__all__ = ["AttentionBlock2d", "GatedResidual2d", "LayerNorm2d"]
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -125,42 +124,3 @@ class AttentionBlock2d(GatedResidual2d):
             ValueError: as :meth:`Attention2d.forward`.
         """
         return self.add(x, self.attn(self.norm(x), mask, context))
-
-
-class ConvBlock2d(GatedResidual2d):
-    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
-
-    ``x + gate · W₂ gelu(depthwise3×3(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
-    :class:`AttentionBlock2d`, to the nearest width.
-
-    Args:
-        channels: channels of the map.
-        gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
-
-    Raises:
-        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
-
-    >>> count = lambda block: sum(p.numel() for p in block.parameters())
-    >>> count(ConvBlock2d(64)), count(AttentionBlock2d(64))
-    (16797, 16832)
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        *,
-        gate_init: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(channels, gate_init, device, dtype)
-        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
-        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
-        self.expand = nn.Conv2d(channels, hidden, 1, device=device, dtype=dtype)
-        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
-        self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))

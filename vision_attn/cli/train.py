@@ -19,7 +19,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     Args:
         command: the parser that they are added to.
     """
-    from vision_attn.training.settings import Settings
+    from vision_attn.training.settings import CHOICES, Settings
 
     defaults = Settings(data="")
     command.set_defaults(command=run)
@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     group = command.add_argument_group("data")
     add(group, "--data", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or the folder that CIFAR is in")
-    add(group, "--dataset", "kind of data", choices=("folder", "cifar10", "cifar100", "digit-pairs"))
+    add(group, "--dataset", "kind of data", choices=CHOICES["dataset"])
     add(group, "--dataset-download", "fetch CIFAR into --data if it is not there", action="store_true")
     add(group, "--img-size", "side of the images in pixels", type=int)
     add(group, "--mean", "mean of each channel, of pixels in 0…1", type=float, nargs="+")
@@ -37,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         group,
         "--train-crop",
         "random crops of the padded image, or of any size, brought to one: for photographs",
-        choices=("pad", "resized"),
+        choices=CHOICES["train_crop"],
     )
     add(group, "--crop-padding", "of pad, pixels on each side", type=int)
     add(group, "--crop-scale", "of resized, least share of an image that a crop has", type=float)
@@ -54,8 +54,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(group, "--weights-ema", "take the moving average in that checkpoint", action="store_true")
     add(group, "--reset-head", "begin with a new classifier, for other classes", action="store_true")
     add(group, "--insert", "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index", nargs="+")
-    add(group, "--at", "of these sites", choices=("after", "before", "branch"))
-    add(group, "--block", "what is inserted", choices=("attention", "conv", "se"))
+    add(group, "--at", "of these sites", choices=CHOICES["at"])
+    add(group, "--block", "what is inserted", choices=CHOICES["block"])
     add(group, "--num-heads", "heads of the attention", type=int)
     add(group, "--impl", "implementation of the attention", choices=IMPLS)
     add(
@@ -111,7 +111,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
     )
     add(group, "--amp", "half precision where it is safe", action="store_true")
-    add(group, "--amp-dtype", "which; float16 scales the loss, on CUDA only", choices=("bfloat16", "float16"))
+    add(group, "--amp-dtype", "which; float16 scales the loss, on CUDA only", choices=CHOICES["amp_dtype"])
     add(group, "--sync-bn", "batch norms see the batch of all processes together (on CUDA)", action="store_true")
     add(
         group,

@@ -6,8 +6,16 @@ import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["Settings"]
+__all__ = ["CHOICES", "Settings"]
 
+#: The values that some settings choose from.
+CHOICES = {
+    "dataset": ("folder", "cifar10", "cifar100", "digit-pairs"),
+    "amp_dtype": ("bfloat16", "float16"),
+    "block": ("attention", "conv", "se"),
+    "at": ("after", "before", "branch"),
+    "train_crop": ("pad", "resized"),
+}
 #: What is known to work for most networks, of the optimisers for which something is.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 
@@ -158,13 +166,7 @@ class Settings:
     test_only: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("dataset", ("folder", "cifar10", "cifar100", "digit-pairs")),
-            ("amp_dtype", ("bfloat16", "float16")),
-            ("block", ("attention", "conv", "se")),
-            ("at", ("after", "before", "branch")),
-            ("train_crop", ("pad", "resized")),
-        ):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         lowest_values = {

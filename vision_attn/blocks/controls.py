@@ -1,0 +1,93 @@
+"""Controls: blocks of as many parameters as attention's, which tell what of its gain is owed to attending."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.blocks.residual import GatedResidual2d
+
+__all__ = ["ConvBlock2d", "SqueezeExciteBlock2d"]
+
+
+class ConvBlock2d(GatedResidual2d):
+    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
+
+    ``x + gate · W₂ gelu(depthwise3×3(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
+    :class:`AttentionBlock2d`, to the nearest width.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+
+    >>> from vision_attn.blocks import AttentionBlock2d
+    >>> count = lambda block: sum(p.numel() for p in block.parameters())
+    >>> count(ConvBlock2d(64)), count(AttentionBlock2d(64))
+    (16797, 16832)
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, gate_init, device, dtype)
+        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
+        self.expand = nn.Conv2d(channels, hidden, 1, device=device, dtype=dtype)
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
+        self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))
+
+
+class SqueezeExciteBlock2d(GatedResidual2d):
+    """Squeeze and excitation in the place of attention: what of its gain needs no positions to be compared.
+
+    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the
+    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. With the gate at
+    its initial zero the block is the identity, bit for bit.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+
+    Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
+
+    >>> block = SqueezeExciteBlock2d(64)
+    >>> sum(p.numel() for p in block.parameters()), block(torch.randn(2, 64, 7, 7)).shape
+    (16768, torch.Size([2, 64, 7, 7]))
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        from timm.layers import SqueezeExcite
+
+        super().__init__(channels, gate_init, device, dtype)
+        # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
+        self.excite = SqueezeExcite(channels, rd_channels=hidden, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.excite(self.norm(x)))
