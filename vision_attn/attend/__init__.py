@@ -1,14 +1,29 @@
 """Attention between tokens: the implementations side by side, what they share, and their names."""
 
-from vision_attn.attend.masks import masks_together, without_later_keys
-from vision_attn.attend.registry import IMPLS, attend, attention_weights, check_impl, register_impl
+from vision_attn.attend.implementations import Implementation
+from vision_attn.attend.masks import check_mask, combine_masks, open_rows, upcast, with_causal_mask
+from vision_attn.attend.registry import (
+    IMPLEMENTATIONS,
+    IMPLS,
+    attend,
+    attend_groups,
+    attention_weights,
+    check_impl,
+    register_impl,
+)
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "IMPLS",
+    "Implementation",
     "attend",
+    "attend_groups",
     "attention_weights",
     "check_impl",
-    "masks_together",
+    "check_mask",
+    "combine_masks",
+    "open_rows",
     "register_impl",
-    "without_later_keys",
+    "upcast",
+    "with_causal_mask",
 ]

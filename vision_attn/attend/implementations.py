@@ -1,172 +1,171 @@
-"""The implementations of attention, side by side: ``softmax(scale q kᵀ + mask) v``.
+"""Multi-head attention ``softmax(scale q kᵀ + mask) v`` by einx, torch.bmm, einsum and torch's fused kernels.
 
-All have one signature, no parameters, and one result. Letters: ``b`` batch, ``n`` heads, ``i`` query token, ``j`` key
-token, ``d`` width of queries and keys, ``e`` width of values.
+An implementation takes three steps, side by side here: heads apart, attend, heads together. Letters: ``b`` batch, ``n``
+heads, ``i`` query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
-    q (b, n, i, d)    k (b, n, j, d)    v (b, n, j, e)    ->    (b, n, i, e)
+    heads apart      (b, qkv·n·d, h, w)     ->  (qkv, b·groups, n, i, d)      as the pattern's line says
+    attend           q (b·groups, n, i, d)    k (b·groups, n, j, d)    v (b·groups, n, j, e)  ->  (b·groups, n, i, e)
+    heads together   (b·groups, n, i, e)    ->  (b, n·e, h, w)
 
-``mask`` is None, bool (True = may attend) or an additive float, broadcastable to ``(b, n, i, j)``. A query that may
-attend to nothing gives zeros. Logits and softmax are computed in float32 at least, whatever the inputs are.
+``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``; each row has a
+key to attend to. Logits and softmax are computed in float32 at least, whatever the inputs are.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attend.masks import (
-    apply_mask,
-    at_least_float32,
-    in_range_of,
-    without_later_keys,
-    zero_unreachable,
-)
+from vision_attn.attend.masks import add_mask, upcast, with_causal_mask
 from vision_attn.equations import attention_equations
+from vision_attn.patterns import Cut
 
-__all__ = ["attend_bmm", "attend_einsum", "attend_einx", "attend_flex", "attend_sdpa"]
+__all__ = ["BMM", "EINSUM", "EINX", "SDPA", "Implementation"]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The three steps of an implementation."""
+
+    heads_apart: Callable[[Tensor, int, int, Cut], Tensor]
+    attend: Callable[..., Tensor]
+    heads_together: Callable[[Tensor, Cut], Tensor]
+
+
+# --- einx: every axis by its name -------------------------------------------------------------------------------------
+
+
+def heads_apart_einx(x: Tensor, qkv: int, n: int, cut: Cut) -> Tensor:
+    import einx
+
+    line = cut.line
+    text = f"b (qkv n d) {line.map_text} -> qkv {line.group_text} n {line.token_text} d"
+    return einx.id(text, x, qkv=qkv, n=n, **cut.lengths)
 
 
 def attend_einx(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Attention with every axis by its name; it holds the weights.
-
-    Args:
-        q: queries, ``(b, n, i, d)``.
-        k: keys, ``(b, n, j, d)``.
-        v: values, ``(b, n, j, e)``.
-        scale: factor on the logits.
-        mask: bool (True = may attend) or additive float, broadcastable to ``(b, n, i, j)``, or None.
-        causal: whether a query attends to no later key than itself.
-        dropout: probability with which a weight is dropped.
-
-    Returns:
-        ``(b, n, i, e)`` in the dtype of ``v``.
-
-    >>> q = torch.randn(2, 4, 49, 8)
-    >>> attend_einx(q, q, q, scale=8**-0.5, mask=None, causal=False, dropout=0.0).shape
-    torch.Size([2, 4, 49, 8])
-    """
     import einx
 
-    logits = scale * einx.dot("b n i d, b n j d -> b n i j", at_least_float32(q), at_least_float32(k))
-    logits, reachable = apply_mask(logits, mask, causal)
-    weights = einx.softmax("b n i [j]", logits)
-    weights = F.dropout(zero_unreachable(weights, reachable), dropout).to(v.dtype)
-    return einx.dot("b n i j, b n j e -> b n i e", weights, v)
+    logits = einx.dot("... i d, ... j d -> ... i j", scale * upcast(q), upcast(k))
+    logits = add_mask(logits, mask, causal)
+    weights = einx.softmax("... i [j]", logits)
+    weights = F.dropout(weights, dropout).to(v.dtype)
+    return einx.dot("... i j, ... j e -> ... i e", weights, v)
+
+
+def heads_together_einx(y: Tensor, cut: Cut) -> Tensor:
+    import einx
+
+    line = cut.line
+    text = f"{line.group_text} n {line.token_text} e -> b (n e) {line.map_text}"
+    return einx.id(text, y, **cut.lengths)
+
+
+# --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
+
+
+def heads_apart_torch(x: Tensor, qkv: int, n: int, cut: Cut) -> Tensor:
+    b, channels = x.shape[:2]
+    d = channels // (qkv * n)
+    x = x.movedim(1, -1).reshape(b, *cut.lengths.values(), qkv, n, d)
+    return x.permute(cut.line.apart).reshape(qkv, b * cut.groups, n, cut.tokens, d)
 
 
 def attend_bmm(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Attention with axes by their place: views, and two batched products of matrices; it holds the weights.
-
-    Arguments and result are those of :func:`attend_einx`.
-    """
     b, n, i, d = q.shape
     j, e = v.shape[2:]
-    q = at_least_float32(q).reshape(b * n, i, d)
-    k = at_least_float32(k).reshape(b * n, j, d)
-    logits = scale * torch.bmm(q, k.transpose(1, 2)).view(b, n, i, j)
-    logits, reachable = apply_mask(logits, mask, causal)
+    q, k = upcast(q).reshape(b * n, i, d), upcast(k).reshape(b * n, j, d)
+    logits = torch.bmm(scale * q, k.transpose(1, 2)).view(b, n, i, j)
+    logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
-    weights = F.dropout(zero_unreachable(weights, reachable), dropout).to(v.dtype)
+    weights = F.dropout(weights, dropout).to(v.dtype)
     return torch.bmm(weights.view(b * n, i, j), v.reshape(b * n, j, e)).view(b, n, i, e)
+
+
+def heads_together_torch(y: Tensor, cut: Cut) -> Tensor:
+    b, n, e = y.shape[0] // cut.groups, y.shape[1], y.shape[3]
+    line, lengths = cut.line, cut.lengths
+    y = y.reshape(b, *[lengths[name] for name in line.groups], n, *[lengths[name] for name in line.tokens], e)
+    return y.permute(line.together).reshape(b, *cut.shape, n * e).movedim(-1, 1)
+
+
+# --- einsum: the equations of Keras, in its axes (batch, tokens, heads, width) ----------------------------------------
 
 
 def attend_einsum(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Attention by the two einsum equations of Keras; it holds the weights.
-
-    Arguments and result are those of :func:`attend_einx`.
-    """
-    # In the axes of Keras, (batch, tokens, heads, width): key, query -> (batch, heads, query tokens, key tokens).
     dot, combine, _ = attention_equations(rank=4, attention_axes=(1,))  # "aecd,abcd->acbe", "acbe,aecd->abcd"
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    logits = scale * torch.einsum(dot, at_least_float32(k), at_least_float32(q))
-    logits, reachable = apply_mask(logits, mask, causal)
+    logits = torch.einsum(dot, upcast(k), scale * upcast(q))
+    logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
-    weights = F.dropout(zero_unreachable(weights, reachable), dropout).to(v.dtype)
+    weights = F.dropout(weights, dropout).to(v.dtype)
     return torch.einsum(combine, weights, v).transpose(1, 2)
+
+
+# --- scaled_dot_product_attention: the kernel that torch chooses, which holds no weights where it is a fused one ------
 
 
 def attend_sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Attention by the kernel that torch chooses, which holds no weights where it is a fused one.
-
-    Arguments and result are those of :func:`attend_einx`.
-    """
-    # Fused kernels want keys and values of one width: zeros fill up the narrower ones and change nothing.
+    with_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    if q.device.type == "cpu" and (dropout or with_gradient):
+        # torch has no fused kernel for these on the CPU, and takes more steps than bmm where it writes them out.
+        return attend_bmm(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+    b, n, i, d = q.shape
     e = v.shape[3]
-    width = max(q.shape[3], e)
-    q, k, v = (widened(x, width) for x in (q, k, v))
+    if d != e:  # fused kernels want one width: zeros fill up the narrower ones and change nothing
+        q, k, v = (F.pad(x, (0, max(d, e) - x.shape[3])) for x in (q, k, v))
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, is_causal=causal)[..., :e]
-    if causal:
-        mask = without_later_keys(mask, q.shape[2], k.shape[2], q.device)
-    # The kernels differ in what they make of a row with nothing to attend to, so such a row is opened for the kernel
-    # and its result is set to zero afterwards.
-    allowed = mask if mask.dtype == torch.bool else mask != -torch.inf
-    reachable = allowed.any(dim=-1, keepdim=True)
-    mask = mask | ~reachable if mask.dtype == torch.bool else in_range_of(q.dtype, mask.masked_fill(~reachable, 0.0))
-    with kernels_for_masks(q):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return torch.where(reachable, y[..., :e], torch.zeros((), dtype=y.dtype, device=y.device))
+        if causal and scale <= 0:  # the kernel multiplies its -inf by the scale
+            q, scale = scale * q, 1.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, is_causal=causal)
+    else:
+        if causal:
+            mask = with_causal_mask(mask, q.shape[2], k.shape[2], q.device)
+        q, k, v, mask = groups_as_heads(q, k, v, mask)
+        if mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        with kernels_for_masks(q):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+        y = y.reshape(b, n, i, y.shape[3])
+    return y if y.shape[3] == e else y[..., :e]
 
 
-def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
-    """Attention by FlexAttention, compiled to one kernel on CUDA.
+EINX = Implementation(heads_apart_einx, attend_einx, heads_together_einx)
+BMM = Implementation(heads_apart_torch, attend_bmm, heads_together_torch)
+EINSUM = Implementation(heads_apart_torch, attend_einsum, heads_together_torch)
+SDPA = Implementation(heads_apart_torch, attend_sdpa, heads_together_torch)
 
-    Arguments and result are those of :func:`attend_einx`.
 
-    Raises:
-        ValueError: ``dropout`` is not zero.
-        NotImplementedError: gradients are asked for on the CPU.
+# --- what they share --------------------------------------------------------------------------------------------------
+
+
+def groups_as_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same attention with a mask of four axes that is never repeated over the batch.
+
+    Groups stay in the batch where they have one mask; where each has its own they become heads, and the batch
+    broadcasts.
     """
-    if dropout:
-        raise ValueError(
-            f"attn_drop must be 0 with impl='flex', whose kernels drop nothing; got {dropout}: use impl='sdpa'"
-        )
-    if q.is_meta:  # where there are shapes and no values, and FlexAttention does not go
-        return attend_sdpa(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
-    if q.device.type == "cpu":
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise NotImplementedError(
-                "impl='flex' has no backward pass on the CPU: use impl='sdpa' there, or torch.no_grad() to evaluate"
-            )
-        q, k, v = q.detach(), k.detach(), v.detach()  # its kernel looks at requires_grad alone
-    if causal:
-        mask = without_later_keys(mask, q.shape[2], k.shape[2], q.device)
-    if mask is None:
-        return flex_kernel(q)(q, k, v, scale=scale)
-    shape = (*q.shape[:3], k.shape[2])
-    allowed_or_added = mask.expand(shape)
-
-    def masked(score: Tensor, b: Tensor, n: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        here = allowed_or_added[b, n, i, j]
-        return torch.where(here, score, -torch.inf) if here.dtype == torch.bool else score + here
-
-    return flex_kernel(q)(q, k, v, score_mod=masked, scale=scale)
-
-
-# --- the kernels that they call ---------------------------------------------------------------------------------------
-
-
-def widened(x: Tensor, width: int) -> Tensor:
-    """``(b, n, i, d)`` with zeros up to a width."""
-    return x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
+    batch, groups = mask.shape[:2]
+    if batch == groups == 1:
+        return q, k, v, mask[0]
+    if batch == 1:
+        q, k, v = (x.reshape(-1, groups * x.shape[1], *x.shape[2:]) for x in (q, k, v))
+        return q, k, v, mask.expand(-1, -1, q.shape[1] // groups, -1, -1).flatten(1, 2)
+    return q, k, v, mask.expand(-1, q.shape[0] // batch, -1, -1, -1).flatten(0, 1)
 
 
 def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
@@ -174,28 +173,3 @@ def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
     if not q.is_cuda:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-def flex_kernel(q: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention compiled to one kernel; on the CPU in torch's own unfused form, which holds every weight."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    kernel: Callable[..., Tensor] = flex_attention
-    if torch.compiler.is_compiling():
-        return kernel
-    if q.is_cuda:
-        return compiled_flex()
-
-    def unfused(*arguments: Tensor, **options: Any) -> Tensor:
-        with warnings.catch_warnings():  # which says so
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-            return kernel(*arguments, **options)
-
-    return unfused
-
-
-@cache
-def compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)

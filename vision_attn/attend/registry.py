@@ -1,35 +1,33 @@
-"""Implementations by name, and the two functions that blocks call."""
+"""Implementations by name, and attention between tokens by the implementation of a name."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from vision_attn.attend.implementations import attend_bmm, attend_einsum, attend_einx, attend_flex, attend_sdpa
-from vision_attn.attend.masks import (
-    apply_mask,
-    at_least_float32,
-    check_mask,
-    for_every_head,
-    without_autocast,
-    zero_unreachable,
-)
+from vision_attn.attend.implementations import BMM, EINSUM, EINX, SDPA, Implementation, groups_as_heads
+from vision_attn.attend.masks import add_mask, check_mask, open_rows, upcast, with_causal_mask, zero_rows
 
-__all__ = ["IMPLS", "attend", "attention_weights", "check_impl", "register_impl"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "IMPLS",
+    "attend",
+    "attend_groups",
+    "attention_weights",
+    "check_impl",
+    "register_impl",
+    "without_autocast",
+]
 
-_ATTEND: dict[str, Callable[..., Tensor]] = {
-    "einx": attend_einx,
-    "bmm": attend_bmm,
-    "einsum": attend_einsum,
-    "sdpa": attend_sdpa,
-    "flex": attend_flex,
-}
+IMPLEMENTATIONS: dict[str, Implementation] = {"einx": EINX, "bmm": BMM, "einsum": EINSUM, "sdpa": SDPA}
 
 #: Names of the implementations that come with the package.
-IMPLS = tuple(_ATTEND)
+IMPLS = tuple(IMPLEMENTATIONS)
 
 
 def register_impl(name: str, function: Callable[..., Tensor]) -> None:
@@ -38,27 +36,34 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     Args:
         name: what ``impl=`` will call it.
         function: ``function(q, k, v, *, scale, mask, causal, dropout)``, all as in :func:`attend`, on queries, keys and
-            values of as many heads. They may be strided views. ``mask`` has four axes, or is None; where a query may
-            attend to nothing the result is to be zero.
+            values of as many heads. They may be strided views. ``mask`` has four axes, or is None; every row of it has
+            a key to attend to.
 
     Raises:
         ValueError: the name is taken, or the function does not take these arguments.
 
-    >>> from vision_attn.attend.implementations import attend_bmm
-    >>> register_impl("mine", lambda q, k, v, **options: attend_bmm(q, k, v, **options))
+    >>> from vision_attn.attend import attend
+    >>> register_impl("mine", lambda q, k, v, **options: attend(q, k, v, impl="bmm", **options))
     >>> q = torch.randn(2, 4, 49, 8)
     >>> attend(q, q, q, impl="mine").shape
     torch.Size([2, 4, 49, 8])
     """
-    if not isinstance(name, str) or not name or name in _ATTEND:
-        raise ValueError(f"name must be a new one, none of {', '.join(map(repr, _ATTEND))}; got {name!r}")
+    if not isinstance(name, str) or not name or name in IMPLEMENTATIONS:
+        raise ValueError(f"name must be a new one, none of {', '.join(map(repr, IMPLEMENTATIONS))}; got {name!r}")
     try:
         inspect.signature(function).bind(None, None, None, scale=1.0, mask=None, causal=False, dropout=0.0)
     except TypeError as error:
         raise ValueError(
             f"function must take (q, k, v, *, scale, mask, causal, dropout); got {function!r}: {error}"
         ) from None
-    _ATTEND[name] = function
+
+    def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **options: float) -> Tensor:
+        if mask is None:
+            return function(q, k, v, mask=None, **options)
+        *heads, mask = groups_as_heads(q, k, v, mask)
+        return function(*heads, mask=mask, **options).reshape(*q.shape[:3], v.shape[3])
+
+    IMPLEMENTATIONS[name] = replace(SDPA, attend=with_groups)
 
 
 def attend(
@@ -89,8 +94,7 @@ def attend(
 
     Raises:
         ValueError: unknown ``impl``, heads that are no multiple, or a mask of another dtype or of a shape that does not
-            broadcast; with ``"flex"``, dropout.
-        NotImplementedError: gradients are asked of ``"flex"`` on the CPU.
+            broadcast.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2, https://arxiv.org/abs/1706.03762
 
@@ -99,56 +103,64 @@ def attend(
     torch.Size([2, 4, 49, 8])
     """
     check_impl(impl)
-    check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    reachable = None
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
-    k, v = for_every_head(q, k), for_every_head(q, v)
+        mask = check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))[:, None]
+        if causal:
+            mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
+        mask, reachable = open_rows(mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"scale": scale, "mask": mask, "causal": causal, "dropout": dropout}
+    return attend_groups(IMPLEMENTATIONS[impl], q, k, v, reachable, **options)
+
+
+def attend_groups(
+    impl: Implementation, q: Tensor, k: Tensor, v: Tensor, reachable: Tensor | None, **options: object
+) -> Tensor:
+    """Attention in the groups of a pattern, ``(b·groups, n, i, e)``.
+
+    ``options`` are those of the implementations. Rows that are not ``reachable``, ``(b or 1, groups or 1, n or 1, i,
+    1)``, give zeros.
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = repeat_kv(q, k), repeat_kv(q, v)
     with without_autocast(q):
-        return _ATTEND[impl](q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+        return zero_rows(impl.attend(q, k, v, **options), reachable)
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, *, scale: float | None = None, mask: Tensor | None = None, causal: bool = False
+    q: Tensor, k: Tensor, *, scale: float, mask: Tensor | None, reachable: Tensor | None, causal: bool
 ) -> Tensor:
-    """The weights themselves, ``softmax(scale q kᵀ + mask)``, whatever implementation the block runs.
-
-    Args:
-        q: queries, ``(b, n, i, d)``.
-        k: keys, ``(b, m, j, d)``, shared as in :func:`attend`.
-        scale: factor on the logits; ``d ** -0.5`` when None.
-        mask: as in :func:`attend`.
-        causal: as in :func:`attend`.
-
-    Returns:
-        ``(b, n, i, j)``, float32 or float64; every row sums to one, or to zero if its query may attend to nothing.
-
-    Raises:
-        ValueError: heads that are no multiple, or a mask of another dtype or of a shape that does not broadcast.
-
-    >>> attention_weights(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)).shape
-    torch.Size([1, 2, 3, 5])
-    """
-    check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    """The weights ``softmax(scale q kᵀ + mask)`` that every implementation stands for, ``(b·groups, n, i, j)``."""
     with without_autocast(q):
-        logits = scale * at_least_float32(q) @ at_least_float32(for_every_head(q, k)).mT
-        logits, reachable = apply_mask(logits, mask, causal)
-        return zero_unreachable(torch.softmax(logits, dim=-1), reachable)
+        logits = scale * upcast(q) @ upcast(repeat_kv(q, k)).mT
+        weights = torch.softmax(add_mask(logits, mask, causal), dim=-1)
+    return zero_rows(weights, reachable)
+
+
+def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values ``(b, m, j, d)`` repeated for the heads of the queries that share them, ``(b, n, j, d)``."""
+    n, m = q.shape[1], k.shape[1]
+    if n == m:
+        return k
+    if n % m:
+        raise ValueError(f"q must have a multiple of the heads of k and v; got {n} and {m}")
+    return k.unsqueeze(2).expand(-1, -1, n // m, -1, -1).flatten(1, 2)
 
 
 def check_impl(impl: str) -> None:
     """Refuse what is no implementation.
 
-    Args:
-        impl: a name.
-
-    Raises:
-        ValueError: it is neither one of :data:`IMPLS` nor was it registered.
-
     >>> check_impl("cudnn")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex'...; got 'cudnn'
+    ValueError: impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'...; got 'cudnn'
     """
-    if not isinstance(impl, str) or impl not in _ATTEND:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, _ATTEND))}; got {impl!r}")
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast, which would take the logits back to half precision."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # there is no autocast of tensors without values
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from vision_attn.blocks.maps import check_count, check_divides, check_flags
+from vision_attn.checks import check_count, check_divides, check_flags
 
 __all__ = ["DEVICES", "DTYPES", "RELATIVE_SHAPES", "SHAPES", "Settings", "Shape", "parse_shape"]
 

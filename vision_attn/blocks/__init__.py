@@ -1,12 +1,11 @@
 """Attention as modules."""
 
-from vision_attn.blocks.attention import Attention1d, Attention2d, Attention3d
+from vision_attn.blocks.attention import Attention, Attention1d, Attention2d, Attention3d
 from vision_attn.blocks.augmented import AugmentedConv2d
 from vision_attn.blocks.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.blocks.implementation import attention_modules, set_impl, use_impl
 from vision_attn.blocks.linear import LinearAttention2d
 from vision_attn.blocks.residual import AttentionBlock2d
-from vision_attn.blocks.spatial import Attention
 from vision_attn.blocks.strided import StridedAttention2d
 from vision_attn.blocks.transformer import TransformerBlock2d
 

@@ -1,8 +1,348 @@
-"""Attention as a module, for maps with one, two and three axes."""
+"""Multi-head attention on feature maps: ``Attention1d``, ``Attention2d`` and ``Attention3d``, and their projections."""
 
-from vision_attn.blocks.spatial import Attention
+from __future__ import annotations
 
-__all__ = ["Attention1d", "Attention2d", "Attention3d"]
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attend import (
+    IMPLEMENTATIONS,
+    Implementation,
+    attend_groups,
+    attention_weights,
+    check_impl,
+    check_mask,
+    combine_masks,
+    open_rows,
+    upcast,
+    with_causal_mask,
+)
+from vision_attn.blocks.projection import POINTWISE, in_format_of, linear
+from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
+from vision_attn.patterns import AnyPattern, Partition, partition_of, resolve_pattern
+from vision_attn.position import AnyPosition, BlockShape
+
+__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
+
+#: What the axes of a map are called in messages, by how many there are.
+AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+
+#: By how many axes a map has.
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+class Attention(nn.Module):
+    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are, for maps with ``rank`` axes."""
+
+    rank: int
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        impl: str = "sdpa",
+        pattern: str | AnyPattern = "full",
+        position: AnyPosition | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        out_channels: int | None = None,
+        context_channels: int | None = None,
+        groups: int = 1,
+        scale: float | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        kv_stride: int = 1,
+        causal: bool = False,
+        output_gate: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
+        check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
+        check_counts(out_channels=out_channels, context_channels=context_channels)
+        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, causal=causal, output_gate=output_gate)
+        check_probability("attn_drop", attn_drop)
+        check_probability("proj_drop", proj_drop)
+        if scale is not None:
+            check_number("scale", scale)
+        self.attn_drop = attn_drop
+        check_impl(impl)
+        if key_dim is None or value_dim is None:
+            check_divides("num_heads", num_heads, "channels", channels)
+        self.channels = channels
+        self.num_heads = n = num_heads
+        self.num_kv_heads = m = num_heads if num_kv_heads is None else num_kv_heads
+        self.key_dim = d = channels // num_heads if key_dim is None else key_dim
+        self.value_dim = e = channels // num_heads if value_dim is None else value_dim
+        self.out_channels = channels if out_channels is None else out_channels
+        self.context_channels = context_channels
+        self.groups = groups
+        check_divides("num_kv_heads", m, "num_heads", n)
+        if groups > 1:
+            check_divides("groups", groups, "channels", channels)
+            check_divides("groups", groups, "num_heads · key_dim", n * d)
+            check_divides("groups", groups, "out_channels", self.out_channels)
+            if (m, e) != (n, d) or context_channels is not None:
+                raise ValueError(
+                    "groups must be 1 with num_kv_heads, value_dim or context_channels of their own: queries, keys and "
+                    f"values are grouped alike; got groups={groups}"
+                )
+        if causal and (kv_stride > 1 or context_channels is not None):
+            raise ValueError(
+                "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
+                "no order with them"
+            )
+
+        self.impl = impl
+        self.pattern = pattern
+        self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
+        if kv_stride > 1 and not self.partitioner.is_global:
+            raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
+        self.scale = d**-0.5 if scale is None else scale
+        self.kv_stride = kv_stride
+        self.causal = causal
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv = POINTWISE[self.rank]
+        if groups > 1:  # of a map that is there three times, so that the rows stay in their order
+            self.qkv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
+        elif context_channels is None:
+            self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
+        else:
+            self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+        self.q_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.k_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
+        self.position = None
+        if position is not None:
+            if isinstance(position, type) or not hasattr(position, "build"):
+                raise ValueError(
+                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), ConditionalPos() or "
+                    f"SinCos(); got {position!r}"
+                )
+            self.position = position.build(BlockShape(channels, n, d, self.partitioner), **factory)
+            if self.position.is_relative and (kv_stride > 1 or context_channels is not None):
+                raise ValueError(
+                    f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
+                    "context_channels): use Rope2d()"
+                )
+            if self.position.needs_channels and context_channels not in (None, channels):
+                raise ValueError(
+                    f"position must not be {position!r}, which is added to maps of {channels} channels, with "
+                    f"context_channels={context_channels}: use Rope2d()"
+                )
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
+            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, keys)``, for the
+                tokens of the whole map, row-major, whatever the pattern.
+            context: maps to take keys and values from, ``(b, context_channels, …)``, or ``(b, c, …)`` where the block
+                has no ``context_channels``; of another size only with ``pattern="full"``. None: from ``x``.
+
+        Returns:
+            ``(b, out_channels, h, w)`` in the memory format of ``x``. A position that may attend to nothing gets
+            ``proj(0)``.
+
+        Raises:
+            ValueError: ``x`` or ``context`` is no batch of such maps, or ``mask`` does not fit.
+        """
+        if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
+        if x.dim() == 1 + self.rank:
+            return self(x[None], mask, None if context is None else context[None])[0]
+        self.check_maps(x, context)
+        if x.shape[0] == 0:  # not every implementation can tell the sizes of an empty batch
+            return self.proj(x.new_zeros(0, self.proj.in_channels, *x.shape[2:]))
+
+        impl = IMPLEMENTATIONS[self.impl]
+        part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size
+        q, k, v, keys = self.project(x, context, part, impl)  # (b·groups, heads, tokens, width) each
+        scale, bias = self.scale, None
+        if self.position is not None:
+            q, k, scale, bias = self.position(q, k, scale, part, keys)
+        mask, reachable, causal = self.masks(x.shape[0], mask, bias, part, keys)
+        dropout = self.attn_drop if self.training else 0.0
+        y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
+        y = part.restore(impl.heads_together(y, part.cut))  # (b, heads·value_dim, h, w)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x))
+        return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def project(
+        self, x: Tensor, context: Tensor | None, part: Partition, impl: Implementation
+    ) -> tuple[Tensor, Tensor, Tensor, Partition]:
+        """Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)``.
+
+        With them comes the partition of the map that keys and values are of.
+        """
+        n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
+        source = x if context is None else context
+        if self.position is not None:
+            x, source = self.position.add_to_map(x), self.position.add_to_map(source)
+        x = part.fit(x)
+        if context is None and self.kv_stride == 1:
+            keys = part
+            qkv = self.qkv(x if self.groups == 1 else torch.cat([x] * 3, dim=1))
+            q, kv = qkv.split([n * d, m * (d + e)], dim=1)
+        else:
+            source = self.averaged(source)
+            keys = partition_of(self.partitioner, source)
+            qkv, (q, kv) = None, self.project_both(x, keys.fit(source))
+        if qkv is not None and part.same_tokens and (m, e) == (n, d):
+            q, k, v = impl.heads_apart(qkv, 3, n, part.cut)
+        else:
+            (q,), kv = impl.heads_apart(part.queries(q), 1, n, part.cut), keys.keys(kv)
+            if d == e:
+                k, v = impl.heads_apart(kv, 2, m, keys.key_cut)
+            else:
+                k, v = (impl.heads_apart(y, 1, m, keys.key_cut)[0] for y in kv.split([m * d, m * e], dim=1))
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v, keys
+
+    def project_both(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The map of queries from ``x``, and that of keys and values from another map."""
+        if self.context_channels is not None:
+            return self.q(x), self.kv(source)
+        rows = self.num_heads * self.key_dim
+        if isinstance(self.qkv, POINTWISE[self.rank]) and self.groups == 1:  # which nobody wrapped, as LoRA does
+            weight, bias = self.qkv.weight, self.qkv.bias
+            biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
+            return linear(x, weight[:rows], biases[0]), linear(source, weight[rows:], biases[1])
+        x, source = (y if self.groups == 1 else torch.cat([y] * 3, dim=1) for y in (x, source))
+        return self.qkv(x)[:, :rows], self.qkv(source)[:, rows:]
+
+    def averaged(self, source: Tensor) -> Tensor:
+        """The map that keys and values are taken from, averaged over squares of ``kv_stride``."""
+        if self.kv_stride == 1:
+            return source
+        squares = tuple(min(self.kv_stride, length) for length in source.shape[2:])
+        # Torch has no such average of volumes in half precision on the CPU.
+        exact = upcast(source) if self.rank == 3 and source.device.type == "cpu" else source
+        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(source.dtype)
+
+    def masks(
+        self, batch: int, mask: Tensor | None, bias: Tensor | None, part: Partition, keys: Partition
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Everything that masks the groups, in one mask ``(b or 1, groups or 1, n or 1, queries, keys)``.
+
+        With it come the rows that may attend to anything (None: all), and whether the kernel is to hide later keys.
+        """
+        own = None if part.mask is None else part.mask[None, :, None]
+        causal, reachable = self.causal, None
+        if causal and not part.same_tokens:
+            own, causal = combine_masks(own, part.causal_mask()[None, :, None]), False
+        if mask is not None:
+            mask = check_mask(mask, (batch, self.num_heads, product(part.size), product(keys.size)))
+            own = combine_masks(own, part.cut_mask(mask))
+            if causal:
+                own, causal = with_causal_mask(own, part.cut.tokens, keys.key_cut.tokens, mask.device), False
+            own, reachable = open_rows(own)
+        return combine_masks(own, bias), reachable, causal
+
+    def check_maps(self, x: Tensor, context: Tensor | None) -> None:
+        check_map("x", x, self.channels, self.rank)
+        if context is None:
+            if self.context_channels is not None:
+                raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
+            return
+        check_map("context", context, self.context_channels or self.channels, self.rank)
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context must hold as many maps as x, {x.shape[0]}; got {context.shape[0]}")
+        relative = self.position is not None and self.position.is_relative
+        if context.shape[2:] != x.shape[2:] and (not self.partitioner.is_global or self.causal or relative):
+            raise ValueError(
+                f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
+                f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
+            )
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """How much every query attends to every key, for the map that :meth:`forward` would be given.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`forward`.
+            queries: indices of the tokens to look from, row-major, ``(i,)``; all when None.
+            context: as in :meth:`forward`.
+
+        Returns:
+            ``(b, heads, i, keys)``, float32 or float64, without dropout; zero outside of a query's group.
+
+        Raises:
+            ValueError: as :meth:`forward`, or ``queries`` are no indices of tokens.
+
+        >>> from vision_attn.blocks import Attention2d
+        >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
+        torch.Size([1, 2, 12, 12])
+        """
+        self.check_maps(x, context)
+        part = partition_of(self.partitioner, x)
+        check_queries(queries, product(part.size))
+        q, k, _, keys = self.project(x, context, part, IMPLEMENTATIONS["sdpa"])
+        scale, bias = self.scale, None
+        if self.position is not None:
+            q, k, scale, bias = self.position(q, k, scale, part, keys)
+        mask, reachable, causal = self.masks(x.shape[0], mask, bias, part, keys)
+        if not part.is_global:
+            weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+            return part.weights_on_map(weights, queries)
+        if queries is not None:  # no other takes memory
+            if causal:
+                mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
+            q = q[:, :, queries]
+            mask, reachable = (
+                rows if rows is None or rows.shape[3] == 1 else rows[:, :, :, queries] for rows in (mask, reachable)
+            )
+        return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+
+    def check_impl(self, impl: str) -> None:
+        """Refuse what is no implementation."""
+        check_impl(impl)
+
+    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
+        """The size of the map that keys are taken from, in positions."""
+        source = x if context is None else context
+        return tuple(-(-length // self.kv_stride) for length in source.shape[2:])
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+        width = self.channels // self.num_heads
+        usual = {
+            "key_dim": width,
+            "value_dim": width,
+            "num_kv_heads": self.num_heads,
+            "out_channels": self.channels,
+            "context_channels": None,
+            "groups": 1,
+            "scale": self.key_dim**-0.5,
+            "kv_stride": 1,
+            "causal": False,
+            "attn_drop": 0.0,
+        }
+        shown += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        return ", ".join(shown)
 
 
 class Attention1d(Attention):
@@ -90,3 +430,28 @@ class Attention3d(Attention):
     """
 
     rank = 3
+
+
+def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
+    """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
+    if x.dim() != 2 + rank or x.shape[1] != channels:
+        raise ValueError(
+            f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
+        )
+
+
+def check_queries(queries: Tensor | None, tokens: int) -> None:
+    """Refuse what are no indices ``(i,)`` of so many tokens; None is for all."""
+    if queries is None:
+        return
+    if not isinstance(queries, Tensor):
+        raise ValueError(f"queries must be a tensor of indices, or None for all; got {type(queries).__name__}")
+    if queries.dim() != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
+        raise ValueError(
+            "queries must be indices of tokens, whole numbers of shape (i,); got "
+            f"{queries.dtype} of shape {tuple(queries.shape)}"
+        )
+    if queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < tokens:
+        raise ValueError(
+            f"queries must be indices of {tokens} tokens; got {int(queries.min())} to {int(queries.max())}"
+        )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_counts, check_divides
+from vision_attn.checks import check_counts, check_divides
 
 __all__ = ["AugmentedConv2d"]
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.blocks.projection import Pointwise2d
 from vision_attn.blocks.residual import GatedResidual2d
 
 __all__ = ["ConvBlock2d", "SqueezeExciteBlock2d"]
@@ -43,9 +44,9 @@ class ConvBlock2d(GatedResidual2d):
         super().__init__(channels, gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
-        self.expand = nn.Conv2d(channels, hidden, 1, device=device, dtype=dtype)
+        self.expand = Pointwise2d(channels, hidden, 1, device=device, dtype=dtype)
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
-        self.project = nn.Conv2d(hidden, channels, 1, device=device, dtype=dtype)
+        self.project = Pointwise2d(hidden, channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))

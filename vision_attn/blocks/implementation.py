@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from vision_attn.attend import check_impl
+from vision_attn.blocks.attention import Attention
 from vision_attn.blocks.linear import LinearAttention2d
-from vision_attn.blocks.spatial import Attention
 
 __all__ = ["attention_modules", "set_impl", "use_impl"]
 

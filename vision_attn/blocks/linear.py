@@ -5,21 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attend.linear import attend_linear, check_linear_impl
-from vision_attn.blocks.maps import (
-    check_counts,
-    check_divides,
-    check_flags,
-    check_map,
-    check_probability,
-    in_format_of,
-)
-from vision_attn.patterns import heads_bmm, heads_einx, join_bmm, join_einx, resolve_pattern
+from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_linear_impl
+from vision_attn.blocks.attention import check_map
+from vision_attn.blocks.projection import Pointwise2d, in_format_of
+from vision_attn.checks import check_counts, check_divides, check_flags, check_probability
+from vision_attn.patterns import partition_of, resolve_pattern
 
 __all__ = ["LinearAttention2d"]
-
-torch.fx.wrap("attend_linear_map")
-torch.fx.wrap("in_format_of")
 
 
 class LinearAttention2d(nn.Module):
@@ -75,16 +67,16 @@ class LinearAttention2d(nn.Module):
         self.channels = channels
         self.num_heads = num_heads
         self.impl = impl
-        self.tiling = resolve_pattern("full").tiling(2)
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Conv2d(channels, channels, 1, device=device, dtype=dtype)
+        self.partitioner = resolve_pattern("full").partitioner(2)
+        self.qkv = Pointwise2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend.
 
         Args:
-            x: maps, ``(b, c, h, w)``.
+            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
             mask: bool (True = may be attended to), broadcastable to ``(b, heads, 1, h·w)``: a key that is masked is so
                 for every query.
 
@@ -95,25 +87,21 @@ class LinearAttention2d(nn.Module):
             ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, tells queries apart
                 or does not fit.
         """
-        return in_format_of(x, self.proj_drop(self.proj(attend_linear_map(self, x, mask))))
+        if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask), {})
+        if x.dim() == 3:
+            return self(x[None], mask)[0]
+        check_map("x", x, self.channels, rank=2)
+        impl = LINEAR_IMPLS[self.impl]
+        part = partition_of(self.partitioner, x)
+        q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads, part.cut)
+        if mask is not None:
+            mask = key_mask(mask, (x.shape[0], self.num_heads, 1, part.cut.tokens))
+        y = impl.heads_together(attend_linear(q, k, v, impl=self.impl, mask=mask), part.cut)
+        return in_format_of(x, self.proj_drop(self.proj(y)))
 
     def extra_repr(self) -> str:
         return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}"
-
-
-def attend_linear_map(block: LinearAttention2d, x: Tensor, mask: Tensor | None) -> Tensor:
-    """What is attended to, before it is projected, ``(b, c, h, w)``."""
-    check_map("x", x, block.channels, rank=2)
-    b, n, d = x.shape[0], block.num_heads, block.channels // block.num_heads
-    size = x.shape[2:]
-    if mask is not None:
-        mask = key_mask(mask, (b, n, 1, size[0] * size[1]))
-    einx = block.impl == "einx"
-    q, k, v = (heads_einx if einx else heads_bmm)(block.qkv(x), n, n, d, d)
-    q, k, v = (block.tiling.split(y, einx=einx) for y in (q, k, v))
-    y = attend_linear(q, k, v, impl=block.impl, mask=mask)
-    y = block.tiling.merge(y, size, einx=einx)
-    return join_einx(y) if einx else join_bmm(y)
 
 
 def key_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count, check_number
+from vision_attn.checks import check_count, check_number
 
 __all__ = ["AttentionBlock2d", "GatedResidual2d", "LayerNorm2d"]
 

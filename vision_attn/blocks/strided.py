@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count
+from vision_attn.checks import check_count
 from vision_attn.position import RelPosDecomposed
 
 __all__ = ["StridedAttention2d"]

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
-from vision_attn.blocks.maps import check_count, check_flags, check_number, check_probability, in_format_of
+from vision_attn.blocks.projection import Pointwise2d, in_format_of
 from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
+from vision_attn.checks import check_count, check_flags, check_number, check_probability
 
 __all__ = ["TransformerBlock2d"]
 
@@ -80,8 +81,8 @@ class TransformerBlock2d(nn.Module):
         self.norm1 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
         self.attn = Attention2d(channels, num_heads, **factory, **attention)
         self.norm2 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
-        self.fc1 = nn.Conv2d(channels, hidden, 1, bias=bias, **factory)
-        self.fc2 = nn.Conv2d(hidden, channels, 1, bias=bias, **factory)
+        self.fc1 = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
+        self.fc2 = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
         self.mlp_drop = nn.Dropout(mlp_drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.blocks.maps import check_count, check_divides
+from vision_attn.checks import check_count, check_divides
 from vision_attn.convert.filling import attention, check_rank
 from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
 from vision_attn.convert.refusals import check_mode, check_parameters, check_pointwise

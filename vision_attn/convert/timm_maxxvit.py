@@ -14,7 +14,7 @@ from vision_attn.convert.refusals import check_carried, check_kind
 from vision_attn.convert.rows import query_less_key
 from vision_attn.convert.timm_layers import channels_of, check_plain, plain
 from vision_attn.convert.windows import check_pattern, proof_size, run_in_groups
-from vision_attn.patterns import Specification
+from vision_attn.patterns import AnyPattern
 from vision_attn.position import RelPosTable
 
 __all__ = ["from_timm_maxxvit_attention"]
@@ -23,7 +23,7 @@ __all__ = ["from_timm_maxxvit_attention"]
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {"RelPosBias": lambda table: table, "RelPosBiasTf": query_less_key}
 
 
-def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | Specification = "full") -> Attention:
+def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
     """The block that computes what ``Attention2d`` and ``AttentionCl`` of ``timm.models.maxxvit`` do.
 
     In CoAtNet they see a whole map. In MaxViT they are given its windows or its grids, which the block makes itself:
@@ -72,7 +72,7 @@ def check_maxxvit(module: Any) -> None:
     check_carried(module, "rel_pos.prefix_tokens", tokens, not tokens, "a map has no token before its positions")
 
 
-def maxxvit(module: Any, pattern: str | Specification) -> Attention:
+def maxxvit(module: Any, pattern: str | AnyPattern) -> Attention:
     tables, position = {}, None
     if module.rel_pos is not None:
         in_order = TABLES[type(module.rel_pos).__name__]
@@ -92,7 +92,7 @@ def table_size(module: Any) -> tuple[int, int] | None:
 
 
 def run_maxxvit(
-    module: Any, x: Tensor, context: Tensor | None = None, /, *, pattern: str | Specification = "full"
+    module: Any, x: Tensor, context: Tensor | None = None, /, *, pattern: str | AnyPattern = "full"
 ) -> Tensor:
     if not isinstance(module.qkv, nn.Conv2d):
         return run_in_groups(module, pattern, x)

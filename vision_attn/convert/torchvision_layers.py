@@ -13,7 +13,7 @@ from vision_attn.convert.proof import proven
 from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections
 from vision_attn.convert.rows import rows_of
 from vision_attn.convert.windows import check_pattern, proof_size, run_in_groups
-from vision_attn.patterns import Specification, Window
+from vision_attn.patterns import AnyPattern, Window
 from vision_attn.position import RelPosTable
 
 __all__ = ["from_torchvision_maxvit", "from_torchvision_swin"]
@@ -88,7 +88,7 @@ def run_swin(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
     return module(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def from_torchvision_maxvit(module: nn.Module, *, pattern: str | Specification = "full") -> Attention:
+def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
     """The block that computes what ``RelativePositionalMultiHeadAttention`` of ``torchvision.models.maxvit`` does.
 
     It is given the windows or the grids of a map, which the block makes itself: say which by ``pattern``. It scales by
@@ -134,11 +134,11 @@ def check_maxvit(module: Any) -> None:
     check_projections(module, "to_qkv", "merge")
 
 
-def maxvit_shape(module: Any, pattern: str | Specification) -> tuple[int, ...]:
+def maxvit_shape(module: Any, pattern: str | AnyPattern) -> tuple[int, ...]:
     return module.to_qkv.in_features, *proof_size(pattern, (module.size, module.size))
 
 
-def maxvit(module: Any, pattern: str | Specification) -> Attention:
+def maxvit(module: Any, pattern: str | AnyPattern) -> Attention:
     return attention(
         2,
         {"qkv": rows_of(module.to_qkv), "proj": rows_of(module.merge)},
@@ -152,6 +152,6 @@ def maxvit(module: Any, pattern: str | Specification) -> Attention:
 
 
 def run_maxvit(
-    module: Any, x: Tensor, context: Tensor | None = None, /, *, pattern: str | Specification = "full"
+    module: Any, x: Tensor, context: Tensor | None = None, /, *, pattern: str | AnyPattern = "full"
 ) -> Tensor:
     return run_in_groups(lambda tokens: module(tokens[:, None])[:, 0], pattern, x)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vision_attn.attend import IMPLEMENTATIONS
 from vision_attn.convert.proof import SIZES
-from vision_attn.patterns import Grid, Specification, Window, resolve_pattern
+from vision_attn.patterns import AnyPattern, Grid, Window, partition_of, resolve_pattern
 
 __all__ = ["check_pattern", "proof_size", "run_in_groups"]
 
 
-def check_pattern(pattern: str | Specification) -> None:
+def check_pattern(pattern: str | AnyPattern) -> None:
     """Refuse a pattern that is neither of the two partitions of MaxViT nor the whole map.
 
     Args:
@@ -31,20 +32,20 @@ def check_pattern(pattern: str | Specification) -> None:
     raise ValueError(f"pattern must be 'full', a Window without shift or a Grid, as in MaxViT; got {pattern!r}")
 
 
-def proof_size(pattern: str | Specification, feat_size: tuple[int, ...] | None) -> tuple[int, ...]:
+def proof_size(pattern: str | AnyPattern, feat_size: tuple[int, ...] | None) -> tuple[int, ...]:
     """The size of a map of two windows or grids; with a pattern that has none, the size that the tables are for.
 
     Args:
         pattern: the pattern.
         feat_size: the size that the tables are for, in positions; None without tables.
     """
-    height, width = resolve_pattern(pattern).tiling(2).fixed_extents
+    height, width = resolve_pattern(pattern).partitioner(2).window_shape
     if height is None or width is None:
         return feat_size or SIZES[2]
     return height, 2 * width
 
 
-def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | Specification, x: Tensor) -> Tensor:
+def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | AnyPattern, x: Tensor) -> Tensor:
     """What a layer gives for the groups that the pattern makes of a map, put together again, ``(b, c, h, w)``.
 
     The groups are made by the code that the block makes them by: what is proven so is the layer, not ``pattern``.
@@ -54,6 +55,7 @@ def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | Specificati
         pattern: makes the groups.
         x: the map ``(b, c, h, w)``.
     """
-    tiling = resolve_pattern(pattern).tiling(2)
-    tokens = tiling.split(x[:, None])[:, 0]
-    return tiling.merge(attend(tokens)[:, None], x.shape[2:])[:, 0]
+    part = partition_of(resolve_pattern(pattern).partitioner(2), x)
+    one_head = IMPLEMENTATIONS["bmm"]
+    tokens = one_head.heads_apart(part.fit(x), 1, 1, part.cut)[0, :, 0]
+    return part.restore(one_head.heads_together(attend(tokens)[:, None], part.cut))

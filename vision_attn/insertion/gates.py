@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vision_attn.blocks.maps import check_number
+from vision_attn.checks import check_number
 from vision_attn.insertion.out import inserted
 
 __all__ = ["freeze_gates_", "gates", "set_gates_"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vision_attn.blocks.maps import check_number
+from vision_attn.checks import check_number
 from vision_attn.insertion.out import inserted_keys
 from vision_attn.insertion.running import plain_network
 from vision_attn.position import PositionTerm

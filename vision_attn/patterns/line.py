@@ -1,64 +1,58 @@
-"""One line of einx, read: the groups and tokens it makes of a map, and the view, permute and reshape it stands for."""
+"""One line of einx as an attention pattern: which axes of a map tell groups apart, and which the tokens of a group."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from vision_attn.checks import product
 
-__all__ = ["AXES", "Line", "product"]
+__all__ = ["AXES", "Cut", "Line"]
 
 #: Names of a map's axes, the last ones first to be there: ``w``, ``h w`` and ``t h w``.
 AXES = ("t", "h", "w")
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-#: Names with another meaning: in the line itself, and to ``einx.id``.
-TAKEN = ("b", "n", "d", "backend", "graph")
+#: Names with another meaning: in the line itself, in the implementations (``qkv``), and to ``einx.id``.
+TAKEN = ("b", "n", "d", "qkv", "backend", "graph")
 FORM = "'b n d <axes of the map> -> (b <groups>) n (<tokens>) d', as in 'b n d h (s w) -> (b s) n (h w) d' with s=2"
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a line says.
+    """What a line says; tokens are kept in the order of the map, which attention does not look at."""
 
-    Tokens are kept in the order of the map, which attention does not look at.
-
-    Attributes:
-        axes: for each axis of the map, the names it is split into.
-        groups: the names that tell one group of tokens from another; groups do not see each other.
-        tokens: the names that tell the tokens of a group apart, in the order of the map.
-        sizes: names whose size is given.
-        multiples: what the length of each axis must be a multiple of.
-        order: where each axis of the tokens, split into its names, stands among those of the map.
-    """
-
+    #: for each axis of the map, the names it is split into
     axes: tuple[tuple[str, ...], ...]
+    #: the names that tell one group of tokens from another; groups do not see each other
     groups: tuple[str, ...]
+    #: the names that tell the tokens of a group apart, in the order of the map
     tokens: tuple[str, ...]
-    sizes: Mapping[str, int]
+    #: names whose size is given
+    sizes: tuple[tuple[str, int], ...] = ()
+    #: what the length of each axis must be a multiple of
     multiples: tuple[int, ...] = field(init=False, compare=False)
-    order: tuple[int, ...] = field(init=False, compare=False)
+    #: (b, <axes, split>, qkv, n, d) to (qkv, b, <groups>, n, <tokens>, d): the order to permute to
+    apart: tuple[int, ...] = field(init=False, compare=False)
+    #: (b, <groups>, n, <tokens>, d) to (b, <axes, split>, n, d)
+    together: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        multiples = tuple(product([self.sizes.get(name, 1) for name in axis]) for axis in self.axes)
-        names = ["b", "n", "d", *(name for axis in self.axes for name in axis)]
-        order = tuple(names.index(name) for name in ("b", *self.groups, "n", *self.tokens, "d"))
-        object.__setattr__(self, "multiples", multiples)
-        object.__setattr__(self, "order", order)
+        given = dict(self.sizes)
+        map_names = ["b", *self.names, "qkv", "n", "d"]
+        token_names = ["b", *self.groups, "n", *self.tokens, "d"]
+        for name, value in {
+            "multiples": tuple(product([given.get(name, 1) for name in axis]) for axis in self.axes),
+            "apart": tuple(map_names.index(name) for name in ("qkv", *token_names)),
+            "together": tuple(token_names.index(name) for name in ("b", *self.names, "n", "d")),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def parse(text: str, sizes: Mapping[str, int]) -> Line:
-        """The line that a text says.
-
-        Args:
-            text: ``"b n d <axes of the map> -> (b <groups>) n (<tokens>) d"``.
-            sizes: the size of each name that does not follow from the map, in positions.
-
-        Raises:
-            ValueError: it is not of that form, is no permutation of the map, or leaves a size open.
+        """The line that a text says, with the size of each name that does not follow from the map.
 
         >>> Line.parse("b n d h (w s) -> (b s) n (h w) d", {"s": 2}).multiples
         (1, 2)
@@ -93,7 +87,11 @@ class Line:
             if len(unknown) > 1:
                 raise refuse(f"give the size of {' or '.join(map(repr, unknown))}")
         ordered = tuple(name for name in names if name in tokens)
-        return Line(tuple(axes), groups, ordered, {name: sizes[name] for name in names if name in sizes})
+        return Line(tuple(axes), groups, ordered, tuple((name, sizes[name]) for name in names if name in sizes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for axis in self.axes for name in axis)
 
     @property
     def rank(self) -> int:
@@ -102,86 +100,45 @@ class Line:
 
     @property
     def map_text(self) -> str:
-        """The left side: the map, its axes split into names."""
-        return " ".join(["b n d", *(bracketed(axis) for axis in self.axes)])
+        """The axes of the map, split into names: ``(gh h) (gw w)``."""
+        return " ".join(bracketed(axis) for axis in self.axes)
+
+    @property
+    def group_text(self) -> str:
+        return bracketed(("b", *self.groups))
 
     @property
     def token_text(self) -> str:
-        """The side with the groups and their tokens."""
-        return f"{bracketed(('b', *self.groups))} n {bracketed(self.tokens)} d"
+        return bracketed(self.tokens)
 
     @property
     def einx(self) -> str:
         """The line itself, as ``einx.id`` reads it."""
-        return f"{self.map_text} -> {self.token_text}"
+        return f"b n d {self.map_text} -> {self.group_text} n {self.token_text} d"
 
     @property
     def torch(self) -> str:
         """The same in torch, as an expression of ``maps``."""
-        names = ", ".join(["b", "n", "d", *(name for axis in self.axes for name in axis)])
+        names = ["b", "n", "d", *self.names]
+        order = ", ".join(str(names.index(name)) for name in ("b", *self.groups, "n", *self.tokens, "d"))
         groups, tokens = ("*".join(part) for part in (("b", *self.groups), self.tokens))
-        return f"maps.view({names}).permute({', '.join(map(str, self.order))}).reshape({groups}, n, {tokens}, d)"
+        return f"maps.view({', '.join(names)}).permute({order}).reshape({groups}, n, {tokens}, d)"
 
-    def lengths(self, size: Sequence[int]) -> dict[str, int]:
-        """The size of every name on a map of ``size``, whose axes are multiples of :attr:`multiples`.
 
-        Args:
-            size: of the map, in positions.
-        """
-        lengths = {}
-        for axis, whole, multiple in zip(self.axes, size, self.multiples, strict=True):
-            lengths.update({name: self.sizes.get(name, whole // multiple) for name in axis})
-        return lengths
+class Cut:
+    """A line on maps of one size, whose axes are multiples of :attr:`Line.multiples`."""
 
-    def extents(self, lengths: Mapping[str, int]) -> tuple[int, ...]:
-        """How many places along each axis the tokens of a group have.
-
-        Args:
-            lengths: the size of every name, from :meth:`lengths`.
-        """
-        return tuple(product([lengths[name] for name in axis if name in self.tokens]) for axis in self.axes)
-
-    # --- the two forms, to be read against each other -----------------------------------------------------------------
-
-    def split_einx(self, x: Tensor) -> Tensor:
-        """The tokens ``(b·groups, n, tokens, d)`` of ``(b, n, d, *size)``.
-
-        Args:
-            x: a map ``(b, n, d, *size)`` whose axes are multiples of :attr:`multiples`.
-        """
-        import einx
-
-        return einx.id(self.einx, x, **self.sizes)
-
-    def split_bmm(self, x: Tensor) -> Tensor:
-        """The twin of :meth:`split_einx` without einx; a view, where the groups and the tokens are axes of ``x``.
-
-        Arguments and result are those of :meth:`Line.split_einx`.
-        """
-        b, n, d, *size = x.shape
-        lengths = self.lengths(size)
-        groups, tokens = (product([lengths[name] for name in part]) for part in (self.groups, self.tokens))
-        return x.view(b, n, d, *lengths.values()).permute(self.order).reshape(b * groups, n, tokens, d)
-
-    def merge_einx(self, y: Tensor, size: Sequence[int]) -> Tensor:
-        """The map ``(b, n, d, *size)`` of tokens ``(b·groups, n, tokens, d)``.
-
-        Args:
-            y: the tokens, ``(b·groups, n, tokens, d)``.
-            size: of the map, in positions; multiples of :attr:`multiples`.
-        """
-        import einx
-
-        return einx.id(f"{self.token_text} -> {self.map_text}", y, **self.lengths(size))
-
-    def merge_bmm(self, y: Tensor, size: Sequence[int]) -> Tensor:
-        """Arguments and result are those of :meth:`Line.merge_einx`."""
-        lengths = self.lengths(size)
-        groups, tokens = ([lengths[name] for name in part] for part in (self.groups, self.tokens))
-        n, d = y.shape[1], y.shape[3]
-        b = y.shape[0] // product(groups)
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return y.reshape(b, *groups, n, *tokens, d).permute(back).reshape(b, n, d, *size)
+    def __init__(self, line: Line, shape: Sequence[int]) -> None:
+        given = dict(line.sizes)
+        self.line = line
+        #: of the map
+        self.shape = tuple(shape)
+        #: the size of every name in the line
+        self.lengths: dict[str, int] = {}
+        for axis, whole, multiple in zip(line.axes, shape, line.multiples, strict=True):
+            self.lengths.update({name: given.get(name, whole // multiple) for name in axis})
+        self.groups = product([self.lengths[name] for name in line.groups])
+        self.tokens = product([self.lengths[name] for name in line.tokens])
 
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:
@@ -205,15 +162,3 @@ def normal(side: str) -> str:
 
 def bracketed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
-
-
-def product(factors: Iterable[int]) -> int:
-    """The product of sizes; some may be symbols, which ``math.prod`` does not take where a graph is compiled.
-
-    Args:
-        factors: whole numbers, or symbols for them.
-    """
-    result = 1
-    for factor in factors:
-        result = result * factor
-    return result

@@ -4,42 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from vision_attn.patterns.line import AXES, Line
-from vision_attn.patterns.neighborhood import NeighborhoodTiling
-from vision_attn.patterns.tiling import LineTiling
+from vision_attn.patterns.neighborhood import NeighborhoodPartitioner
+from vision_attn.patterns.partition import LinePartitioner, Partitioner
 
-__all__ = ["PATTERNS", "Grid", "Neighborhood", "Pattern", "Tiling", "Window", "resolve_pattern"]
-
-
-class Tiling(Protocol):
-    """How a pattern cuts maps with a number of axes.
-
-    Its methods are those of :class:`vision_attn.patterns.tiling.LineTiling`, which also says what its attributes are.
-
-    >>> Window(7).tiling(2).split(torch.randn(1, 2, 8, 10, 14)).shape  # padded to 14×14
-    torch.Size([4, 2, 49, 8])
-    """
-
-    rank: int
-    ordered: bool
-    whole: bool
-    attended: tuple[bool, ...]
-    fixed_extents: tuple[int | None, ...]
-
-    def split(self, x: Tensor, *, einx: bool = False, keys: bool = False) -> Tensor: ...
-
-    def merge(self, y: Tensor, size: Sequence[int], *, einx: bool = False) -> Tensor: ...
-
-    def mask(self, size: Sequence[int], device: torch.device) -> Tensor | None: ...
-
-    def index(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]: ...
-
-    def offsets(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, ...]: ...
+__all__ = ["PATTERNS", "AnyPattern", "Grid", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -60,8 +30,8 @@ class Pattern:
     Striped attention, between the columns of the same parity:
 
     >>> stripes = Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)
-    >>> stripes.tiling(2).split(torch.randn(1, 2, 8, 4, 6)).shape
-    torch.Size([2, 2, 12, 8])
+    >>> print(stripes.partitioner(2).line.torch)
+    maps.view(b, n, d, h, w, s).permute(0, 5, 1, 3, 4, 2).reshape(b*s, n, h*w, d)
     """
 
     line: str
@@ -75,24 +45,17 @@ class Pattern:
         object.__setattr__(self, "sizes", tuple(sizes.items()))
         object.__setattr__(self, "parsed", Line.parse(line, sizes))
 
-    def tiling(self, rank: int) -> Tiling:
-        """How the pattern cuts maps with a number of axes.
-
-        Args:
-            rank: how many axes the maps have.
-
-        Raises:
-            ValueError: the line is for another number of axes.
-        """
+    def partitioner(self, rank: int) -> Partitioner:
+        """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         if rank != self.parsed.rank:
             raise ValueError(f"pattern must be for maps with {rank} axes; got {self}, which is for {self.parsed.rank}")
-        return LineTiling(self.parsed)
+        return LinePartitioner(self.parsed)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pattern) and self.parsed == other.parsed
 
     def __hash__(self) -> int:
-        return hash((self.parsed.axes, self.parsed.groups, self.parsed.tokens, tuple(self.parsed.sizes.items())))
+        return hash(self.parsed)
 
     def __repr__(self) -> str:
         return f"Pattern({', '.join([repr(self.line), *(f'{name}={size}' for name, size in self.sizes)])})"
@@ -104,13 +67,15 @@ class Axial:
 
     axes: tuple[int, ...] | None
 
-    def tiling(self, rank: int) -> Tiling:
+    def partitioner(self, rank: int) -> Partitioner:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
             raise ValueError(f"pattern {name_of(self)!r} needs a map with {-min(self.axes)} axes; got {rank}")
         tokens = [names[axis] for axis in self.axes] if self.axes else names
         groups = [name for name in names if name not in tokens]
-        return LineTiling(Line.parse(f"b n d {' '.join(names)} -> (b {' '.join(groups)}) n ({' '.join(tokens)}) d", {}))
+        return LinePartitioner(
+            Line.parse(f"b n d {' '.join(names)} -> (b {' '.join(groups)}) n ({' '.join(tokens)}) d", {})
+        )
 
 
 @dataclass(frozen=True)
@@ -130,8 +95,8 @@ class Window:
 
     Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
 
-    >>> Window(7, shift=3).tiling(2).split(torch.randn(1, 2, 8, 14, 14)).shape
-    torch.Size([4, 2, 49, 8])
+    >>> Window(7, shift=3)
+    Window(size=7, shift=3)
     """
 
     size: int | tuple[int, ...]
@@ -149,18 +114,11 @@ class Window:
                     f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}"
                 )
 
-    def tiling(self, rank: int) -> Tiling:
-        """How the pattern cuts maps with a number of axes.
-
-        Args:
-            rank: how many axes the maps have.
-
-        Raises:
-            ValueError: ``size`` or ``shift`` is for another number of axes.
-        """
+    def partitioner(self, rank: int) -> Partitioner:
+        """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         sides = for_axes(self, "size", self.size, rank)
         shift = for_axes(self, "shift", self.shift, rank)
-        return LineTiling(line_by_axis("(g{axis} {axis})", sides), shift)
+        return LinePartitioner(line_by_axis("(g{axis} {axis})", sides), shift)
 
 
 @dataclass(frozen=True)
@@ -177,8 +135,8 @@ class Grid:
 
     Source: Tu et al., *MaxViT*, 2022, section 3.2, https://arxiv.org/abs/2204.01697
 
-    >>> Grid(7).tiling(2).split(torch.randn(1, 2, 8, 14, 14)).shape
-    torch.Size([4, 2, 49, 8])
+    >>> Grid(7)
+    Grid(size=7)
     """
 
     size: int | tuple[int, ...]
@@ -186,17 +144,10 @@ class Grid:
     def __post_init__(self) -> None:
         check_lengths("Grid", "size", self.size, least=1)
 
-    def tiling(self, rank: int) -> Tiling:
-        """How the pattern cuts maps with a number of axes.
-
-        Args:
-            rank: how many axes the maps have.
-
-        Raises:
-            ValueError: ``size`` is for another number of axes.
-        """
+    def partitioner(self, rank: int) -> Partitioner:
+        """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         sides = for_axes(self, "size", self.size, rank)
-        return LineTiling(line_by_axis("({axis} g{axis})", sides))
+        return LinePartitioner(line_by_axis("({axis} g{axis})", sides))
 
 
 @dataclass(frozen=True)
@@ -217,9 +168,8 @@ class Neighborhood:
     Source: Hassani et al., *Neighborhood Attention Transformer*, 2022, https://arxiv.org/abs/2204.07143; with
     dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001
 
-    >>> tiles = Neighborhood(7).tiling(2).split(torch.randn(1, 2, 8, 14, 14))
-    >>> tiles.shape
-    torch.Size([4, 2, 49, 8])
+    >>> Neighborhood(7, dilation=2)
+    Neighborhood(kernel_size=7, dilation=2)
     """
 
     kernel_size: int | tuple[int, ...]
@@ -229,43 +179,26 @@ class Neighborhood:
         check_lengths("Neighborhood", "kernel_size", self.kernel_size, least=1)
         check_lengths("Neighborhood", "dilation", self.dilation, least=1)
 
-    def tiling(self, rank: int) -> Tiling:
-        """How the pattern cuts maps with a number of axes.
-
-        Args:
-            rank: how many axes the maps have.
-
-        Raises:
-            ValueError: ``kernel_size`` or ``dilation`` is for another number of axes.
-        """
-        return NeighborhoodTiling(
+    def partitioner(self, rank: int) -> Partitioner:
+        """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
+        return NeighborhoodPartitioner(
             for_axes(self, "kernel_size", self.kernel_size, rank), for_axes(self, "dilation", self.dilation, rank)
         )
 
 
-Specification = Pattern | Axial | Window | Grid | Neighborhood
+AnyPattern = Pattern | Axial | Window | Grid | Neighborhood
 
 #: The patterns that have a name.
 PATTERNS = {"full": Axial(None), "rows": Axial((-1,)), "columns": Axial((-2,))}
 
 
-def resolve_pattern(pattern: str | Specification) -> Specification:
-    """The pattern of a name, a line of einx with no open sizes, or the pattern itself.
-
-    Args:
-        pattern: any of these.
-
-    Raises:
-        ValueError: it is none of these.
-
-    >>> resolve_pattern("b n d h w -> (b w) n h d") == resolve_pattern(Pattern("b n d h w -> (b w) n h d"))
-    True
-    """
+def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
+    """The pattern of a name, a line of einx with no open sizes, or the pattern itself."""
     if isinstance(pattern, str) and "->" in pattern:
         return Pattern(pattern)
     if isinstance(pattern, str) and pattern in PATTERNS:
         return PATTERNS[pattern]
-    if isinstance(pattern, Specification):
+    if isinstance(pattern, AnyPattern):
         return pattern
     raise ValueError(
         f"pattern must be one of {', '.join(map(repr, PATTERNS))}, a Window, Grid, Neighborhood or Pattern, or a line "
@@ -273,7 +206,7 @@ def resolve_pattern(pattern: str | Specification) -> Specification:
     )
 
 
-def name_of(pattern: Specification) -> str:
+def name_of(pattern: AnyPattern) -> str:
     return next((name for name, named in PATTERNS.items() if named == pattern), repr(pattern))
 
 

@@ -1,19 +1,20 @@
 """Position terms: where things are, told to attention, which by itself does not know.
 
-A term is asked for by a small frozen specification and lives in the block as its ``position``. Each acts in one place:
-on the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`,
-:class:`RelPosDecomposed`) or on the logits (:class:`RelPosTable`).
+A term is asked for by a small frozen specification and lives in the block as its ``position``. Each acts in one way: on
+the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`RelPosDecomposed`) or
+on the logits (:class:`RelPosTable`).
 """
 
 from vision_attn.position.absolute import CONVOLUTIONS, ConditionalPos, SinCos
 from vision_attn.position.decomposed import RelPosDecomposed
-from vision_attn.position.resample import resample
 from vision_attn.position.rotary import Rope2d
 from vision_attn.position.table import RelPosTable
-from vision_attn.position.term import BlockShape, PositionTerm, Specification
+from vision_attn.position.tables import resample
+from vision_attn.position.term import AnyPosition, BlockShape, PositionTerm
 
 __all__ = [
     "CONVOLUTIONS",
+    "AnyPosition",
     "BlockShape",
     "ConditionalPos",
     "PositionTerm",
@@ -21,6 +22,5 @@ __all__ = [
     "RelPosTable",
     "Rope2d",
     "SinCos",
-    "Specification",
     "resample",
 ]

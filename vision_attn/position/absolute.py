@@ -1,8 +1,9 @@
-"""Positions that are added to the map before it is projected: sines and cosines, or what a convolution sees."""
+"""Absolute positions, added to the map before it is projected: sinusoidal, or a depthwise convolution (CPVT)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +43,7 @@ class SinCos:
     def __post_init__(self) -> None:
         check_temperature("SinCos", self.temperature)
 
-    def build(
-        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PositionTerm:
-        """The term for one block; it has no parameters.
-
-        Arguments are those of :meth:`vision_attn.position.Specification.build`.
-
-        Raises:
-            ValueError: the block's channels are no multiple of twice the axes of its maps.
-        """
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         if shape.channels % (2 * shape.rank):
             raise ValueError(
                 f"SinCos: channels must be a multiple of {2 * shape.rank}, a sine and a cosine for each axis; "
@@ -106,26 +98,14 @@ class ConditionalPos:
         if self.kernel_size < 1:
             raise ValueError(f"ConditionalPos: kernel_size must be at least 1; got {self.kernel_size}")
 
-    def build(
-        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PositionTerm:
-        """The term for one block, with its convolution.
-
-        Arguments are those of :meth:`vision_attn.position.Specification.build`.
-        """
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return ConditionalTerm(self, shape, device, dtype)
 
 
 class ConditionalTerm(PositionTerm):
     needs_channels = True
 
-    def __init__(
-        self,
-        specification: ConditionalPos,
-        shape: BlockShape,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, specification: ConditionalPos, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
         side, c = specification.kernel_size, shape.channels
         self.conv = CONVOLUTIONS[shape.rank](c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)

@@ -1,17 +1,17 @@
-"""Rotary positions: queries and keys turned by angles that grow with their place, so that logits see the difference."""
+"""2-D rotary position embedding (RoPE): half of each head is rotated by row, half by column."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vision_attn.attend.masks import at_least_float32
-from vision_attn.position.extents import check_feat_size
+from vision_attn.attend import upcast
+from vision_attn.patterns import Partition
+from vision_attn.position.tables import check_feat_size
 from vision_attn.position.term import BlockShape, PositionTerm
 
 __all__ = ["Rope2d"]
@@ -19,16 +19,16 @@ __all__ = ["Rope2d"]
 
 @dataclass(frozen=True)
 class Rope2d:
-    """Axial rotary positions: pairs of neighbouring channels are turned, half of each head by ``y``, half by ``x``.
+    """Axial rotary positions: pairs of neighbouring channels are rotated, half of each head by ``y``, half by ``x``.
 
-    ``(q_2k, q_2k+1)`` is turned by the angle ``y · temperature^(-4k/d)`` in the first half of the head, by ``x`` in the
-    second; keys likewise. Places are those on the map, whatever the pattern, and pixels' centres are laid over each
-    other where the keys' map is of another size. There are no parameters.
+    ``(q_2k, q_2k+1)`` is rotated by ``y · temperature^(-4k/d)`` in the first half of the head, by ``x`` in the
+    second; keys likewise. ``y`` and ``x`` are those on the map, whatever the pattern, and pixels' centres are laid over
+    each other where the keys' map is of another size. There are no parameters.
 
     Args:
-        temperature: how much slower the slowest pair turns than the fastest.
-        feat_size: size of the map, in positions, over which places are measured: a map of another size has its places
-            stretched to it. None measures in positions.
+        temperature: how much slower the slowest pair rotates than the fastest.
+        feat_size: size of the map, in positions, over which ``y`` and ``x`` are measured: a map of another size has
+            them stretched to it. None measures in positions.
 
     Raises:
         ValueError: an argument out of range; heads whose width is no multiple of four, or maps without two axes (when
@@ -50,16 +50,7 @@ class Rope2d:
         if isinstance(self.feat_size, tuple) and len(self.feat_size) != 2:
             raise ValueError(f"Rope2d: feat_size must be for two axes; got {self.feat_size!r}")
 
-    def build(
-        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PositionTerm:
-        """The term for one block; it has no parameters.
-
-        Arguments are those of :meth:`vision_attn.position.Specification.build`.
-
-        Raises:
-            ValueError: the width of the block's heads is no multiple of four, or its maps do not have two axes.
-        """
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         if shape.rank != 2:
             raise ValueError(f"Rope2d: position must be for maps with two axes; got a block for {shape.rank}")
         if shape.key_dim % 4:
@@ -70,34 +61,40 @@ class Rope2d:
 class RotaryTerm(PositionTerm):
     specification: Rope2d
 
-    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        size = q.shape[3:]
-        return self.turned(q, size), self.turned(k, size)
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
+    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        angles, angles_of_keys = self.angles(q, part, part), self.angles(k, keys, part)
+        if not part.is_global:
+            queries, keys_index = part.index()
+            angles, angles_of_keys = angles[queries], angles_of_keys[keys_index]
+        return rotate(q, angles), rotate(k, angles_of_keys), scale, None
 
-    def turned(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Pairs of ``(b, n, d, h, w)`` turned, by places measured on the queries' map."""
-        # With the width of a head innermost, as fused kernels want it: b n h w (pair two).
-        pairs = at_least_float32(x).movedim(2, -1).unflatten(-1, (-1, 2))
-        angle = self.angles(pairs, size)
-        cos, sin = angle.cos(), angle.sin()
-        even, odd = pairs.unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-        return turned.flatten(-2).to(x.dtype).movedim(-1, 2)
-
-    def angles(self, pairs: Tensor, size: Sequence[int]) -> Tensor:
-        """The angle of every pair of a head at every place of ``(b, n, h, w, pairs, 2)``, ``(h, w, pairs)``."""
-        here, each = pairs.shape[2:4], pairs.shape[4] // 2
-        exact: dict[str, Any] = {"device": pairs.device, "dtype": pairs.dtype}
+    def angles(self, x: Tensor, here: Partition, queries: Partition) -> Tensor:
+        """The angle of every pair of a head at every position of a map, ``(h·w, pairs)``; ``x`` is ``(…, d)``."""
+        exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
+        each = x.shape[-1] // 4
         speed = self.specification.temperature ** -(torch.arange(each, **exact) / each)
         feat_size = self.specification.feat_size
         angles = []
-        for axis, (length, queries) in enumerate(zip(here, size, strict=True)):
-            place = (torch.arange(length, **exact) + 0.5) * (queries / length) - 0.5
+        for axis, (length, reference) in enumerate(zip(here.size, queries.size, strict=True)):
+            position = (torch.arange(length, **exact) + 0.5) * (reference / length) - 0.5
             if feat_size is not None:
-                place = place * ((feat_size if isinstance(feat_size, int) else feat_size[axis]) / queries)
-            angle = place[:, None] * speed
-            angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*here, -1))
-        return torch.cat(angles, dim=-1)
+                position = position * ((feat_size if isinstance(feat_size, int) else feat_size[axis]) / reference)
+            angle = position[:, None] * speed
+            angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*here.size, -1))
+        return torch.cat(angles, dim=-1).flatten(0, 1)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs of channels of ``(b·groups, n, i, d)`` rotated by angles ``(i, pairs)`` or ``(groups, i, pairs)``."""
+    groups = angles.shape[0] if angles.dim() == 3 else 1
+    even, odd = upcast(x).unflatten(0, (-1, groups)).unflatten(-1, (-1, 2)).unbind(-1)  # b groups n i pairs
+    if angles.dim() == 3:
+        angles = angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    return rotated.flatten(-2).flatten(0, 1).to(x.dtype)
 
 
 def check_temperature(owner: str, temperature: float) -> None:

@@ -1,16 +1,16 @@
-"""Relative positions by a table of biases, one for every offset and head: the term of Swin and CoAtNet."""
+"""Relative position bias (Swin, CoAtNet): a table with one bias for every offset and head, added to the logits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.patterns.line import product
-from vision_attn.position.extents import check_feat_size, table_extents
-from vision_attn.position.resample import resample
+from vision_attn.checks import product
+from vision_attn.patterns import Partition
+from vision_attn.position.tables import check_feat_size, resample, table_lengths
 from vision_attn.position.term import BlockShape, PositionTerm
 
 __all__ = ["RelPosTable"]
@@ -44,49 +44,37 @@ class RelPosTable:
     def __post_init__(self) -> None:
         check_feat_size("RelPosTable", self.feat_size)
 
-    def build(
-        self, shape: BlockShape, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> PositionTerm:
-        """The term for one block, with its table.
-
-        Arguments are those of :meth:`vision_attn.position.Specification.build`.
-
-        Raises:
-            ValueError: ``feat_size`` is missing, or does not fit the block's pattern.
-        """
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return TableTerm(self, shape, device, dtype)
 
 
 class TableTerm(PositionTerm):
-    compares_places = True
+    is_relative = True
 
-    def __init__(
-        self,
-        specification: RelPosTable,
-        shape: BlockShape,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, specification: RelPosTable, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
-        self.extents = table_extents("RelPosTable", specification.feat_size, shape)
-        self.fixed = tuple(extent is not None for extent in shape.tiling.fixed_extents)
-        rows = product(2 * extent - 1 for extent in self.extents)
+        self.lengths = table_lengths("RelPosTable", specification.feat_size, shape)
+        self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
+        rows = product([2 * length - 1 for length in self.lengths])
         table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
         self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
 
-    def bias(self, offsets: Sequence[Tensor]) -> Tensor | None:
-        rank = len(offsets)
-        table = self.relative_position_bias_table.view(*(2 * extent - 1 for extent in self.extents), -1)
-        row = torch.zeros((1,) * (3 * rank), dtype=torch.int64, device=table.device)
-        for axis, offset in enumerate(offsets):
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
+    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        rank = len(part.offsets)
+        table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
+        row = 0  # of every group, query and key: tiles of every axis, then queries, then keys
+        for axis, offset in enumerate(part.offsets):
             if not self.fixed[axis]:
-                table = resample(table, 2 * offset.shape[-1] - 1, axis)
+                table = resample(table, 2 * offset.shape[2] - 1, axis)
             width = table.shape[axis]
-            shape = [1] * (3 * rank)  # tiles of every axis, then queries, then keys
+            shape = [1] * (3 * rank)
             shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
             row = row * width + (width // 2 - offset).view(shape)
         row = row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)  # groups, queries, keys
-        return table.flatten(0, -2)[row].permute(0, 3, 1, 2).contiguous()
+        bias = table.flatten(0, -2)[row].permute(0, 3, 1, 2).contiguous()
+        return q, k, scale, bias[None]
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
         here = self.relative_position_bias_table
@@ -96,15 +84,15 @@ class TableTerm(PositionTerm):
         if sides is None:
             return None
         table = saved.view(*(2 * side - 1 for side in sides), -1)
-        for axis, extent in enumerate(self.extents):
-            table = resample(table, 2 * extent - 1, axis)
+        for axis, length in enumerate(self.lengths):
+            table = resample(table, 2 * length - 1, axis)
         return table.flatten(0, -2)
 
     def sides_of(self, rows: int) -> list[int] | None:
         """The sides of a saved table: only their product is saved, so they are taken to be in the proportions here."""
-        longest = max(self.extents)
+        longest = max(self.lengths)
         for longer in range(1, (rows + 1) // 2 + 1):
-            sides = [max(1, round(extent * longer / longest)) for extent in self.extents]
-            if product(2 * side - 1 for side in sides) == rows:
+            sides = [max(1, round(length * longer / longest)) for length in self.lengths]
+            if product([2 * side - 1 for side in sides]) == rows:
                 return sides
         return None

@@ -1,0 +1,49 @@
+"""Pointwise (1×1) convolution, run as a linear layer on channels-last tokens; and memory formats of maps."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["POINTWISE", "Pointwise2d", "in_format_of"]
+
+
+class Pointwise:
+    """What makes a convolution pointwise: kernel and stride are 1, and a matrix product computes the same.
+
+    The library behind a convolution may reorder its weights in every call, which costs as much as the product.
+    """
+
+    def forward(self: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # type: ignore[misc]
+        if self.groups > 1:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return linear(x, self.weight, self.bias)
+
+
+class Pointwise1d(Pointwise, nn.Conv1d):
+    """``Conv1d(in_channels, out_channels, 1)`` as a linear layer."""
+
+
+class Pointwise2d(Pointwise, nn.Conv2d):
+    """``Conv2d(in_channels, out_channels, 1)`` as a linear layer."""
+
+
+class Pointwise3d(Pointwise, nn.Conv3d):
+    """``Conv3d(in_channels, out_channels, 1)`` as a linear layer."""
+
+
+#: The pointwise convolution for maps with one, two and three axes.
+POINTWISE: dict[int, type[nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A pointwise convolution of ``(b, c, *size)`` or ``(c, *size)`` with weights ``(c', c, 1, …)``."""
+    channels = 1 - weight.dim()
+    return F.linear(x.movedim(channels, -1).contiguous(), weight.flatten(1), bias).movedim(-1, channels)
+
+
+def in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """A map in the memory format of another; where that is in both, as with a single channel, in the default one."""
+    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
+        return y.movedim(1, -1).contiguous().movedim(-1, 1)
+    return y.contiguous()

@@ -1,0 +1,68 @@
+"""Checks of arguments, and the product of sizes: what every room may use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+__all__ = [
+    "check_count",
+    "check_counts",
+    "check_divides",
+    "check_flags",
+    "check_number",
+    "check_probability",
+    "product",
+]
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse what is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse the first of several arguments that is neither a count nor None."""
+    for name, value in counts.items():
+        if value is not None:
+            check_count(name, value)
+
+
+def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    """Refuse a number that does not divide another, and name those that do."""
+    if whole % value:
+        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        raise ValueError(
+            f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}: "
+            f"choose {name} from {', '.join(map(str, divisors))}"
+        )
+
+
+def check_flags(**flags: bool) -> None:
+    """Refuse the first of several arguments that is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False; got {value!r}")
+
+
+def check_probability(name: str, value: float) -> None:
+    """Refuse what is no number between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be a probability between 0 and 1; got {value!r}")
+
+
+def check_number(name: str, value: float, above: float = -math.inf) -> None:
+    """Refuse what is no finite number, or none above a bound."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not value > above:
+        least = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
+
+
+def product(factors: Iterable[int]) -> int:
+    """The product of sizes; some may be symbols, which ``math.prod`` does not take where a graph is compiled."""
+    result = 1
+    for factor in factors:
+        result = result * factor
+    return result
