@@ -43,8 +43,10 @@ class Result:
 
 def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    # With other work on the cores the threads wait for each other, and what is measured is how often.
+    load = "" if machine["load"] is None else f", load before {machine['load']:.1f} on {machine['cores']} cores"
     return (
-        f"{machine['device']}, threads {machine['threads']}, dtype {dtype}\n{versions}\n\n"
+        f"{machine['device']}, threads {machine['threads']}, dtype {dtype}{load}\n{versions}\n\n"
         f"Median (quartiles) of {rounds} rounds in which the contestants take turns, and of the ratios in each round.\n"
         "gradients: forward and backward. MiB: peak beyond what was held before.\n"
         "floor: projection, fused kernel, projection, each on contiguous inputs, measured apart and summed."
