@@ -22,8 +22,7 @@ from torch import from_numpy, nn
 
 import vision_attn as va
 from vision_attn import reference
-from vision_attn.benchmark.memory import peak_memory
-from vision_attn.benchmark.timing import time_in_turns
+from vision_attn.benchmark.measure import peak_memory, time_in_turns
 from vision_attn.figures import save_figure
 from vision_attn.inspection.memory import count_multiply_adds
 
@@ -508,7 +507,7 @@ cpu = torch.device("cpu")
 seconds, peak = {}, {}
 for side, x in maps.items():
     calls = {name: [partial(block, x)] for name, block in blocks.items()}
-    times = time_in_turns(calls, rounds=5, device=cpu, place=f"{side}×{side}", progress=lambda text: None)
+    times = time_in_turns(calls, rounds=5, device=cpu)
     for name, (call,) in calls.items():
         seconds[name, side] = np.array(times[name])
         peak[name, side] = peak_memory(call, cpu) / 2**20

@@ -29,7 +29,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import vision_attn as va
-from vision_attn.benchmark.timing import time_in_turns
+from vision_attn.benchmark.measure import time_in_turns
 from vision_attn.figures import save_figure
 from vision_attn.patterns import resolve_pattern
 
@@ -698,9 +698,7 @@ for batch, side in ((8, 8), (1, 32)):
     x = torch.randn(batch, 64, side, side, dtype=torch.float32)
     with torch.inference_mode():
         calls = {name: [partial(contestant, x)] for name, contestant in timed.items()}
-        times = time_in_turns(
-            calls, rounds=15, device=torch.device("cpu"), place="the walkthrough", progress=lambda text: None
-        )
+        times = time_in_turns(calls, rounds=15, device=torch.device("cpu"))
     cells = []
     for name in ("bmm", "einx"):
         low, middle, high = quantiles([t / fused for t, fused in zip(times[name], times["fused"], strict=True)], n=4)

@@ -1,168 +1,335 @@
-"""Who is compared at a shape: the same weights and the same map, in the hands of each."""
+"""What runs beside what: modules of ours and of other libraries that compute the same, on random maps."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import timm
 import torch
 import torch.nn.functional as F
+from timm.layers.attention2d import Attention2d as TimmAttention2d
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.norm import LayerNorm2d
+from timm.models.maxxvit import Attention2d as MaxxVitAttention2d
 from torch import Tensor, nn
+from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vision_attn.attend import IMPLS
-from vision_attn.benchmark.libraries import OTHERS, OTHERS_RELATIVE
-from vision_attn.benchmark.settings import Shape
-from vision_attn.blocks import Attention2d, set_impl
-from vision_attn.position import RelPosDecomposed
+from vision_attn.blocks import Attention2d, AttentionBlock2d
+from vision_attn.convert import (
+    from_timm_attention2d,
+    from_timm_bottleneck_attn,
+    from_timm_maxxvit_attention,
+    from_torch_mha,
+    from_torchvision_swin,
+)
+from vision_attn.insertion import insert_
+from vision_attn.patterns import Neighborhood, Window
+from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
 
-__all__ = ["FLOOR", "OURS", "Contestant", "Step", "contestants", "contestants_relative", "make_map"]
+__all__ = ["COMPARISONS", "LAYOUTS", "Case", "Contestant", "Shape", "Step", "make_map"]
 
-#: The contestant that the others are compared with.
-OURS = "ours sdpa"
-#: The contestant that does what any attention has to do, and nothing else.
-FLOOR = "floor"
+#: Batch, channels, height and width of maps.
+Shape = tuple[int, int, int, int]
+
+LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call that is timed by itself, forward and, to its inputs and parameters, backward.
-
-    Args:
-        call: the function.
-        inputs: what it is given, leaves that require a gradient.
-        parameters: what else a gradient is wanted of.
-        gradient: of the output.
-    """
+    """One call that is measured by itself: forward, or with the gradients of its inputs and parameters."""
 
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    parameters: tuple[Tensor, ...]
-    gradient: Tensor
+    parameters: tuple[Tensor, ...] = ()
 
     @torch.no_grad()
     def forward(self) -> Tensor:
-        """What the call gives, without gradients.
-
-        Returns:
-            The output, of any shape.
-        """
         return self.call(*self.inputs)
 
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        """The gradients of the call by its inputs and by its parameters.
-
-        Returns:
-            One for each, of its shape.
-        """
-        return torch.autograd.grad(self.call(*self.inputs), (*self.inputs, *self.parameters), self.gradient)
+    def gradients(self) -> Callable[[], object]:
+        """A function that runs forward and backward."""
+        of_output, leaves = torch.randn_like(self.forward()), (*self.inputs, *self.parameters)
+        return lambda: torch.autograd.grad(self.call(*self.inputs), leaves, of_output)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody's attention.
+    """Its time is the sum of its steps'; the map that comes out of the last one must be that of its twin."""
 
-    Its time is the sum of its steps', and its output that of the last one.
-
-    Args:
-        name: as the report calls it.
-        steps: one, but for the floor.
-        backward: whether it has a backward pass.
-        as_map: makes the map of what the last step gives.
-    """
-
-    name: str
     steps: tuple[Step, ...]
-    backward: bool = True
+    twin: Callable[[Tensor], Tensor] | None = None
     as_map: Callable[[Tensor], Tensor] = lambda y: y
 
-    def output(self) -> Tensor:
-        """The map that comes out, ``(b, c, h, w)``."""
-        return self.as_map(self.steps[-1].forward())
+
+@dataclass(frozen=True)
+class Case:
+    """The contestants of one table; the first is compared with each of the others."""
+
+    title: str
+    contestants: dict[str, Contestant]
+    #: among whom the best is looked for
+    rivals: tuple[str, ...] = ()
+    #: whether it is timed with gradients too
+    gradients: bool = True
+    #: the contestant that the others add to: ratios are of what they add
+    base: str | None = None
 
 
-def make_map(shape: Shape, *, device: torch.device, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """Draw random maps that require a gradient.
+@dataclass(frozen=True)
+class Comparison:
+    """What ``--rows`` names: cases, and the shapes, heads and layouts that they are made at by default."""
 
-    Args:
-        shape: ``(b, c, h, w)``.
-        device: where they are.
-        dtype: their type.
-        channels_last: whether they are in the channels-last memory format.
+    text: str
+    cases: Callable[[Tensor, int], Iterator[Case]]
+    shapes: Mapping[Shape, int]
+    layouts: tuple[str, ...] = ("nchw",)
 
-    Returns:
-        The maps, ``(b, c, h, w)``.
+
+def make_map(shape: Shape, layout: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(device, dtype).to(memory_format=LAYOUTS[layout]).requires_grad_()
+
+
+def contestant(module: nn.Module, x: Tensor, twin: nn.Module | None = None) -> Contestant:
+    """A module on maps, and the module of ours with the same weights, if it is another."""
+    module = module.to(x.device, x.dtype)
+    twin = None if twin is None else twin.to(x.device, x.dtype)
+    return Contestant((Step(module, (x,), tuple(p for p in module.parameters() if p.requires_grad)),), twin)
+
+
+class OnMaps(nn.Module):
+    """A layer that takes ``(b, h, w, c)``, on maps; they go out in the layout that they came in."""
+
+    def __init__(
+        self, layer: nn.Module, run: Callable[[nn.Module, Tensor], Tensor] = lambda layer, y: layer(y)
+    ) -> None:
+        super().__init__()
+        self.layer, self.run = layer, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        layout = "channels-last" if x.is_contiguous(memory_format=torch.channels_last) else "nchw"
+        return self.run(self.layer, x.movedim(1, -1)).movedim(-1, 1).contiguous(memory_format=LAYOUTS[layout])
+
+
+# --- attention between all positions ----------------------------------------------------------------------------------
+
+
+def run_mha(layer: nn.Module, y: Tensor) -> Tensor:
+    tokens = y.flatten(1, 2)
+    return layer(tokens, tokens, tokens, need_weights=False)[0].unflatten(1, y.shape[1:3])
+
+
+def libraries(x: Tensor, heads: int) -> dict[str, Contestant]:
+    """Attention of timm and torch.
+
+    torch's layer has two ways: in evaluation mode and without gradients a kernel of its own that makes all weights, and
+    else (here in training mode, without dropout) the fused one. Both run, so that ours is compared with the better.
     """
-    x = torch.randn(shape).to(device, dtype)
-    return x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
-
-
-def contestants(x: Tensor, heads: int) -> list[Contestant]:
-    """The floor, ours by every implementation, and the others: attention between all positions, without positions.
-
-    Args:
-        x: the maps, ``(b, c, h, w)``.
-        heads: of every contestant.
-    """
-    ours = Attention2d(x.shape[1], heads)
-    found = [floor(ours, x)]
-    for impl in IMPLS_IN_ORDER:
-        # On the CPU flex has no backward pass.
-        backward = impl != "flex" or x.is_cuda
-        found.append(contestant(f"ours {impl}", with_impl(ours, impl), x, backward=backward))
-    return found + [contestant(name, build(ours), x) for name, build in OTHERS.items()]
-
-
-def contestants_relative(x: Tensor, heads: int) -> list[Contestant]:
-    """The contestants with BoTNet's relative positions: ours, which then projects no output either, and the others.
-
-    Args:
-        x: the maps, ``(b, c, h, w)``.
-        heads: of every contestant.
-    """
-    ours = Attention2d(x.shape[1], heads, position=RelPosDecomposed(feat_size=(x.shape[2], x.shape[3])), qkv_bias=False)
-    ours.proj = nn.Identity()  # type: ignore[assignment]
-    found = [contestant(OURS, with_impl(ours, "sdpa"), x)]
-    return found + [contestant(name, build(ours), x) for name, build in OTHERS_RELATIVE.items()]
-
-
-#: The fastest first: it is what the others are compared with.
-IMPLS_IN_ORDER = ("sdpa", *(impl for impl in IMPLS if impl != "sdpa"))
-
-
-def with_impl(block: Attention2d, impl: str) -> Attention2d:
-    block = copy.deepcopy(block)
-    set_impl(block, impl)
-    return block
-
-
-def contestant(name: str, module: nn.Module, x: Tensor, *, backward: bool = True) -> Contestant:
-    module = module.to(x.device, x.dtype).eval()
-    return Contestant(name, (Step(module, (x,), tuple(module.parameters()), torch.randn_like(x)),), backward)
+    channels = x.shape[1]
+    layers = TimmAttention2d(channels, num_heads=heads).eval()
+    maxxvit = MaxxVitAttention2d(channels, dim_head=channels // heads).eval()
+    mha = nn.MultiheadAttention(channels, heads, batch_first=True).eval()
+    mha_twin = from_torch_mha(mha)
+    return {
+        "timm layers Attention2d": contestant(layers, x, from_timm_attention2d(layers)),
+        "timm maxxvit Attention2d": contestant(maxxvit, x, from_timm_maxxvit_attention(maxxvit)),
+        "torch MHA": contestant(OnMaps(mha, run_mha), x, mha_twin),
+        "torch MHA, training mode": contestant(OnMaps(copy.deepcopy(mha).train(), run_mha), x, mha_twin),
+    }
 
 
 def floor(ours: Attention2d, x: Tensor) -> Contestant:
     """What any attention has to do: project, attend, project, each on contiguous inputs, nothing between them."""
-    n, d = ours.num_heads, ours.key_dim
-    weights = {
-        key: weight.flatten(1 if weight.dim() > 1 else 0).to(x.device, x.dtype, copy=True).requires_grad_()
-        for key, weight in ours.state_dict().items()
-    }
-    tokens = leaf(x.detach().flatten(2).transpose(1, 2))
-    project_in = step(F.linear, (tokens, weights["qkv.weight"], weights["qkv.bias"]))
-    qkv = project_in.forward().unflatten(2, (3, n, d)).permute(2, 0, 3, 1, 4)
-    attend = step(F.scaled_dot_product_attention, tuple(leaf(part) for part in qkv))
+
+    def leaf(values: Tensor) -> Tensor:
+        return values.detach().to(x.device, x.dtype).clone(memory_format=torch.contiguous_format).requires_grad_()
+
+    weights = {key: leaf(value.flatten(1) if value.dim() > 1 else value) for key, value in ours.state_dict().items()}
+    project_in = Step(F.linear, (leaf(x.flatten(2).mT), weights["qkv.weight"], weights["qkv.bias"]))
+    qkv = project_in.forward().unflatten(2, (3, ours.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    attend = Step(F.scaled_dot_product_attention, tuple(map(leaf, qkv)))
     joined = leaf(attend.forward().transpose(1, 2).flatten(2))
-    project_out = step(F.linear, (joined, weights["proj.weight"], weights["proj.bias"]))
-    return Contestant(
-        FLOOR, (project_in, attend, project_out), as_map=lambda y: y.transpose(1, 2).unflatten(2, x.shape[2:])
-    )
+    project_out = Step(F.linear, (joined, weights["proj.weight"], weights["proj.bias"]))
+    return Contestant((project_in, attend, project_out), ours, as_map=lambda y: y.mT.unflatten(2, x.shape[2:]))
 
 
-def step(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Step:
-    with torch.no_grad():
-        return Step(call, inputs, (), torch.randn_like(call(*inputs)))
+class WrittenOut(nn.Module):
+    """Attention as it is usually written by hand, with the projections of a block of ours."""
+
+    def __init__(self, ours: Attention2d) -> None:
+        super().__init__()
+        c = ours.channels
+        self.num_heads = ours.num_heads
+        self.qkv, self.proj = nn.Conv2d(c, 3 * c, 1), nn.Conv2d(c, c, 1)
+        self.load_state_dict(ours.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        n, tokens, d = self.num_heads, h * w, c // self.num_heads
+        qkv = self.qkv(x).view(b, 3, n, d, tokens).permute(1, 0, 2, 4, 3).contiguous()
+        q, k, v = qkv.view(3, b * n, tokens, d).unbind()
+        weights = torch.softmax(torch.bmm(q, k.transpose(1, 2)) * d**-0.5, dim=-1)
+        y = torch.bmm(weights, v).view(b, n, tokens, d).permute(0, 1, 3, 2).contiguous()
+        return self.proj(y.view(b, c, h, w))
 
 
-def leaf(x: Tensor) -> Tensor:
-    return x.detach().contiguous().requires_grad_()
+def with_impls(x: Tensor, heads: int, *impls: str) -> dict[str, Attention2d]:
+    """A block of ours in several implementations, with the same weights."""
+    blocks = {impl: Attention2d(x.shape[1], heads, impl=impl).eval() for impl in impls}
+    for block in blocks.values():
+        block.load_state_dict(blocks[impls[0]].state_dict())
+    return blocks
+
+
+def attention(x: Tensor, heads: int, impls: tuple[str, ...] = ()) -> Iterator[Case]:
+    ours, *blocks = with_impls(x, heads, "sdpa", *impls).items()
+    others = libraries(x, heads)
+    rows = {"ours sdpa": contestant(ours[1], x), "floor": floor(ours[1], x)}
+    rows |= {f"ours {impl}": contestant(block, x, ours[1]) for impl, block in blocks}
+    if impls:
+        rows["written out, bmm"] = contestant(WrittenOut(ours[1]), x, ours[1])
+    yield Case("attention", rows | others, rivals=tuple(others))
+
+
+def implementations(x: Tensor, heads: int) -> Iterator[Case]:
+    return attention(x, heads, tuple(impl for impl in IMPLS if impl not in ("sdpa", "flex")))
+
+
+def einx(x: Tensor, heads: int) -> Iterator[Case]:
+    blocks = with_impls(x, heads, "einx", "bmm")
+    yield Case("einx", {f"ours {impl}": contestant(block, x, blocks["bmm"]) for impl, block in blocks.items()})
+
+
+def compiled(x: Tensor, heads: int) -> Iterator[Case]:
+    torch.compiler.reset()  # so that no shape is compiled as one more of the last one's
+    blocks, rows = with_impls(x, heads, "einx", "bmm"), {}
+    for impl, block in blocks.items():
+        (step,) = contestant(block, x).steps
+        fast = Step(torch.compile(block, fullgraph=True, dynamic=False), step.inputs, step.parameters)
+        rows[f"ours {impl}"] = Contestant((fast,), blocks["bmm"])
+    yield Case("compiled", rows)
+
+
+# --- positions, windows, a backbone -----------------------------------------------------------------------------------
+
+
+def positions(x: Tensor, heads: int) -> Iterator[Case]:
+    c, h, w = x.shape[1:]
+    theirs = BottleneckAttn(c, feat_size=(h, w), num_heads=heads, dim_head=c // heads).eval()
+    for table in (theirs.pos_embed.height_rel, theirs.pos_embed.width_rel):
+        nn.init.normal_(table, std=0.5)  # large enough that who leaves them out is found
+    ours: nn.Module = from_timm_bottleneck_attn(theirs)
+    ours.proj = nn.Identity()  # theirs projects no output
+    rows = {"ours RelPosDecomposed": contestant(ours, x), "timm BottleneckAttn": contestant(theirs, x, ours)}
+    yield Case("relative positions", rows)
+
+
+def windows(x: Tensor, heads: int) -> Iterator[Case]:
+    if x.shape[2] % 7 or x.shape[3] % 7:
+        raise ValueError(f"shapes of windows must have sides that are multiples of 7; got {tuple(x.shape[2:])}")
+    for shift, title in ((0, "windows 7×7 with a table"), (3, "windows 7×7 with a table, shifted")):
+        theirs = ShiftedWindowAttention(x.shape[1], [7, 7], [shift, shift], heads).eval()
+        nn.init.normal_(theirs.relative_position_bias_table, std=0.5)
+        ours = from_torchvision_swin(theirs)
+        yield Case(title, {"ours": contestant(ours, x), "torchvision": contestant(OnMaps(theirs), x, ours)})
+
+
+class ByHand(nn.Module):
+    """What a person writes to put timm's attention into a network."""
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm2d(channels, eps=1e-5)  # as ours
+        self.attn = TimmAttention2d(channels, num_heads=num_heads)
+        self.gate = nn.Parameter(torch.full((channels, 1, 1), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.attn(self.norm(x))
+
+
+def backbone(x: Tensor, heads: int) -> Iterator[Case]:
+    if x.shape[1] != 3:
+        raise ValueError(f"shapes of backbone must be of images, with 3 channels; got {x.shape[1]} channels")
+    plain = timm.create_model("resnet50").eval()
+    ours, by_hand = copy.deepcopy(plain), copy.deepcopy(plain)
+    insert_(ours, stages=(-2, -1), num_heads=heads, gate_init=0.1)
+    inserted = [module for module in ours.modules() if isinstance(module, AttentionBlock2d)]
+    block: Any
+    for block, stage in zip(inserted, (by_hand.layer3, by_hand.layer4), strict=True):
+        stage.append(ByHand(block.attn.channels, heads).eval())
+        block.attn = from_timm_attention2d(stage[-1].attn)
+    rows = {"ours inserted": contestant(ours, x), "timm by hand": contestant(by_hand, x, ours)}
+    rows["plain network"] = contestant(plain, x)
+    yield Case("blocks at the last two stages of resnet50", rows, gradients=False, base="plain network")
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def memory(x: Tensor, heads: int) -> Iterator[Case]:
+    """Each block on the map and, as a second step, on one of twice its sides."""
+    b, c, h, w = x.shape
+    large = torch.randn(b, c, 2 * h, 2 * w).to(x).requires_grad_()
+    rows: dict[str, Contestant] = {}
+    for y in (x, large):
+        size = (y.shape[2], y.shape[3])
+        blocks = {
+            "full": Attention2d(c, heads),
+            "RelPosDecomposed": Attention2d(c, heads, position=RelPosDecomposed(feat_size=size)),
+            "RelPosTable": Attention2d(c, heads, position=RelPosTable(feat_size=size)),
+            "Rope2d": Attention2d(c, heads, position=Rope2d()),
+            "ConditionalPos": Attention2d(c, heads, position=ConditionalPos(3)),
+            "window with a table": Attention2d(c, heads, pattern=Window(7), position=RelPosTable()),
+            "shifted window with a table": Attention2d(c, heads, pattern=Window(7, shift=3), position=RelPosTable()),
+            "neighbourhood": Attention2d(c, heads, pattern=Neighborhood(7)),
+        }
+        for name, block in blocks.items():
+            before = rows[name].steps if y is large else ()
+            rows[name] = Contestant((*before, *contestant(block.eval(), y).steps))
+    yield Case("peak memory, MiB", rows)
+
+
+def calls(x: Tensor, heads: int) -> Iterator[Case]:
+    c = x.shape[1]
+    blocks = {
+        "plain": Attention2d(c, heads),
+        "shifted window with a table": Attention2d(c, heads, pattern=Window(7, shift=3), position=RelPosTable()),
+        "neighbourhood": Attention2d(c, heads, pattern=Neighborhood(7)),
+    }
+    yield Case("Python calls of ours in a forward", {k: contestant(block.eval(), x) for k, block in blocks.items()})
+
+
+BOTH = tuple(LAYOUTS)
+SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
+
+COMPARISONS = {
+    "implementations": Comparison(
+        "every implementation, attention written out by hand, timm, torch and the floor",
+        implementations,
+        {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
+    ),
+    "attention": Comparison(
+        "sdpa, timm, torch and the floor",
+        attention,
+        {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
+        BOTH,
+    ),
+    "backbone": Comparison(
+        "two blocks in resnet50: inserted, and by hand with timm's layers",
+        backbone,
+        {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
+    ),
+    "positions": Comparison(
+        "RelPosDecomposed and timm's BottleneckAttn",
+        positions,
+        {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
+    ),
+    "windows": Comparison("windows with a table, ours and torchvision's", windows, {(2, 96, 56, 56): 3}, BOTH),
+    "einx": Comparison("einx and bmm", einx, SIZES),
+    "compiled": Comparison("einx and bmm, compiled", compiled, SIZES),
+    "memory": Comparison("peak memory with four times the tokens", memory, {(1, 64, 28, 28): 4}),
+    "calls": Comparison("Python calls of ours in a forward", calls, {(2, 64, 14, 14): 4}),
+}

@@ -1,140 +1,118 @@
-"""The measurements as a person reads them, and as a program does."""
+"""What was measured, as a table, as JSON and as a chart."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from vision_attn.benchmark.machine import Machine
-from vision_attn.benchmark.marks import MEBI, Mark
-from vision_attn.benchmark.results import Cost, Group, Row
-from vision_attn.benchmark.settings import DTYPES, Settings
+from vision_attn.benchmark.contestants import Shape
+from vision_attn.benchmark.measure import Spread
 
-__all__ = ["as_json", "checklist", "header", "table"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-NONE = "–"
+__all__ = ["BEST", "Result", "as_json", "chart", "header", "table"]
+
+#: The row of the fastest of the other libraries.
+BEST = "best of the others"
+
+#: A number, or first quartile, median and third quartile; None where there is nothing to measure.
+Value = float | Spread | None
 
 
-def header(machine: Machine, settings: Settings) -> str:
-    """What was measured on, and how to read the tables.
+@dataclass(frozen=True)
+class Result:
+    """One table: the rows have the same columns, named by what was run and by what was measured of it."""
 
-    Args:
-        machine: what was measured on.
-        settings: of the benchmark.
-    """
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    maps = "channels-last" if settings.channels_last else "channels-first"
+    comparison: str
+    title: str
+    shape: Shape
+    heads: int
+    layout: str
+    rows: dict[str, dict[str, Value]]
+    note: str
+    #: what the rows were computed from: seconds of each round, calls of each function
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[2] * self.shape[3]
+
+
+def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    # With other work on the cores the threads wait for each other, and what is measured is how often.
+    load = "" if machine["load"] is None else f", load before {machine['load']:.1f} on {machine['cores']} cores"
     return (
-        f"device {machine.device}, threads {machine.threads}, dtype {settings.dtype}, {maps} maps\n"
-        f"{versions}\n\n"
-        f"Median and quartiles of {settings.rounds} rounds in which the contestants take turns; peak memory beyond "
-        "what was held before.\n"
-        "floor: projection, fused kernel, projection, each on contiguous inputs, measured apart and summed.\n"
-        "× floor, × ours: how many times as long as the floor, and as ours sdpa."
+        f"{machine['device']}, threads {machine['threads']}, dtype {dtype}{load}\n{versions}\n\n"
+        f"Median (quartiles) of {rounds} rounds in which the contestants take turns, and of the ratios in each round.\n"
+        "gradients: forward and backward. MiB: peak beyond what was held before.\n"
+        "floor: projection, fused kernel, projection, each on contiguous inputs, measured apart and summed."
     )
 
 
-def table(group: Group, dtype: str) -> str:
-    """One line for each contestant.
-
-    Args:
-        group: what was measured at a shape.
-        dtype: type of the numbers.
-    """
-    batch, channels, height, width = group.shape
-    worst = max(row.difference for row in group.rows)
-    columns = f"  {'ms':>7}{'quartiles':>14}{'× floor':>8}{'× ours':>7}"
-    lines = [
-        f"--- {'with relative positions, ' if group.relative else ''}batch {batch}, {channels} channels, "
-        f"{height}×{width} = {group.tokens:,} tokens, {group.heads} heads",
-        f"{'':<24}  {'forward':^36}  {'forward + backward':^36}  {'peak MiB':>15}",
-        f"{'contestant':<24}{columns}{columns}  {'fwd':>7}{'fwd+bwd':>8}",
+def table(result: Result) -> str:
+    b, c, h, w = result.shape
+    title = f"--- {result.title}: batch {b}, {c} channels, {h}×{w}, {result.heads} heads, {result.layout}"
+    columns = list(next(iter(result.rows.values())))
+    passes, _, names = zip(*(column.rpartition(" ") for column in columns), strict=True)
+    cells = [
+        ["", *(name if name != before else "" for before, name in zip(("", *passes), passes, strict=False))],
+        ["", *("ours ÷ it" if name == "ratio" else name for name in names)],
+        *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
     ]
-    for row in group.rows:
-        forward = times(row.forward, *group.baselines("forward"))
-        both = times(row.both, *group.baselines("both"))
-        lines.append(f"{row.name:<24}{forward}{both}  {memory(row.forward):>7}{memory(row.both):>8}")
-    lines.append(f"Outputs agree to {worst:.0e} of the largest value ({DTYPES[dtype]:.0e} is allowed).")
-    return "\n".join(lines)
+    return "\n".join([title, *aligned(cells if any(passes) else cells[1:]), result.note])
 
 
-def times(cost: Cost | None, floor: Cost | None, ours: Cost | None) -> str:
-    if cost is None:
-        return f"  {NONE:>7}{NONE:>14}{NONE:>8}{NONE:>7}"
-    spread = "–".join(three_digits(1000 * quartile) for quartile in cost.quartiles)
-    to_floor, to_ours = (NONE if ratio is None else f"{ratio:.2f}" for ratio in (cost.times(floor), cost.times(ours)))
-    return f"  {three_digits(1000 * cost.median):>7}{spread:>14}{to_floor:>8}{to_ours:>7}"
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the first column at the left and the others at the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in cells
+    ]
 
 
-def memory(cost: Cost | None) -> str:
-    return NONE if cost is None or cost.memory is None else three_digits(cost.memory / MEBI)
+def written(value: Value) -> str:
+    """A number by three digits; a spread as its median and quartiles.
 
-
-def three_digits(value: float) -> str:
-    """Behind the point as many of the three as are not needed before it.
-
-    >>> [three_digits(value) for value in (0.0123, 1.23456, 12.3456, 1234.56)]
-    ['0.012', '1.23', '12.3', '1235']
+    >>> [written(value) for value in (12, 1.23456, 12.3456, (0.95, 1.0, 1.123), None)]
+    ['12', '1.23', '12.3', '1.00 (0.95–1.12)', '–']
     """
-    places = next((places for places, limit in ((3, 1), (2, 10), (1, 100)) if value < limit), 0)
+    if value is None:
+        return "–"
+    if isinstance(value, tuple):
+        low, middle, high = map(written, value)
+        return f"{middle} ({low}–{high})"
+    if isinstance(value, int):
+        return str(value)
+    places = next((places for places, limit in ((3, 0.1), (2, 10), (1, 100)) if abs(value) < limit), 0)
     return f"{value:.{places}f}"
 
 
-def checklist(marks: Sequence[Mark]) -> str:
-    """The marks of the library, what was measured for each, and whether it holds, as lines.
-
-    Args:
-        marks: those that could be judged.
-    """
-    if not marks:
-        return "First marks: none of them is about these shapes."
-    lines = [f"  {'holds' if mark.holds else 'does not hold':<13}{mark.measured:>10}  {mark.what}" for mark in marks]
-    return "\n".join(["First marks, of ours by sdpa:", *lines])
-
-
-def as_json(machine: Machine, settings: Settings, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """A document of all that was measured, each time in seconds and each peak in bytes.
-
-    Args:
-        machine: what was measured on.
-        settings: of the benchmark.
-        groups: what was measured, at each shape.
-        marks: those that could be judged.
-    """
-    document = {
-        "machine": asdict(machine),
-        "settings": settings.as_dict(),
-        "groups": [
-            {
-                "shape": group.shape,
-                "heads": group.heads,
-                "relative_positions": group.relative,
-                "contestants": {row.name: contestant(row, group) for row in group.rows},
-            }
-            for group in groups
-        ],
-        "marks": [asdict(mark) for mark in marks],
-    }
+def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[Result]) -> str:
+    document = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2)
 
 
-def contestant(row: Row, group: Group) -> dict[str, object]:
-    return {
-        "difference": row.difference,
-        "forward": plain(row.forward, *group.baselines("forward")),
-        "forward_backward": plain(row.both, *group.baselines("both")),
-    }
+def chart(results: Sequence[Result]) -> Figure:
+    """Time and memory against tokens, a line for each contestant; the tables differ in the sides of their maps."""
+    from matplotlib.figure import Figure
 
-
-def plain(cost: Cost | None, floor: Cost | None, ours: Cost | None) -> dict[str, object] | None:
-    if cost is None:
-        return None
-    return {
-        "seconds": cost.seconds,
-        "median_seconds": cost.median,
-        "quartiles_seconds": cost.quartiles,
-        "times_floor": cost.times(floor),
-        "times_ours": cost.times(ours),
-        "peak_bytes": cost.memory,
-    }
+    rows = results[0].rows
+    columns = [column for column in rows[BEST] if not column.endswith("ratio")]
+    figure = Figure(figsize=(4 * len(columns), 5), layout="constrained")
+    for axis, column in zip(figure.subplots(1, len(columns)), columns, strict=True):
+        for number, name in enumerate(name for name in rows if name != BEST):
+            points = sorted((result.tokens, result.rows[name][column]) for result in results)
+            if None not in (value for _, value in points):
+                middle = [(tokens, value[1] if isinstance(value, tuple) else value) for tokens, value in points]
+                axis.plot(*zip(*middle, strict=True), color=f"C{number}", marker="ovsD^"[number % 5], label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=column)
+        axis.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    return figure

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from vision_attn.checks import check_count, check_divides, check_flags
+from vision_attn.benchmark.contestants import COMPARISONS, LAYOUTS, Shape
 
-__all__ = ["DEVICES", "DTYPES", "RELATIVE_SHAPES", "SHAPES", "Settings", "Shape", "parse_shape"]
-
-#: Batch, channels, height and width of the maps.
-Shape = tuple[int, int, int, int]
+__all__ = ["DEVICES", "DTYPES", "ROWS", "Settings", "parse_shape"]
 
 #: The largest difference of an output from ours, in parts of ours' largest value, by the type of the numbers.
 DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-#: What may be measured on.
 DEVICES = ("cpu", "cuda")
-
-#: What plain attention is compared at where nothing else is asked for.
-SHAPES: tuple[Shape, ...] = ((8, 64, 8, 8), (8, 256, 14, 14), (2, 256, 32, 32), (1, 128, 64, 64))
-#: What attention with relative positions is compared at where nothing else is asked for.
-RELATIVE_SHAPES: tuple[Shape, ...] = ((1, 256, 56, 56),)
+#: What ``--rows`` takes; compiling takes minutes, and is done only where it is asked for by name.
+ROWS = (*COMPARISONS, "all")
+IN_ALL = tuple(name for name in COMPARISONS if name != "compiled")
 
 
 @dataclass(frozen=True)
@@ -27,89 +21,78 @@ class Settings:
     """What a benchmark does.
 
     Raises:
-        ValueError: a value is out of range, or ``heads`` do not divide the channels of a shape.
+        ValueError: a value is out of range, or does not go with another.
 
-    >>> Settings(shapes=((8, 64, 8, 8),)).groups
-    (((8, 64, 8, 8), False),)
+    >>> Settings(rows=("windows",)).comparisons
+    ('windows',)
     """
 
-    #: shapes to compare plain attention at; with neither kind of shapes given, :data:`SHAPES`
+    #: names of comparisons
+    rows: tuple[str, ...] = ("implementations",)
+    #: shapes of the maps, for one comparison; None for its own
     shapes: tuple[Shape, ...] | None = None
-    #: shapes to compare attention with relative positions at; with neither kind given, :data:`RELATIVE_SHAPES`
-    relative_shapes: tuple[Shape, ...] | None = None
-    #: heads of every contestant
-    heads: int = 8
-
-    #: ``cpu``, ``cuda``, or None for the best there is
+    #: heads of every contestant; None for those that go with a comparison's own shapes, and 8 with others
+    heads: int | None = None
+    #: memory formats of the maps; None for the comparison's own
+    layouts: tuple[str, ...] | None = None
     device: str | None = None
-    #: type of maps and weights, one of :data:`DTYPES`
     dtype: str = "float32"
     #: threads of the CPU; None for as many as torch has
     threads: int | None = None
     #: measurements of each contestant
     rounds: int = 15
-    #: whether the maps come in the channels-last memory format
-    channels_last: bool = False
-    #: JSON file for everything that was measured; None for none
+    #: JSON file for everything that was measured
     output: str | None = None
+    #: PNG file for time and memory against tokens
+    chart: str | None = None
 
     def __post_init__(self) -> None:
-        check_count("heads", self.heads)
-        check_count("rounds", self.rounds)
-        if self.threads is not None:
-            check_count("threads", self.threads)
-        check_flags(channels_last=self.channels_last)
-        for name, choices in (("dtype", tuple(DTYPES)), ("device", (None, *DEVICES))):
-            if getattr(self, name) not in choices:
-                allowed = ", ".join(str(choice) for choice in choices if choice)
-                raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}")
-        for name in ("shapes", "relative_shapes"):
-            for shape in getattr(self, name) or ():
-                check_shape(name, shape)
-        for shape, _ in self.groups:
-            check_divides("heads", self.heads, "channels", shape[1])
+        for name in ("heads", "threads", "rounds"):
+            count = getattr(self, name)
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1; got {count!r}")
+        if self.dtype not in DTYPES or self.device not in (None, *DEVICES):
+            raise ValueError(f"dtype and device must be of {[*DTYPES]} and {DEVICES}; got {self.dtype}, {self.device}")
+        if not {*self.rows} <= {*ROWS} or not {*(self.layouts or ())} <= {*LAYOUTS}:
+            raise ValueError(f"rows and layouts must be of {ROWS} and {[*LAYOUTS]}; got {self.rows}, {self.layouts}")
+        if self.shapes and len(self.comparisons) > 1:
+            raise ValueError(f"shapes can be given for one of the rows at a time; got {', '.join(self.comparisons)}")
+        for name in self.comparisons:
+            for shape, heads in self.shapes_of(name).items():
+                if len(shape) != 4 or min(shape) < 1:
+                    raise ValueError(wrong_shape(",".join(map(str, shape))))
+                if name != "backbone" and shape[1] % heads:
+                    raise ValueError(f"heads must divide channels; got heads={heads} and channels={shape[1]} in {name}")
+        if self.chart and self.comparisons != ("implementations",):
+            raise ValueError("chart is of implementations alone: leave --rows out")
+        varying = {shape[:2] for shape in self.shapes or ()}
+        if self.chart and (len(varying) > 1 or len(self.layouts or ()) > 1):
+            raise ValueError("chart needs shapes of one batch and one number of channels, in one layout")
 
     @property
-    def groups(self) -> tuple[tuple[Shape, bool], ...]:
-        """What is measured, in order: each shape, and whether with relative positions."""
-        plain, relative = self.shapes, self.relative_shapes
-        if plain is None and relative is None:
-            plain, relative = SHAPES, RELATIVE_SHAPES
-        return (*((shape, False) for shape in plain or ()), *((shape, True) for shape in relative or ()))
+    def comparisons(self) -> tuple[str, ...]:
+        """What is measured, in order."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in (IN_ALL if row == "all" else (row,))))
 
-    def as_dict(self) -> dict[str, object]:
-        """The settings by their names."""
-        return asdict(self)
+    def shapes_of(self, name: str) -> dict[Shape, int]:
+        """The shapes of a comparison, and the heads at each."""
+        if self.shapes:
+            return dict.fromkeys(self.shapes, self.heads or 8)
+        return {shape: self.heads or heads for shape, heads in COMPARISONS[name].shapes.items()}
 
 
-def parse_shape(name: str, text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """A shape as it is written on the command line.
 
-    Args:
-        name: the setting it is for, in messages.
-        text: ``batch,channels,height,width``.
-
-    Raises:
-        ValueError: it is not four whole numbers of at least 1.
-
-    >>> parse_shape("shapes", "8,256,14,14")
+    >>> parse_shape("8,256,14,14")
     (8, 256, 14, 14)
     """
     parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(wrong_shape(name, text))
-    shape = tuple(int(part) for part in parts)
-    check_shape(name, shape)
-    return shape  # type: ignore[return-value]
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise ValueError(wrong_shape(text))
+    b, c, h, w = map(int, parts)
+    return b, c, h, w
 
 
-def check_shape(name: str, shape: tuple[int, ...]) -> None:
-    if len(shape) != 4 or any(length < 1 for length in shape):
-        raise ValueError(wrong_shape(name, ",".join(map(str, shape))))
-
-
-def wrong_shape(name: str, got: str) -> str:
-    return (
-        f"{name} must each be batch,channels,height,width, four whole numbers of at least 1 such as 8,256,14,14; "
-        f"got {got!r}"
-    )
+def wrong_shape(got: str) -> str:
+    return f"shapes must each be batch,channels,height,width, numbers of at least 1 such as 8,256,14,14; got {got!r}"
