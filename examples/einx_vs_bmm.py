@@ -593,7 +593,7 @@ for name, (in_einx, in_bmm) in EDITS.items():
 # keeps the line and derives the torch form from it. `va.Window(7)` is a name for the line of windows and its sizes.
 
 # %%
-line = resolve_pattern(va.Window(7)).tiling(2).line
+line = resolve_pattern(va.Window(7)).partitioner(2).line
 assert line.einx == WINDOW
 assert torch.equal(eval(line.torch, {"maps": maps, **sizes}), groups)
 print(f"\nva.Window(7) is   {line.einx}\nin torch          {line.torch}")
@@ -624,7 +624,7 @@ own_block.load_state_dict(state, strict=True)
 with torch.no_grad():
     expected = own_block.proj(attend_einx(own_block.qkv(map_2d), n, OWN, g=2, s=3))
     assert_close(own_block(map_2d), expected)
-print(f"the exercise      {own_block.tiling.line.einx}\nin torch          {own_block.tiling.line.torch}")
+print(f"the exercise      {own_block.partitioner.line.einx}\nin torch          {own_block.partitioner.line.torch}")
 
 # %% [markdown]
 # What does a position see? Number the positions, apply the line to the numbers as if they were a map, and look up the

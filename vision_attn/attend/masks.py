@@ -64,9 +64,11 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None]
 
 
-def with_causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+def with_causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """A mask with five axes that hides the keys that are later than the query as well."""
-    return combine_masks(mask, causal_mask(queries, keys, device)[None, None, None])
+    later_hidden = causal_mask(queries, keys, device)[None, None, None]
+    both = combine_masks(mask, later_hidden)
+    return later_hidden if both is None else both
 
 
 def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from vision_attn.attend import (
     upcast,
     with_causal_mask,
 )
-from vision_attn.blocks.projection import POINTWISE, in_format_of, linear
+from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
 from vision_attn.patterns import AnyPattern, Partition, partition_of, resolve_pattern
 from vision_attn.position import AnyPosition, BlockShape
@@ -221,7 +221,7 @@ class Attention(nn.Module):
         if self.context_channels is not None:
             return self.q(x), self.kv(source)
         rows = self.num_heads * self.key_dim
-        if isinstance(self.qkv, POINTWISE[self.rank]) and self.groups == 1:  # which nobody wrapped, as LoRA does
+        if isinstance(self.qkv, Pointwise) and self.groups == 1:  # which nobody wrapped, as LoRA does
             weight, bias = self.qkv.weight, self.qkv.bias
             biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
             return linear(x, weight[:rows], biases[0]), linear(source, weight[rows:], biases[1])
@@ -250,10 +250,11 @@ class Attention(nn.Module):
             own, causal = combine_masks(own, part.causal_mask()[None, :, None]), False
         if mask is not None:
             mask = check_mask(mask, (batch, self.num_heads, product(part.size), product(keys.size)))
-            own = combine_masks(own, part.cut_mask(mask))
+            mask = part.cut_mask(mask)
             if causal:
-                own, causal = with_causal_mask(own, part.cut.tokens, keys.key_cut.tokens, mask.device), False
-            own, reachable = open_rows(own)
+                mask, causal = with_causal_mask(mask, part.cut.tokens, keys.key_cut.tokens, mask.device), False
+            mask = mask if own is None else combine_masks(mask, own)
+            own, reachable = open_rows(mask)
         return combine_masks(own, bias), reachable, causal
 
     def check_maps(self, x: Tensor, context: Tensor | None) -> None:

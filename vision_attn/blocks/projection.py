@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["POINTWISE", "Pointwise2d", "in_format_of"]
+__all__ = ["POINTWISE", "Pointwise", "Pointwise2d", "in_format_of", "linear"]
 
 
 class Pointwise:
@@ -16,7 +18,7 @@ class Pointwise:
 
     def forward(self: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # type: ignore[misc]
         if self.groups > 1:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[misc]
         return linear(x, self.weight, self.bias)
 
 
@@ -33,7 +35,7 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 
 
 #: The pointwise convolution for maps with one, two and three axes.
-POINTWISE: dict[int, type[nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
+POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

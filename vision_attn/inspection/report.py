@@ -109,7 +109,7 @@ def reading(found: Inspection) -> str:
     dtype = str(found.dtype).removeprefix("torch.")
     return (
         f"AttentionBlock2d{options}, {dtype}; %: of the network's own; last: MiB that training keeps of it for the "
-        f"backward pass of {images}, by implementation, flex as sdpa"
+        f"backward pass of {images}, by implementation"
     )
 
 

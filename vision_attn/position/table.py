@@ -64,7 +64,9 @@ class TableTerm(PositionTerm):
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
         rank = len(part.offsets)
         table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
-        row = 0  # of every group, query and key: tiles of every axis, then queries, then keys
+        row = part.offsets[0].new_zeros(
+            ()
+        )  # of every group, query and key: tiles of every axis, then queries, then keys
         for axis, offset in enumerate(part.offsets):
             if not self.fixed[axis]:
                 table = resample(table, 2 * offset.shape[2] - 1, axis)
