@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,14 @@ def groups_of(mask: Tensor) -> tuple[int, int]:
     return (-1, mask.shape[1]) if mask.shape[0] == 1 else (mask.shape[0], -1)
 
 
+@overload
+def combine_masks(first: Tensor, second: Tensor | None) -> Tensor: ...
+@overload
+def combine_masks(first: Tensor | None, second: Tensor) -> Tensor: ...
+@overload
+def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
+
+
 def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """One mask that does what both do: bool if both are, else additive; None if both are None.
 
@@ -66,9 +76,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def with_causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """A mask with five axes that hides the keys that are later than the query as well."""
-    later_hidden = causal_mask(queries, keys, device)[None, None, None]
-    both = combine_masks(mask, later_hidden)
-    return later_hidden if both is None else both
+    return combine_masks(mask, causal_mask(queries, keys, device)[None, None, None])
 
 
 def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:

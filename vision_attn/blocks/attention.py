@@ -253,8 +253,7 @@ class Attention(nn.Module):
             mask = part.cut_mask(mask)
             if causal:
                 mask, causal = with_causal_mask(mask, part.cut.tokens, keys.key_cut.tokens, mask.device), False
-            mask = mask if own is None else combine_masks(mask, own)
-            own, reachable = open_rows(mask)
+            own, reachable = open_rows(combine_masks(mask, own))
         return combine_masks(own, bias), reachable, causal
 
     def check_maps(self, x: Tensor, context: Tensor | None) -> None:
