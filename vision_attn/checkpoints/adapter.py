@@ -14,7 +14,7 @@ from vision_attn import blocks
 from vision_attn.blocks import use_impl
 from vision_attn.checkpoints.adapter_base import network_of, verify_network
 from vision_attn.checkpoints.adapter_file import Adapter, Placement, read_adapter, write_adapter
-from vision_attn.checkpoints.errors import CheckpointError, shorten
+from vision_attn.checkpoints.errors import CheckpointError, escaped, shorten
 from vision_attn.checkpoints.fingerprint import fingerprint
 from vision_attn.checkpoints.load import kind, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
@@ -69,7 +69,7 @@ class AdapterReport:
             if self.differing
             else f"the network is the one it was trained on, in all {self.compared} tensors"
         )
-        return f"{len(self.loaded)} tensors loaded from {self.path}\n{network}\n{self.insertion}"
+        return f"{len(self.loaded)} tensors loaded from {escaped(self.path)}\n{network}\n{self.insertion}"
 
 
 def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str] = ()) -> Path:

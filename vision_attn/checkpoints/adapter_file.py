@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vision_attn.checkpoints.errors import CheckpointError
+from vision_attn.checkpoints.errors import CheckpointError, escaped
 from vision_attn.checkpoints.fingerprint import Fingerprint, fingerprint, hash_of
-from vision_attn.checkpoints.read import refusal
+from vision_attn.checkpoints.read import open_safetensors, read_safetensors
 from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
 
@@ -114,15 +113,8 @@ def read_adapter(path: str | Path) -> Adapter:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such adapter file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dictionary)
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged file can make the reader fail in any way
-        raise CheckpointError(refusal(path, str(error))) from error
+        raise FileNotFoundError(f"{escaped(path)}: there is no such adapter file")
+    tensors, metadata = read_safetensors(path)
     if ENTRY not in metadata:
         raise CheckpointError(
             f"{path} is no adapter, it does not say where its tensors go: load_checkpoint reads checkpoints, and "
@@ -180,7 +172,7 @@ def is_adapter(file: Path) -> bool:
     if file.suffix != ".safetensors":
         return False
     try:
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             return ENTRY in (opened.metadata() or {})
     except Exception:  # its reader says more of it
         return False
