@@ -16,6 +16,7 @@ file_hash  one hash over all of the above and the fingerprint of the file's own 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ __all__ = ["Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"
 
 ENTRY = "vision_attn_adapter"
 FORMAT = 1
+
+#: Numbers in the images of a dry run, which is what a file can make a network work on: 100 images of 3×224×224.
+LARGEST_IMAGES = 2**24
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def read_adapter(path: str | Path) -> Adapter:
         )
     try:
         return parse(library, said, tensors)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is an adapter of another form ({error}), written by vision_attn {library}: save it again"
         ) from error
@@ -153,6 +157,8 @@ def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         )
         for block in said["blocks"]
     ]
+    if any(math.prod(placement.input_shape) > LARGEST_IMAGES for placement in placements):
+        raise ValueError(f"the network was looked at with images of more than {LARGEST_IMAGES:,} numbers")
     base: Fingerprint = {
         str(name): (tuple(map(int, shape)), str(kind), str(digest))
         for name, (shape, kind, digest) in said["base"].items()
