@@ -31,7 +31,7 @@ from vision_attn.checkpoints.read import open_safetensors, read_safetensors
 from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
 
-__all__ = ["Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
+__all__ = ["LARGEST_IMAGES", "Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
 
 ENTRY = "vision_attn_adapter"
 FORMAT = 1

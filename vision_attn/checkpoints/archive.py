@@ -12,7 +12,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from vision_attn.checkpoints.pickled import NotAllowed, PickleReader, as_key
+from vision_attn.checkpoints.pickled import NotAllowedError, PickleReader, as_key
 
 __all__ = ["LONGEST_LIST", "read_archive"]
 
@@ -31,7 +31,7 @@ class ShortReads(io.FileIO):
         left = os.fstat(self.fileno()).st_size - self.tell()
         size = left if size is None or size < 0 else min(size, left)
         if size > LONGEST_LIST:
-            raise NotAllowed("for too many parts")
+            raise NotAllowedError("for too many parts")
         return super().read(size)
 
 
@@ -42,7 +42,7 @@ def read_archive(path: Path) -> object:
         path: of the file.
 
     Raises:
-        NotAllowed: it asks for more than that.
+        NotAllowedError: it asks for more than that.
         Exception: any other, it is damaged.
     """
     with ShortReads(path) as file:
@@ -51,7 +51,7 @@ def read_archive(path: Path) -> object:
         if head.startswith(b"PK\x03\x04"):
             return read_zip(file, path.stat().st_size)
         if head[257:262] == b"ustar":
-            raise NotAllowed("for the form of archive that torch wrote before version 0.2")
+            raise NotAllowedError("for the form of archive that torch wrote before version 0.2")
         return read_legacy(file, path.stat().st_size)
 
 
@@ -59,16 +59,16 @@ def read_zip(file: IO[bytes], size: int) -> object:
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in listed):
-            raise NotAllowed("for compressed parts, of which torch writes none,")
+            raise NotAllowedError("for compressed parts, of which torch writes none,")
         if sum(entry.file_size for entry in listed) > size:
             raise ValueError("its parts are longer than the file")
         entries = {entry.filename: entry for entry in listed}
         folder = listed[0].filename.partition("/")[0]
         if f"{folder}/constants.pkl" in entries:
-            raise NotAllowed("for a TorchScript program, which torch.jit.load reads,")
+            raise NotAllowedError("for a TorchScript program, which torch.jit.load reads,")
         order = entries.get(f"{folder}/byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
-            raise NotAllowed("for numbers in the order of bytes of other machines")
+            raise NotAllowedError("for numbers in the order of bytes of other machines")
         storages: dict[object, Tensor] = {}
 
         def storage(key: object, length: int) -> Tensor:
@@ -100,7 +100,7 @@ def read_legacy(file: IO[bytes], size: int) -> object:
     if (reader.load(pickles), reader.load(pickles)) != (MAGIC, VERSION):
         raise ValueError("it begins with something else")
     if reader.load(pickles)["little_endian"] is not (sys.byteorder == "little"):
-        raise NotAllowed("for numbers in the order of bytes of other machines")
+        raise NotAllowedError("for numbers in the order of bytes of other machines")
     result, keys = reader.load(pickles), reader.load(pickles)
     if len(keys) != len(storages):
         raise ValueError("not every storage has its numbers")  # and would have what was in the memory before
@@ -125,7 +125,7 @@ def of_length(storage: Tensor, length: int) -> Tensor:
 
 
 def fill(storage: Tensor, file: IO[bytes]) -> None:
-    rest = memoryview(storage.numpy())
+    rest = storage.numpy().data
     while len(rest):
         content = file.read(min(len(rest), 2**20))
         if not content:

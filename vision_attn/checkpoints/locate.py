@@ -36,8 +36,8 @@ def find_file(path: str | Path) -> Path:
             return path / name
     found = shorten(sorted(entry.name for entry in path.iterdir())) or "nothing"
     raise FileNotFoundError(
-        f"{escaped(path)}: there is no checkpoint file in the folder, expected {' or '.join(IN_FOLDERS)}; it has {found}: "
-        "name the file"
+        f"{escaped(path)}: there is no checkpoint file in the folder, expected {' or '.join(IN_FOLDERS)}; it has "
+        f"{found}: name the file"
     )
 
 

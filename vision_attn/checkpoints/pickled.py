@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotAllowed", "PickleReader", "as_key"]
+__all__ = ["NotAllowedError", "PickleReader", "as_key"]
 
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
 BUDGET = 1_500_000
@@ -50,14 +50,16 @@ STORAGES = {
 }
 
 #: How NumPy names its numbers of fixed size, and their form in :mod:`struct`.
-NUMPY_FORMS = dict(zip("b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split(), "?bhiqBHIQefd", strict=True))
+NUMPY_FORMS = {"b1": "?", "f2": "e", "f4": "f", "f8": "d"} | {
+    f"{kind}{struct.calcsize(letter)}": letter for kind, letters in (("i", "bhiq"), ("u", "BHIQ")) for letter in letters
+}
 
 #: Instructions that push their argument, or a value that is always the same.
 ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINSTRING"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
-class NotAllowed(ValueError):
+class NotAllowedError(ValueError):
     """What a pickle asks for, which no checkpoint needs."""
 
 
@@ -106,9 +108,11 @@ class PickleReader:
             "torch._utils._rebuild_tensor": self.tensor,
             "torch._utils._rebuild_tensor_v2": self.tensor,
             "torch._utils._rebuild_tensor_v3": self.tensor_of,
-            "torch._utils._rebuild_parameter": lambda data, grad, hooks: nn.Parameter(check(data, Tensor), grad is True),
+            "torch._utils._rebuild_parameter": lambda data, grad, hooks: nn.Parameter(
+                check(data, Tensor), grad is True
+            ),
             "_codecs.encode": self.bytes_of,
-            "numpy.dtype": lambda form, align, copy: NumpyForm(NUMPY_FORMS[check(form, str)]),
+            "numpy.dtype": lambda form, align, copy: numpy_form(form),
             "numpy.core.multiarray.scalar": number,
             "numpy._core.multiarray.scalar": number,
         }
@@ -120,7 +124,7 @@ class PickleReader:
             file: of which no more is read than is there.
 
         Raises:
-            NotAllowed: it asks for more than tensors and plain values.
+            NotAllowedError: it asks for more than tensors and plain values.
             Exception: any other, it is damaged.
         """
         stack: list[Any] = []
@@ -174,27 +178,26 @@ class PickleReader:
                 stack[-1] = self.makers[check(stack[-1], Name)](*arguments)
             elif name == "NEWOBJ":
                 if stack.pop() != () or stack[-1] != "argparse.Namespace":
-                    raise NotAllowed("for a new object")
+                    raise NotAllowedError("for a new object")
                 stack[-1] = argparse.Namespace()
             elif name == "BUILD":
                 state = stack.pop()
                 self.build(stack[-1], state)
-            elif name == "STOP":
-                return stack.pop()
-            elif name != "PROTO":
-                raise NotAllowed(f"for pickle's instruction {name}")
+            elif name not in ("PROTO", "STOP"):
+                raise NotAllowedError(f"for pickle's instruction {name}")
+        return stack.pop()
 
     def spend(self, number: int) -> None:
         self.left -= number
         if self.left < 0:
-            raise NotAllowed(f"for more than {BUDGET:,} values beside its tensors")
+            raise NotAllowedError(f"for more than {BUDGET:,} values beside its tensors")
 
     def named(self, name: str) -> object:
         if name in DTYPES:
             return DTYPES[name]
         if name in self.makers or name in STORAGES or name == "argparse.Namespace":
             return Name(name)
-        raise NotAllowed(f"to run {name!r}")
+        raise NotAllowedError(f"to run {name!r}")
 
     def build(self, made: object, state: Any) -> None:
         """What a pickle sets on an object after it is made."""
@@ -202,15 +205,18 @@ class PickleReader:
         if isinstance(made, OrderedDict) and state.keys() == {"_metadata"}:
             vars(made).update(state)  # of a state dict
         elif isinstance(made, NumpyForm):
-            made.order = {"<": "<", ">": ">", "|": "<"}[check(state[1], str)]
+            order = check(check(state, tuple)[1], str)
+            if order not in ("<", ">", "|") or state[2:] != (None, None, None, -1, -1, 0):
+                raise NotAllowedError("for another number of NumPy's")
+            made.order = order.replace("|", "<")
         elif isinstance(made, argparse.Namespace) and not any(name.startswith("__") for name in state):
             vars(made).update(state)
         else:
-            raise NotAllowed(f"for attributes of a {type(made).__name__}")
+            raise NotAllowedError(f"for attributes of a {type(made).__name__}")
 
     def stored(self, kind: str, name: str, number: object, location: str, numel: int, view: None = None) -> Storage:
         if kind != "storage" or view is not None or type(numel) is not int or numel < 0:
-            raise NotAllowed("for what is stored in another way")
+            raise NotAllowedError("for what is stored in another way")
         dtype = STORAGES[check(name, Name)]
         return Storage(self.storage(as_key(number), numel * dtype.itemsize), dtype)
 
@@ -233,9 +239,9 @@ class PickleReader:
         numel = math.prod(size)
         end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
         if metadata:
-            raise NotAllowed("for a tensor with conjugate or negative bits")
+            raise NotAllowedError("for a tensor with conjugate or negative bits")
         if end * dtype.itemsize > len(storage.content) or numel * dtype.itemsize > self.largest:
-            raise NotAllowed("for a tensor of more numbers than the file has")
+            raise NotAllowedError("for a tensor of more numbers than the file has")
         made = torch.empty(0, dtype=dtype).set_(storage.content.untyped_storage(), offset, size, stride)
         return made.requires_grad_(grad is True)
 
@@ -244,20 +250,26 @@ class PickleReader:
         storage, offset, size, stride, grad, hooks, dtype, *metadata = given
         return self.tensor(storage, offset, size, stride, grad, hooks, any(metadata), check(dtype, torch.dtype))
 
-    def ordered(self, pairs: object = ()) -> OrderedDict[Any, Any]:
+    def ordered(self, pairs: Any = ()) -> OrderedDict[Any, Any]:
         pairs = check(pairs, list, tuple)
         self.spend(len(pairs))
         return OrderedDict((as_key(name), value) for name, value in pairs)
 
-    def set_of(self, items: object) -> set[Any]:
+    def set_of(self, items: Any) -> set[Any]:
         self.spend(len(check(items, list)))
         return set(map(as_key, items))
 
     def bytes_of(self, text: str, encoding: str) -> bytes:
         self.spend(len(text) // 50)
         if encoding not in ("latin1", "latin-1"):
-            raise NotAllowed("for another encoding")
+            raise NotAllowedError("for another encoding")
         return check(text, str).encode("latin-1")
+
+
+def numpy_form(name: str) -> NumpyForm:
+    if check(name, str) not in NUMPY_FORMS:
+        raise NotAllowedError("for another number of NumPy's")
+    return NumpyForm(NUMPY_FORMS[name])
 
 
 def number(form: NumpyForm, raw: bytes) -> bool | int | float:
@@ -268,13 +280,13 @@ def number(form: NumpyForm, raw: bytes) -> bool | int | float:
 
 
 def as_key(value: Any) -> Any:
-    """A value that may be a key: to hash any other can take the time, and nested tuples the stack, that a file wants."""
+    """A value that may be a key: to hash any other can take as much time or stack as the file wants."""
     if value is None or isinstance(value, (str, bool)) or (type(value) is int and abs(value) < 2**60):
         return value
-    raise NotAllowed(f"for a key of type {type(value).__name__}")
+    raise NotAllowedError(f"for a key of type {type(value).__name__}")
 
 
 def check(value: Any, *kinds: type) -> Any:
     if not isinstance(value, kinds):
-        raise NotAllowed(f"for a {type(value).__name__} in the place of a {kinds[0].__name__}")
+        raise NotAllowedError(f"for a {type(value).__name__} in the place of a {kinds[0].__name__}")
     return value

@@ -11,7 +11,7 @@ from torch import Tensor
 from vision_attn.checkpoints.archive import LONGEST_LIST, read_archive
 from vision_attn.checkpoints.errors import CheckpointError
 from vision_attn.checkpoints.locate import check_hash, find_file
-from vision_attn.checkpoints.pickled import NotAllowed
+from vision_attn.checkpoints.pickled import NotAllowedError
 
 __all__ = ["content_of", "open_safetensors", "read_checkpoint", "read_safetensors"]
 
@@ -94,13 +94,13 @@ def open_safetensors(file: Path) -> safe_open:
     """
     with open(file, "rb") as begin:
         if int.from_bytes(begin.read(8), "little") > LONGEST_LIST:
-            raise NotAllowed("for too many tensors")
+            raise NotAllowedError("for too many tensors")
     return safe_open(file, framework="pt")
 
 
 def refusal(path: Path, error: Exception) -> str:
     """Why a file was not loaded, with a remedy."""
-    if isinstance(error, NotAllowed):
+    if isinstance(error, NotAllowedError):
         return (
             f"{path} asks {error} on loading, and was not loaded: a checkpoint needs tensors and plain values "
             "only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
