@@ -74,7 +74,9 @@ def read_zip(file: IO[bytes], size: int) -> object:
         def storage(key: object, length: int) -> Tensor:
             if key not in storages:
                 entry = entries[f"{folder}/data/{key}"]
-                storages[key] = torch.empty(entry.file_size, dtype=torch.uint8)
+                if entry.file_size != length:
+                    raise ValueError("a storage is not as long as it says")
+                storages[key] = torch.empty(length, dtype=torch.uint8)
                 with archive.open(entry) as content:
                     fill(storages[key], content)
             return of_length(storages[key], length)

@@ -10,6 +10,9 @@ __all__ = ["CheckpointError", "escaped", "shorten"]
 class CheckpointError(RuntimeError):
     """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
 
+    Args:
+        *lines: of the message, in which what a file says of itself is escaped.
+
     >>> import tempfile, pathlib
     >>> from vision_attn.checkpoints import read_checkpoint
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.pth"

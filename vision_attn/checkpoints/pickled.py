@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotAllowedError", "PickleReader", "as_key"]
+__all__ = ["NotAllowedError"]
 
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
 BUDGET = 1_500_000
@@ -108,9 +108,7 @@ class PickleReader:
             "torch._utils._rebuild_tensor": self.tensor,
             "torch._utils._rebuild_tensor_v2": self.tensor,
             "torch._utils._rebuild_tensor_v3": self.tensor_of,
-            "torch._utils._rebuild_parameter": lambda data, grad, hooks: nn.Parameter(
-                check(data, Tensor), grad is True
-            ),
+            "torch._utils._rebuild_parameter": self.parameter,
             "_codecs.encode": self.bytes_of,
             "numpy.dtype": lambda form, align, copy: numpy_form(form),
             "numpy.core.multiarray.scalar": number,
@@ -172,7 +170,7 @@ class PickleReader:
             elif name == "GLOBAL":
                 stack.append(self.named(value.replace(" ", ".").replace("__builtin__", "builtins")))
             elif name == "BINPERSID":
-                stack.append(self.stored(*stack.pop()))
+                stack.append(self.stored(*check(stack.pop(), tuple)))
             elif name == "REDUCE":
                 arguments = check(stack.pop(), tuple)
                 stack[-1] = self.makers[check(stack[-1], Name)](*arguments)
@@ -202,14 +200,16 @@ class PickleReader:
     def build(self, made: object, state: Any) -> None:
         """What a pickle sets on an object after it is made."""
         self.spend(len(state))
-        if isinstance(made, OrderedDict) and state.keys() == {"_metadata"}:
+        if isinstance(made, OrderedDict) and check(state, dict).keys() == {"_metadata"}:
             vars(made).update(state)  # of a state dict
         elif isinstance(made, NumpyForm):
             order = check(check(state, tuple)[1], str)
             if order not in ("<", ">", "|") or state[2:] != (None, None, None, -1, -1, 0):
                 raise NotAllowedError("for another number of NumPy's")
             made.order = order.replace("|", "<")
-        elif isinstance(made, argparse.Namespace) and not any(name.startswith("__") for name in state):
+        elif isinstance(made, argparse.Namespace) and not any(
+            str(name).startswith("__") for name in check(state, dict)
+        ):
             vars(made).update(state)
         else:
             raise NotAllowedError(f"for attributes of a {type(made).__name__}")
@@ -233,9 +233,9 @@ class PickleReader:
     ) -> Tensor:
         self.spend(10)
         dtype = dtype or check(storage, Storage).dtype
-        for number in (offset, *size, *stride):
-            if type(number) is not int or number < 0:
-                raise ValueError("a place in a tensor must be a whole number")
+        places = (offset, *check(size, tuple)[:65], *check(stride, tuple)[:65])
+        if len(size) > 64 or any(type(place) is not int or place < 0 for place in places):
+            raise ValueError("a tensor has at most 64 axes, and places in it are whole numbers")
         numel = math.prod(size)
         end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
         if metadata:
@@ -249,6 +249,10 @@ class PickleReader:
         """The newer form, of types without a storage of their own."""
         storage, offset, size, stride, grad, hooks, dtype, *metadata = given
         return self.tensor(storage, offset, size, stride, grad, hooks, any(metadata), check(dtype, torch.dtype))
+
+    def parameter(self, data: Any, grad: bool, hooks: object) -> nn.Parameter:
+        self.spend(10)
+        return nn.Parameter(check(data, Tensor), grad is True)
 
     def ordered(self, pairs: Any = ()) -> OrderedDict[Any, Any]:
         pairs = check(pairs, list, tuple)

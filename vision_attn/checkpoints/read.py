@@ -90,7 +90,8 @@ def open_safetensors(file: Path) -> safe_open:
         file: the file.
 
     Raises:
-        Exception: any; it is damaged.
+        NotAllowedError: it is.
+        Exception: any other, it is damaged.
     """
     with open(file, "rb") as begin:
         if int.from_bytes(begin.read(8), "little") > LONGEST_LIST:
