@@ -122,8 +122,9 @@ def leaked_pointer():
     return number("f8", b"any text", "<", None, None, None, -1, -1, 4)
 
 
-def tensor(length, size, stride):
-    storage = Stored((Named("torch.FloatStorage"), "0", "cpu", length))
+def tensor(length, size, stride, *view):
+    """With ``view``, None, it is one of the older form."""
+    storage = Stored((Named("torch.FloatStorage"), "0", "cpu", length, *view))
     hooks = Call("collections.OrderedDict")
     return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks)
 

@@ -21,7 +21,6 @@ from vision_attn.checkpoints import read_checkpoint, save_adapter
 
 PACKAGE = Path(va.__file__).parent
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
-NUMBERS = {"data": [bytes(4)]}
 
 #: What is in a pickle, by what it does to a reader that follows it.
 PICKLES = {
@@ -29,7 +28,7 @@ PICKLES = {
     "gives a pointer": lambda: pickled({"weight": crafted.leaked_pointer()}),
     "makes room": lambda: pickled({"weight": Call("builtins.bytearray", 2**31)}),
     "doubles a text": lambda: pickled({"weight": crafted.doubled(27)}),
-    "nests a key": lambda: b"\x80\x02}N" + b"\x85" * 10**6 + b"Ns.",
+    "nests a key": lambda: b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
 }
 
 #: Files that no two forms have in common.
@@ -38,7 +37,7 @@ FILES = {
     "listed again": crafted.one_part_under_many_names,
     "made again": lambda path: path.write_bytes(as_zip(crafted.again_and_again(600_000), [bytes(4)])),
     "claims more": lambda path: path.write_bytes(
-        as_legacy(pickled({"weight": crafted.tensor(2**28, (2**28,), (1,))}), [])
+        as_legacy(pickled({"weight": crafted.tensor(2**28, (2**28,), (1,), None)}), [])
     ),
     "of holes": crafted.holes,
 }
@@ -66,7 +65,7 @@ if honest:
 begin, before, said = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
 try:
     read = load_adapter(model, path) if honest else read_checkpoint(path)
-    print(str(read)[:1000], file=sys.stderr)
+    print("it was read", type(read), file=sys.stderr)
 except va.CheckpointError as error:
     said = str(error)
 seconds, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,7 +107,7 @@ def test_a_pickle_that_harms_is_refused(name, form, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_claims_more_than_it_has_is_refused(name, tmp_path):
-    path = tmp_path / f"{name}-abcdef12.pth"
+    path = tmp_path / (f"{name}-abcdef12.pth" if name == "of holes" else f"{name}.pth")
     FILES[name](path)
     assert_refused(path)
 
@@ -208,7 +207,7 @@ def test_what_no_checkpoint_needs_is_refused(name, tmp_path):
 
 def test_numbers_that_a_file_does_not_have_are_not_what_was_in_the_memory(tmp_path):
     """A storage of the old form that nothing is read into."""
-    content = pickled({"weight": crafted.tensor(8, (8,), (1,))})
+    content = pickled({"weight": crafted.tensor(8, (8,), (1,), None)})
     (tmp_path / "file.pth").write_bytes(as_legacy(content, [], bytes(100)))
     with pytest.raises(va.CheckpointError, match="truncated or no checkpoint"):
         read_checkpoint(tmp_path / "file.pth")

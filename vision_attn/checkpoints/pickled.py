@@ -22,7 +22,7 @@ from torch import Tensor, nn
 __all__ = ["NotAllowedError"]
 
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
-BUDGET = 1_500_000
+BUDGET = 1_000_000
 
 #: Types of numbers in tensors, as files name them.
 DTYPES: dict[str, torch.dtype] = {
