@@ -33,7 +33,8 @@ def check_counts(**counts: int | None) -> None:
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
     """Refuse a number that does not divide another, and name those that do."""
     if whole % value:
-        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        # Those of a very large number, as a file may name it, are not looked for up to the end.
+        divisors = [n for n in range(1, min(whole, 10_000) + 1) if whole % n == 0]
         raise ValueError(
             f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}: "
             f"choose {name} from {', '.join(map(str, divisors))}"

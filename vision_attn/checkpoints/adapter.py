@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +16,7 @@ from vision_attn import blocks
 from vision_attn.blocks import use_impl
 from vision_attn.checkpoints.adapter_base import network_of, verify_network
 from vision_attn.checkpoints.adapter_file import Adapter, Placement, read_adapter, write_adapter
-from vision_attn.checkpoints.errors import CheckpointError, shorten
+from vision_attn.checkpoints.errors import CheckpointError, escaped, shorten
 from vision_attn.checkpoints.fingerprint import fingerprint
 from vision_attn.checkpoints.load import kind, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
@@ -69,7 +71,7 @@ class AdapterReport:
             if self.differing
             else f"the network is the one it was trained on, in all {self.compared} tensors"
         )
-        return f"{len(self.loaded)} tensors loaded from {self.path}\n{network}\n{self.insertion}"
+        return f"{len(self.loaded)} tensors loaded from {escaped(self.path)}\n{network}\n{self.insertion}"
 
 
 def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str] = ()) -> Path:
@@ -162,6 +164,7 @@ def load_adapter(
     differing = verify_network(model, adapter, path, strict=strict)
     own = model.state_dict()
     before = {key: own[key].clone() for key in adapter.also}
+    makers = {name: only_as_saved(make, adapter) for name, make in makers.items()}
     try:
         place(model, adapter, makers)
         refuse_other_blocks(model, adapter)
@@ -195,6 +198,22 @@ def place(model: nn.Module, adapter: Adapter, makers: dict[str, Callable[..., nn
 
 def likeness(placement: Placement) -> tuple[object, ...]:
     return placement.at, placement.block, dict(placement.options), placement.input_shape
+
+
+def only_as_saved(make: Callable[..., nn.Module], adapter: Adapter) -> Callable[..., nn.Module]:
+    """Makes a block only if the file holds tensors of its names and shapes: options can ask for any size."""
+    parts = [(key.split("."), value.shape) for key, value in adapter.tensors.items()]
+    saved = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
+
+    @wraps(make)
+    def made(channels: int, **given: Any) -> nn.Module:
+        state = make(channels, **{**given, "device": "meta"}).state_dict()
+        other = [f"{key} {tuple(value.shape)}" for key, value in state.items() if (key, value.shape) not in saved]
+        if other:
+            raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
+        return make(channels, **given)
+
+    return made
 
 
 def refuse_other_blocks(model: nn.Module, adapter: Adapter) -> None:

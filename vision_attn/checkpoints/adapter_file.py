@@ -16,25 +16,28 @@ file_hash  one hash over all of the above and the fingerprint of the file's own 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from vision_attn.checkpoints.errors import CheckpointError
+from vision_attn.checkpoints.errors import CheckpointError, escaped
 from vision_attn.checkpoints.fingerprint import Fingerprint, fingerprint, hash_of
-from vision_attn.checkpoints.read import refusal
+from vision_attn.checkpoints.read import open_safetensors, read_safetensors
 from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
 
-__all__ = ["Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
+__all__ = ["LARGEST_IMAGES", "Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
 
 ENTRY = "vision_attn_adapter"
 FORMAT = 1
+
+#: Numbers in the images of a dry run, which is what a file can make a network work on: 100 images of 3×224×224.
+LARGEST_IMAGES = 2**24
 
 
 @dataclass(frozen=True)
@@ -114,15 +117,8 @@ def read_adapter(path: str | Path) -> Adapter:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such adapter file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dictionary)
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged file can make the reader fail in any way
-        raise CheckpointError(refusal(path, str(error))) from error
+        raise FileNotFoundError(f"{escaped(path)}: there is no such adapter file")
+    tensors, metadata = read_safetensors(path)
     if ENTRY not in metadata:
         raise CheckpointError(
             f"{path} is no adapter, it does not say where its tensors go: load_checkpoint reads checkpoints, and "
@@ -144,7 +140,7 @@ def read_adapter(path: str | Path) -> Adapter:
         )
     try:
         return parse(library, said, tensors)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is an adapter of another form ({error}), written by vision_attn {library}: save it again"
         ) from error
@@ -161,6 +157,8 @@ def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         )
         for block in said["blocks"]
     ]
+    if any(math.prod(placement.input_shape) > LARGEST_IMAGES for placement in placements):
+        raise ValueError(f"the network was looked at with images of more than {LARGEST_IMAGES:,} numbers")
     base: Fingerprint = {
         str(name): (tuple(map(int, shape)), str(kind), str(digest))
         for name, (shape, kind, digest) in said["base"].items()
@@ -180,7 +178,7 @@ def is_adapter(file: Path) -> bool:
     if file.suffix != ".safetensors":
         return False
     try:
-        with safe_open(file, framework="pt") as opened:
+        with open_safetensors(file) as opened:
             return ENTRY in (opened.metadata() or {})
     except Exception:  # its reader says more of it
         return False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "shorten"]
+__all__ = ["CheckpointError", "escaped", "shorten"]
 
 
 class CheckpointError(RuntimeError):
     """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
+
+    Args:
+        *lines: of the message, in which what a file says of itself is escaped.
 
     >>> import tempfile, pathlib
     >>> from vision_attn.checkpoints import read_checkpoint
@@ -20,9 +23,24 @@ class CheckpointError(RuntimeError):
     vision_attn.checkpoints.errors.CheckpointError: ...net.pth is truncated or no checkpoint: fetch or save it again...
     """
 
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(map(escaped, lines)))
+
+
+def escaped(text: object) -> str:
+    """What a file says, or is called, without the characters that steer a terminal.
+
+    Args:
+        text: anything that prints.
+
+    >>> escaped("conv1\x1b[2J.weight")
+    'conv1\\\\x1b[2J.weight'
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text))
+
 
 def shorten(keys: Iterable[str], limit: int = 6) -> str:
-    """The first keys, and how many more there are, as text.
+    """The first keys, escaped, and how many more there are, as text.
 
     Args:
         keys: names.
@@ -32,5 +50,5 @@ def shorten(keys: Iterable[str], limit: int = 6) -> str:
     'conv1, bn1, … (2 more)'
     """
     keys = tuple(keys)
-    shown = ", ".join(keys[:limit])
+    shown = ", ".join(map(escaped, keys[:limit]))
     return f"{shown}, … ({len(keys) - limit} more)" if len(keys) > limit else shown

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import is_adapter
 from vision_attn.checkpoints.errors import CheckpointError, shorten
-from vision_attn.checkpoints.locate import check_hash, find_file
+from vision_attn.checkpoints.locate import find_file
 from vision_attn.checkpoints.read import content_of
 from vision_attn.checkpoints.report import LoadReport, Shapes, advise
 from vision_attn.checkpoints.weights import Weights, find_weights, fitting_prefix
@@ -76,8 +76,8 @@ def load_checkpoint(
             f"{file} is an adapter, blocks without their network: load the network's own checkpoint, then "
             "load_adapter(model, path)"
         )
-    verified = check_hash(file)
-    found = find_weights(content_of(file), str(file), ema=ema, own=own, prefix=prefix)
+    content, verified = content_of(file)
+    found = find_weights(content, str(file), ema=ema, own=own, prefix=prefix)
     fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
     stretched = stretched_tables(model, found.tensors)
     resampled = {key: (tuple(value.shape), tuple(found.tensors[key].shape)) for key, value in stretched.items()}
@@ -95,8 +95,8 @@ def load_checkpoint(
         )
     if strict and (report.missing or report.unexpected or report.mismatched):
         raise CheckpointError(
-            f"{file} does not fit the model {type(model).__name__}, nothing was loaded.\n"
-            f"{advise(report, dict(model.named_modules()))}"
+            f"{file} does not fit the model {type(model).__name__}, nothing was loaded.",
+            *advise(report, dict(model.named_modules())).split("\n"),
         )
     model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
     for path, module in kept.items():

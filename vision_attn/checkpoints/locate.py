@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from vision_attn.checkpoints.errors import CheckpointError, shorten
+from vision_attn.checkpoints.errors import CheckpointError, escaped, shorten
 
 __all__ = ["check_hash", "find_file"]
 
@@ -30,14 +30,14 @@ def find_file(path: str | Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such checkpoint file")
+        raise FileNotFoundError(f"{escaped(path)}: there is no such checkpoint file")
     for name in IN_FOLDERS:
         if (path / name).is_file():
             return path / name
     found = shorten(sorted(entry.name for entry in path.iterdir())) or "nothing"
     raise FileNotFoundError(
-        f"{path}: there is no checkpoint file in the folder, expected {' or '.join(IN_FOLDERS)}; it has {found}: "
-        "name the file"
+        f"{escaped(path)}: there is no checkpoint file in the folder, expected {' or '.join(IN_FOLDERS)}; it has "
+        f"{found}: name the file"
     )
 
 

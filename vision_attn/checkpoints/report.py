@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.checkpoints.errors import shorten
+from vision_attn.checkpoints.errors import escaped, shorten
 from vision_attn.checkpoints.weights import AVERAGED
 from vision_attn.insertion import CHILD
 
@@ -55,7 +55,7 @@ class LoadReport:
     verified: str = ""
 
     def __str__(self) -> str:
-        source = f"{self.path} [{self.entry}]" if self.entry else self.path
+        source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
         lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
         if self.verified:
             lines.append(f"its SHA-256 begins with {self.verified}, as its name says")

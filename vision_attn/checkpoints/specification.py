@@ -31,6 +31,9 @@ SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     )
 }
 
+#: Characters of the code of a value: to parse it takes a hundred times as many bytes.
+LONGEST = 10_000
+
 
 def to_code(name: str, value: object) -> str:
     """The code of an option's value.
@@ -71,6 +74,8 @@ def from_code(code: str) -> Any:
     >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
     {'pattern': Window(size=7, shift=3), 'heads': -1}
     """
+    if len(code) > LONGEST:
+        raise ValueError(f"{code[:80]!r}… is not the code of a value: it has more than {LONGEST:,} characters")
     try:
         return value_of(ast.parse(code, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:

@@ -124,7 +124,8 @@ def load_weights(model: nn.Module, settings: Settings) -> str:
         fitting = networks_of(settings.weights)
         if not fitting or settings.model in fitting:
             raise
-        raise CheckpointError(f"{error}\nIts keys are those of --model {' or '.join(fitting)}.") from error
+        said = str(error).split("\n")
+        raise CheckpointError(*said, f"Its keys are those of --model {' or '.join(fitting)}.") from error
 
 
 def networks_of(weights: str) -> list[str]:

@@ -1,0 +1,194 @@
+"""Checkpoints made to harm the machine that reads them, most of a few hundred bytes, for the tests of its readers.
+
+None of them holds more than numbers that NumPy or torch would take for places in memory, or sizes that they would
+make room for; they are written instruction by instruction, since no library writes such files.
+"""
+
+import copy
+import io
+import json
+import pickle
+import struct
+import tarfile
+import zipfile
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from vision_attn.checkpoints.fingerprint import fingerprint, hash_of
+
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
+
+
+class Call:
+    """Pickled as a call of what has this name."""
+
+    def __init__(self, name, *arguments, state=None):
+        self.name, self.arguments, self.state = name, arguments, state
+
+
+class Named:
+    """Pickled as what has this name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+class New(Call):
+    """Pickled as a new object of the class of this name, with attributes."""
+
+    def __init__(self, name, state):
+        super().__init__(name, state=state)
+
+
+class Stored(tuple):
+    """Pickled as a storage of torch: type, key, place, length."""
+
+
+def pickled(value):
+    """The instructions for a value, in the second form of pickles, which torch writes."""
+
+    def write(value):
+        match value:
+            case Named(name=name):
+                module, _, name = name.rpartition(".")
+                return f"c{module}\n{name}\n".encode()
+            case New(name=name, state=state):
+                return write(Named(name)) + b")\x81" + write(state) + b"b"
+            case Call(name=name, arguments=arguments, state=state):
+                built = b"" if state is None else write(state) + b"b"
+                return write(Named(name)) + write(arguments) + b"R" + built
+            case Stored():
+                return write(("storage", *value)) + b"Q"
+            case dict():
+                return b"}(" + b"".join(write(item) for pair in value.items() for item in pair) + b"u"
+            case tuple():
+                return b"(" + b"".join(map(write, value)) + b"t"
+            case list():
+                return b"](" + b"".join(map(write, value)) + b"e"
+            case _:
+                return pickle.dumps(value, protocol=2)[2:-1].replace(b"q\x00", b"")
+
+    return b"\x80\x02" + write(value) + b"."
+
+
+def as_zip(content, data=()):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        parts = {"version": b"3\n", "byteorder": b"little", "data.pkl": content}
+        for name, part in {**parts, **{f"data/{number}": numbers for number, numbers in enumerate(data)}}.items():
+            archive.writestr(f"archive/{name}", part)
+    return file.getvalue()
+
+
+def as_legacy(content, keys=(), data=b""):
+    system = {"little_endian": True, "protocol_version": VERSION, "type_sizes": {}}
+    return b"".join([pickled(MAGIC), pickled(VERSION), pickled(system), content, pickled(list(keys)), data])
+
+
+def as_tar(content):
+    """The form before both."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, part in (
+            ("storages", pickled(0) + pickled([])),
+            ("tensors", pickled(0)),
+            ("pickle", content),
+        ):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(part)
+            archive.addfile(entry, io.BytesIO(part))
+    return file.getvalue()
+
+
+def number(form, raw, *state):
+    """A number of NumPy's, as NumPy pickles it: its form, with what is set on that afterwards, and its bytes."""
+    raw = Call("_codecs.encode", raw.decode("latin-1"), "latin1") if isinstance(raw, bytes) else raw
+    return Call("numpy._core.multiarray.scalar", dtype(form, *state), raw)
+
+
+def dtype(form, *state):
+    return Call("numpy.dtype", form, False, True, state=(3, *state) if state else None)
+
+
+def followed_pointer():
+    """A number that says it has an object in it, inside of a record of bytes: NumPy follows the bytes to the object."""
+    inner = dtype("f8", "<", None, ("a",), {"a": (dtype("O8"), 0)}, 8, 1, 1)
+    return number([("x", inner)], struct.pack("<Q", 0x4141414141414141))
+
+
+def leaked_pointer():
+    """A number that says it is a pointer: NumPy gives the address of an object as that number."""
+    return number("f8", b"any text", "<", None, None, None, -1, -1, 4)
+
+
+def tensor(length, size, stride, *view):
+    """With ``view``, None, it is one of the older form."""
+    storage = Stored((Named("torch.FloatStorage"), "0", "cpu", length, *view))
+    hooks = Call("collections.OrderedDict")
+    return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks)
+
+
+def again_and_again(times):
+    """The same tensor, made anew from five bytes each time."""
+    content = pickled(tensor(1, (1,), (1,)))[2:-2]  # without its last instruction, which makes it
+    name, _, arguments = content.partition(b"\n_rebuild_tensor_v2\n")
+    begin = b"\x80\x02](" + name + b"\n_rebuild_tensor_v2\nq\x00" + arguments + b"q\x01R"
+    return begin + b"h\x00h\x01R" * times + b"e."
+
+
+def doubled(times):
+    """A text in hexadecimal digits of its hexadecimal digits, and so on."""
+    text = Call("_codecs.encode", "any text", "latin1")
+    for _ in range(times):
+        text = Call("_codecs.encode", text, "hex")
+    return text
+
+
+def inflated(path, length):
+    """A tensor of zeros in a compressed part, which takes a thousandth of its length."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data.pkl", pickled({"weight": tensor(length // 4, (length // 4,), (1,))}))
+        part = zipfile.ZipInfo("archive/data/0")
+        part.compress_type = zipfile.ZIP_DEFLATED
+        with archive.open(part, "w") as content:
+            for _ in range(length >> 20):
+                content.write(bytes(2**20))
+
+
+def one_part_under_many_names(path):
+    """A zip with one part of 1 MB that it lists 2,000 times."""
+    names = [f"data/{number:04}" for number in range(2000)]
+    storages = [Stored((Named("torch.FloatStorage"), name[5:], "cpu", 2**18)) for name in names]
+    content = [Call("torch._utils._rebuild_tensor_v2", s, 0, (2**18,), (1,), False, None) for s in storages]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/data.pkl", pickled(content))
+        archive.writestr("archive/data/0000", bytes(2**20))
+        one = archive.NameToInfo.pop("archive/data/0000")
+        archive.filelist.remove(one)
+        for name in names:
+            again = copy.copy(one)
+            again.filename = f"archive/{name}"
+            archive.filelist.append(again)
+
+
+def holes(path):
+    """64 GiB that take no place on a disk."""
+    with open(path, "wb") as file:
+        file.truncate(2**36)
+
+
+def adapter(path, source, input_shape=None, **options):
+    """An adapter whose block says something else of itself, with a hash that is right again."""
+    with safe_open(source, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        said = json.loads(file.metadata()["vision_attn_adapter"])
+    block = said["blocks"][0]
+    block["input_shape"] = input_shape or block["input_shape"]
+    block["options"].update(options)
+    del said["file_hash"]
+    said["file_hash"] = hash_of([said, fingerprint(tensors)])
+    save_file(tensors, path, {"vision_attn_adapter": json.dumps(said)})

@@ -1,0 +1,259 @@
+"""Files that were made to harm who reads them are refused, at no more cost than that of reading them."""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import crafted
+import numpy as np
+import pytest
+import torch
+from crafted import Call, New, as_legacy, as_tar, as_zip, pickled
+from torch import nn
+
+import vision_attn as va
+from vision_attn.checkpoints import read_checkpoint, save_adapter
+
+PACKAGE = Path(va.__file__).parent
+FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
+
+#: What is in a pickle, by what it does to a reader that follows it.
+PICKLES = {
+    "follows a pointer": lambda: pickled({"weight": crafted.followed_pointer()}),
+    "gives a pointer": lambda: pickled({"weight": crafted.leaked_pointer()}),
+    "makes room": lambda: pickled({"weight": Call("builtins.bytearray", 2**31)}),
+    "doubles a text": lambda: pickled({"weight": crafted.doubled(27)}),
+    "nests a key": lambda: b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
+}
+
+#: Files that no two forms have in common.
+FILES = {
+    "compressed": lambda path: crafted.inflated(path, 2**30),
+    "listed again": crafted.one_part_under_many_names,
+    "made again": lambda path: path.write_bytes(as_zip(crafted.again_and_again(600_000), [bytes(4)])),
+    "claims more": lambda path: path.write_bytes(
+        as_legacy(pickled({"weight": crafted.tensor(2**28, (2**28,), (1,), None)}), [])
+    ),
+    "of holes": crafted.holes,
+}
+
+#: What an adapter says of its block.
+SAID = {
+    "large table": {"position": "RelPosTable(feat_size=(6000, 6000))"},
+    "wide heads": {"key_dim": "800000", "value_dim": "800000"},
+    "large images": {"input_shape": (1, 3, 12_000, 12_000)},
+    "many heads": {"num_heads": str(10**12), "num_kv_heads": "7", "key_dim": "1", "value_dim": "1"},
+}
+
+#: Reads a file, and says how that ended, in how many seconds and MB. What is loaded is used, as a network would.
+READ = """
+import json, resource, sys, time
+resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))  # not to harm the machine that the tests run on
+import torch, vision_attn as va
+from vision_attn.checkpoints import load_adapter, read_checkpoint
+from test_safe_readers import network
+
+model, (path, honest) = network(), sys.argv[1:]
+if honest:
+    load_adapter(model, honest)
+    va.remove_(model)
+begin, before, said = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
+try:
+    read = load_adapter(model, path) if honest else read_checkpoint(path)
+    print("it was read", type(read), file=sys.stderr)
+except va.CheckpointError as error:
+    said = str(error)
+seconds, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"said": said, "seconds": round(seconds, 2), "megabytes": (after - before) // 1024}))
+"""
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+
+
+def assert_refused(path, honest=""):
+    done = subprocess.run(
+        [sys.executable, "-c", READ, path, honest],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    cost = json.loads(done.stdout)
+    print(path.name, path.stat().st_size, cost)
+    assert cost["said"], done.stderr
+    assert cost["seconds"] < 10
+    assert cost["megabytes"] <= 4 * path.stat().st_size / 1e6 + 200
+    return cost["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_harms_is_refused(name, form, tmp_path):
+    path = tmp_path / f"{name} {form}.pth"
+    path.write_bytes(FORMS[form](PICKLES[name]()))
+    assert re.search("asks (for|to run) .* save the state dict alone", assert_refused(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_claims_more_than_it_has_is_refused(name, tmp_path):
+    path = tmp_path / (f"{name}-abcdef12.pth" if name == "of holes" else f"{name}.pth")
+    FILES[name](path)
+    assert_refused(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
+def test_an_adapter_that_claims_more_than_it_has_is_refused(name, tmp_path):
+    model = network()
+    va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 16, 16))
+    honest = save_adapter(model, tmp_path / "honest.safetensors")
+    crafted.adapter(tmp_path / f"{name}.safetensors", honest, **SAID[name])
+    assert_refused(tmp_path / f"{name}.safetensors", honest)
+
+
+OLD = {
+    "args": argparse.Namespace(lr=0.1, device=torch.device("cpu"), layers=[2, 2], nested=argparse.Namespace(a=1)),
+    "best": np.float64(91.7),
+    "numbers": [
+        np.float32(0.5),
+        np.float16(2),
+        np.int64(-3),
+        np.int8(-1),
+        np.uint8(200),
+        np.bool_(True),
+        np.float64(0),
+    ],
+    "big": np.float64(1.5).astype(">f8"),
+    "steps": Counter({30: 1}),
+    "parts": {"a", 1},
+    "digest": b"\x00\xff",
+    "shape": torch.Size([2, 3]),
+    "type": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_what_old_files_hold_beside_tensors_is_read(legacy, tmp_path):
+    shared = torch.arange(6.0)
+    tensors = {
+        "shared": shared,
+        "part": shared[2:4],
+        "turned": shared.view(2, 3).T,
+        "expanded": shared[:1].expand(5),
+        "none": torch.zeros(0, 3),
+        "parameter": nn.Parameter(torch.ones(2)),
+        **{str(dtype): torch.ones(3).to(dtype) for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.complex64)},
+        **{str(dtype): torch.ones(3).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn)},
+    }
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {**OLD, **tensors, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "file.pth", _use_new_zipfile_serialization=not legacy)
+    read = read_checkpoint(tmp_path / "file.pth")
+    assert {name: read[name] for name in OLD} == OLD
+    assert [type(value) for value in read["numbers"]] == [float, float, int, int, int, bool, float]
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor)
+        assert (read[name].dtype, read[name].stride(), type(read[name])) == (
+            tensor.dtype,
+            tensor.stride(),
+            type(tensor),
+        )
+    assert read["part"].data_ptr() == read["shared"].data_ptr() + 8
+    assert read["model"]._metadata == model.state_dict()._metadata
+    optimizer.load_state_dict(read["optimizer"])
+    nn.Linear(2, 2).load_state_dict(read["model"])
+
+
+#: What a pickle asks for, and what is said of it.
+REFUSED = {
+    "reduce": (New("argparse.Namespace", {"__reduce__": 1}), "for attributes of a Namespace"),
+    "setstate": (New("argparse.Namespace", {"__setstate__": 1}), "for attributes of a Namespace"),
+    "another class": (New("collections.OrderedDict", {}), "for a new object"),
+    "a dtype": (New("numpy.dtype", {}), "for a new object"),
+    "attributes": (Call("collections.OrderedDict", state={"__class__": 1}), "for attributes of a OrderedDict"),
+    "methods": (Call("collections.OrderedDict", state={"items": 1}), "for attributes of a OrderedDict"),
+    "sizes": (crafted.tensor(1, (2**31,), (0,)), "for a tensor of more numbers than the file has"),
+    "strides": (crafted.tensor(1, (2,), (1,)), "for a tensor of more numbers than the file has"),
+    "numbers": (crafted.number("f8", b"7 bytes"), None),
+    "texts": (crafted.number("S8", b"8 bytes "), "for another number of NumPy's"),
+    "constructor": (Call("numpy.core.multiarray._reconstruct"), "to run 'numpy.core.multiarray._reconstruct'"),
+    "keys": ({0.5: 1}, "for a key of type float"),
+    "colliding keys": ({(2**61 - 1) * 5: 1}, "for a key of type int"),
+    "escapes": (Call("os.\x1b[2Jsystem"), r"to run 'os.\\x1b\[2Jsystem'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_checkpoint_needs_is_refused(name, tmp_path):
+    content, said = REFUSED[name]
+    (tmp_path / "file.pth").write_bytes(as_zip(pickled({"a": content}), [bytes(4)]))
+    with pytest.raises(va.CheckpointError, match=f"asks {said}.* save the state dict alone" if said else "or no check"):
+        read_checkpoint(tmp_path / "file.pth")
+
+
+def test_numbers_that_a_file_does_not_have_are_not_what_was_in_the_memory(tmp_path):
+    """A storage of the old form that nothing is read into."""
+    content = pickled({"weight": crafted.tensor(8, (8,), (1,), None)})
+    (tmp_path / "file.pth").write_bytes(as_legacy(content, [], bytes(100)))
+    with pytest.raises(va.CheckpointError, match="truncated or no checkpoint"):
+        read_checkpoint(tmp_path / "file.pth")
+
+
+def test_keys_and_file_names_are_shown_escaped(tmp_path):
+    path = tmp_path / "net\x1b[31m\n.pth"
+    torch.save({"weight\x1b[2J\n": torch.ones(1), "weight": torch.ones(2, 2), "bias": torch.ones(2)}, path)
+    for read in (
+        lambda: va.load_checkpoint(nn.Linear(2, 2), path),
+        lambda: va.load_checkpoint(nn.Conv2d(1, 1, 1), path),
+        lambda: va.load_checkpoint(nn.Linear(2, 2), path, prefix="a\x1b."),
+        lambda: va.load_checkpoint(nn.Linear(2, 2), tmp_path / "no\x1b.pth"),
+        lambda: va.load_adapter(nn.Linear(2, 2), tmp_path / "no\x1b.safetensors"),
+    ):
+        with pytest.raises((va.CheckpointError, FileNotFoundError)) as caught:
+            read()
+        assert "\\x1b" in str(caught.value)
+        assert all(line.isprintable() for line in str(caught.value).split("\n"))
+        assert not re.search(r"^(\.pth|,)", str(caught.value), re.MULTILINE)
+    report = va.load_checkpoint(nn.Linear(2, 2), path, strict=False)
+    assert all(line.isprintable() for line in str(report).split("\n"))
+
+
+def other_readers(source):
+    """What in a file of code reads pickles, or what holds them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+            yield from (
+                name for name in names if name in ("pickle", "pickletools", "dill", "joblib", "shelve", "marshal")
+            )
+            if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization", "numpy"):
+                yield from (alias.name for alias in node.names if alias.name in ("load", "serialization"))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in (
+            *("torch.load", "torch.jit.load", "torch.serialization", "torch.hub.load_state_dict_from_url"),
+            *("np.load", "numpy.load"),
+        ):
+            yield ast.unparse(node)
+
+
+def test_nothing_else_in_the_package_reads_pickles():
+    found = {str(path.relative_to(PACKAGE)): [*other_readers(path.read_text())] for path in PACKAGE.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {"checkpoints/pickled.py": ["pickletools"]}
+    assert [*other_readers("import pickle\ntorch.load(file)\nfrom torch import load")] == [
+        "pickle",
+        "load",
+        "torch.load",
+    ]
