@@ -37,7 +37,7 @@ def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
         divisors = [n for n in range(1, min(whole, 10_000) + 1) if whole % n == 0]
         raise ValueError(
             f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}: "
-            f"choose {name} from {', '.join(map(str, divisors))}"
+            f"choose {name} from {', '.join(map(str, divisors))}{', …' * (whole > 10_000)}"
         )
 
 

@@ -31,11 +31,6 @@ MEBI = 2**20
 def run_benchmark(settings: Settings, say: Callable[[str], None] = print) -> list[Result]:
     """Compare ours with the others: outputs first, then time, forward and with gradients, and memory.
 
-    Raises:
-        ValueError: settings that this machine cannot follow.
-        BenchmarkError: a contestant's output is not ours, or the memory does not suffice.
-        OSError: a file cannot be written.
-
     >>> settings = Settings(shapes=((1, 8, 4, 4),), heads=2, device="cpu", rounds=1)
     >>> (result,) = run_benchmark(settings, say=lambda text: None)
     >>> result.tokens

@@ -20,9 +20,6 @@ IN_ALL = tuple(name for name in COMPARISONS if name != "compiled")
 class Settings:
     """What a benchmark does.
 
-    Raises:
-        ValueError: a value is out of range, or does not go with another.
-
     >>> Settings(rows=("windows",)).comparisons
     ('windows',)
     """

@@ -145,22 +145,7 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend.
-
-        Args:
-            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
-            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, keys)``, for the
-                tokens of the whole map, row-major, whatever the pattern.
-            context: maps to take keys and values from, ``(b, context_channels, …)``, or ``(b, c, …)`` where the block
-                has no ``context_channels``; of another size only with ``pattern="full"``. None: from ``x``.
-
-        Returns:
-            ``(b, out_channels, h, w)`` in the memory format of ``x``. A position that may attend to nothing gets
-            ``proj(0)``.
-
-        Raises:
-            ValueError: ``x`` or ``context`` is no batch of such maps, or ``mask`` does not fit.
-        """
+        """Attend."""
         if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
         if x.dim() == 1 + self.rank:
@@ -280,18 +265,6 @@ class Attention(nn.Module):
         context: Tensor | None = None,
     ) -> Tensor:
         """How much every query attends to every key, for the map that :meth:`forward` would be given.
-
-        Args:
-            x: maps, ``(b, c, h, w)``.
-            mask: as in :meth:`forward`.
-            queries: indices of the tokens to look from, row-major, ``(i,)``; all when None.
-            context: as in :meth:`forward`.
-
-        Returns:
-            ``(b, heads, i, keys)``, float32 or float64, without dropout; zero outside of a query's group.
-
-        Raises:
-            ValueError: as :meth:`forward`, or ``queries`` are no indices of tokens.
 
         >>> from vision_attn.blocks import Attention2d
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape

@@ -85,9 +85,6 @@ def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
     """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model by its path.
 
-    Args:
-        model: any module.
-
     >>> from vision_attn.blocks import Attention2d
     >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
     ['a']

@@ -33,15 +33,6 @@ class GatedResidual2d(nn.Module):
     """``x + gate · branch(norm(x))``, with one gate a channel.
 
     A gate of zero leaves ``x`` as it is, bit for bit.
-
-    Args:
-        channels: channels of the map.
-        gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
-
-    Raises:
-        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
     """
 
     def __init__(
@@ -58,12 +49,7 @@ class GatedResidual2d(nn.Module):
         self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
-        """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``.
-
-        Args:
-            x: the map that came in, ``(b, c, h, w)``.
-            branch: what was made of it, ``(b, c, h, w)``.
-        """
+        """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
         return x + (self.gate.view(-1, 1, 1) * branch).to(x.dtype)
 

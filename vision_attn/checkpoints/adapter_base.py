@@ -15,15 +15,7 @@ __all__ = ["network_of", "verify_network"]
 
 
 def network_of(state: Mapping[str, object], without: Collection[str]) -> dict[str, Tensor]:
-    """The tensors by name that make a network what it is: counters of batches do not.
-
-    Args:
-        state: a state dict.
-        without: keys that are not the network's own.
-
-    Returns:
-        The tensors by name.
-    """
+    """The tensors by name that make a network what it is: counters of batches do not."""
     return {
         key: value
         for key, value in state.items()
@@ -32,18 +24,7 @@ def network_of(state: Mapping[str, object], without: Collection[str]) -> dict[st
 
 
 def verify_network(model: nn.Module, adapter: Adapter, path: str | Path, *, strict: bool) -> tuple[str, ...]:
-    """The names of the network's tensors that are not those the adapter was trained on.
-
-    Args:
-        model: the network, with nothing inserted.
-        adapter: what the file holds.
-        path: of the file, for messages.
-        strict: whether types and values must be the same too.
-
-    Raises:
-        CheckpointError: names or shapes differ; with ``strict``, also types or values; or what the adapter replaces of
-            the network does not fit.
-    """
+    """The names of the network's tensors that are not those the adapter was trained on."""
     state = model.state_dict()
     replaced = tuple(f"{placement.site}." for placement in adapter.placements if placement.at == "instead")
     gone = {key for key in state if key.startswith(replaced)}

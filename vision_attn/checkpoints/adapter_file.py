@@ -73,16 +73,7 @@ class Adapter:
 
 
 def write_adapter(path: Path, adapter: Adapter) -> None:
-    """Write an adapter file, whole or not at all.
-
-    Args:
-        path: the file.
-        adapter: what goes into it.
-
-    Raises:
-        ValueError: an option cannot be written down.
-        OSError: the file cannot be written; an old one is untouched.
-    """
+    """Write an adapter file, whole or not at all."""
     blocks = [
         {
             "site": placement.site,
@@ -106,15 +97,7 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The content of an adapter file, read without running any code from it.
-
-    Args:
-        path: the file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, is no adapter, or is of a newer form.
-    """
+    """The content of an adapter file, read without running any code from it."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{escaped(path)}: there is no such adapter file")
@@ -170,11 +153,7 @@ def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def is_adapter(file: Path) -> bool:
-    """Whether a file that is there is an adapter; false for one that cannot be read.
-
-    Args:
-        file: the file.
-    """
+    """Whether a file that is there is an adapter; false for one that cannot be read."""
     if file.suffix != ".safetensors":
         return False
     try:

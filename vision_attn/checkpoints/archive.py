@@ -36,15 +36,7 @@ class ShortReads(io.FileIO):
 
 
 def read_archive(path: Path) -> object:
-    """What is in such a file: tensors on the CPU, in their own memory, and plain values.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        NotAllowedError: it asks for more than that.
-        Exception: any other, it is damaged.
-    """
+    """What is in such a file: tensors on the CPU, in their own memory, and plain values."""
     with ShortReads(path) as file:
         head = file.read(512)
         file.seek(0)

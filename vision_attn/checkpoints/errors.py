@@ -28,23 +28,16 @@ class CheckpointError(RuntimeError):
 
 
 def escaped(text: object) -> str:
-    """What a file says, or is called, without the characters that steer a terminal.
-
-    Args:
-        text: anything that prints.
+    r"""What a file says, or is called, without the characters that steer a terminal.
 
     >>> escaped("conv1\x1b[2J.weight")
-    'conv1\\\\x1b[2J.weight'
+    'conv1\\x1b[2J.weight'
     """
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text))
 
 
 def shorten(keys: Iterable[str], limit: int = 6) -> str:
     """The first keys, escaped, and how many more there are, as text.
-
-    Args:
-        keys: names.
-        limit: how many are shown.
 
     >>> shorten(["conv1", "bn1", "layer1", "layer2"], limit=2)
     'conv1, bn1, … (2 more)'

@@ -21,9 +21,6 @@ DIGITS = 16
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
     """The fingerprint of tensors, whatever device and memory layout they are in.
 
-    Args:
-        tensors: by name, with values.
-
     >>> fingerprint({"bias": torch.zeros(2)})
     {'bias': ((2,), 'float32', 'af5570f5a1810b7a')}
     """
@@ -40,9 +37,5 @@ def hash_bytes(tensor: Tensor) -> str:
 
 
 def hash_of(value: object) -> str:
-    """One hash over fingerprints and the like, whatever the order of their names.
-
-    Args:
-        value: what JSON can say.
-    """
+    """One hash over fingerprints and the like, whatever the order of their names."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGITS]

@@ -108,14 +108,7 @@ def load_checkpoint(
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Refuse a model that has no values.
-
-    Args:
-        model: the network.
-
-    Raises:
-        ValueError: a tensor of it is on the meta device.
-    """
+    """Refuse a model that has no values."""
     if any(isinstance(value, Tensor) and value.is_meta for value in model.state_dict().values()):
         raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
 
@@ -205,11 +198,7 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 
 
 def kind(tensor: Tensor) -> str:
-    """What a tensor must have in common with another to be copied into it without loss of meaning.
-
-    Args:
-        tensor: any tensor.
-    """
+    """What a tensor must have in common with another to be copied into it without loss of meaning."""
     numbers = "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
     form = "quantised" if tensor.is_quantized else "dense" if tensor.layout == torch.strided else "sparse"
     return f"a {form} {numbers} tensor"

@@ -18,14 +18,7 @@ NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})(?:\.[A-Za-z]\w*)+$")
 
 
 def find_file(path: str | Path) -> Path:
-    """The checkpoint file itself, or the one in a folder as Hugging Face and timm write them.
-
-    Args:
-        path: a file, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
-
-    Raises:
-        FileNotFoundError: there is no such file, or no weights in the folder.
-    """
+    """The checkpoint file itself, or the one in a folder as Hugging Face and timm write them."""
     path = Path(path)
     if path.is_file():
         return path
@@ -45,12 +38,6 @@ def check_hash(file: Path) -> str:
     """The beginning of the file's SHA-256 that its name holds, which is verified; "" if the name holds none.
 
     Digits alone are a date or a number of steps.
-
-    Args:
-        file: the file.
-
-    Raises:
-        CheckpointError: the file has another hash.
     """
     found = NAMED_HASH.search(file.name)
     if found is None or found[1].isdecimal():

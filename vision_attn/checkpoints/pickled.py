@@ -88,12 +88,7 @@ class NumpyForm:
 
 
 class PickleReader:
-    """Reads the pickles of one file.
-
-    Args:
-        size: bytes of the file, which no tensor of it is to exceed by much.
-        storage: the content of the storage of this key, of so many bytes; it checks both.
-    """
+    """Reads the pickles of one file."""
 
     def __init__(self, size: int, storage: Callable[[object, int], Tensor]) -> None:
         self.largest = max(size, 2**20)  # some are one number, expanded
@@ -116,15 +111,7 @@ class PickleReader:
         }
 
     def load(self, file: IO[bytes]) -> Any:
-        """The value of the pickle that begins here; afterwards the file stands at its end.
-
-        Args:
-            file: of which no more is read than is there.
-
-        Raises:
-            NotAllowedError: it asks for more than tensors and plain values.
-            Exception: any other, it is damaged.
-        """
+        """The value of the pickle that begins here; afterwards the file stands at its end."""
         stack: list[Any] = []
         marks: list[int] = []
         memo: dict[int, object] = {}

@@ -41,14 +41,7 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
 
 def content_of(file: Path) -> tuple[dict[str, object], str]:
-    """What is in a file that is there, and the beginning of its SHA-256 if its name holds that.
-
-    Args:
-        file: the file.
-
-    Raises:
-        CheckpointError: it is damaged, is another than its name says, would run code, or holds no dictionary.
-    """
+    """What is in a file that is there, and the beginning of its SHA-256 if its name holds that."""
     if file.suffix == ".safetensors":
         content: object = read_safetensors(file)[0]
     else:
@@ -66,14 +59,7 @@ def content_of(file: Path) -> tuple[dict[str, object], str]:
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a ``.safetensors`` file, and what it says of them.
-
-    Args:
-        file: the file.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """The tensors of a ``.safetensors`` file, and what it says of them."""
     try:
         with open_safetensors(file) as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
@@ -84,15 +70,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """A ``.safetensors`` file whose list of tensors is not too long to be read.
-
-    Args:
-        file: the file.
-
-    Raises:
-        NotAllowedError: it is.
-        Exception: any other, it is damaged.
-    """
+    """A ``.safetensors`` file whose list of tensors is not too long to be read."""
     with open(file, "rb") as begin:
         if int.from_bytes(begin.read(8), "little") > LONGEST_LIST:
             raise NotAllowedError("for too many tensors")

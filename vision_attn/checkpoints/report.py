@@ -85,12 +85,7 @@ def shapes_of(keys: Shapes) -> Iterator[str]:
 
 
 def advise(report: LoadReport, modules: Iterable[str]) -> str:
-    """The report of a checkpoint that does not fit a model of these modules, and what to do about it.
-
-    Args:
-        report: of what does not fit.
-        modules: paths of the model's modules.
-    """
+    """The report of a checkpoint that does not fit a model of these modules, and what to do about it."""
     lines = str(report).splitlines()[1:]
     sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
     replaced = ", ".join(

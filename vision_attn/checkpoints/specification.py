@@ -38,13 +38,6 @@ LONGEST = 10_000
 def to_code(name: str, value: object) -> str:
     """The code of an option's value.
 
-    Args:
-        name: the option, for errors.
-        value: the value.
-
-    Raises:
-        ValueError: the code does not give the value back.
-
     >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
     """
@@ -65,12 +58,6 @@ def to_code(name: str, value: object) -> str:
 def from_code(code: str) -> Any:
     """The value of such code.
 
-    Args:
-        code: as :func:`to_code` gives it.
-
-    Raises:
-        ValueError: it is anything else.
-
     >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
     {'pattern': Window(size=7, shift=3), 'heads': -1}
     """
@@ -84,12 +71,6 @@ def from_code(code: str) -> Any:
 
 def from_word(word: str) -> Any:
     """A value as one types it on a command line: names and lines of einx without quotes, all else as code.
-
-    Args:
-        word: as typed.
-
-    Raises:
-        ValueError: it is neither.
 
     >>> from_word("rows"), from_word("Grid(7)"), from_word("b n d h w -> (b w) n h d"), from_word("0.5")
     ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)

@@ -39,18 +39,6 @@ class Weights:
 def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = ()) -> tuple[str, dict[str, Tensor]]:
     """The weights of a checkpoint file, and the entry they were found under; prefixes of wrappers are taken off.
 
-    Args:
-        path: the file, or a folder with it.
-        ema: take the moving average of the weights that the file holds.
-        own: names that the model uses itself: a prefix without which they are found is taken off.
-
-    Returns:
-        The entry, ``""`` where the file is nothing but weights, and the tensors by name.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, would run code, or holds no weights.
-
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "net.pth"
     >>> torch.save({"state_dict": {"module.weight": torch.ones(3, 2)}}, file)
@@ -65,18 +53,7 @@ def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = 
 def find_weights(
     content: Mapping[str, object], source: str, *, ema: bool = False, own: Collection[str] = (), prefix: str = ""
 ) -> Weights:
-    """The weights in the content of a checkpoint.
-
-    Args:
-        content: what the file holds.
-        source: its name, for errors.
-        ema: take the moving average.
-        own: the model's names.
-        prefix: the first components of the names to read; others are left aside.
-
-    Raises:
-        CheckpointError: there are no weights, no average that ``ema`` asks for, or no names that begin with ``prefix``.
-    """
+    """The weights in the content of a checkpoint."""
     entry = find_entry(content, source, ema=ema)
     held = content[entry] if entry else content
     assert isinstance(held, Mapping)
@@ -152,10 +129,6 @@ def without_shared_prefix(weights: dict[str, Tensor], own: Collection[str]) -> t
 
 def fitting_prefix(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, int]:
     """The first component without which most tensors fit the model's, and how many do.
-
-    Args:
-        weights: of a checkpoint, by name.
-        own: of the model, by name.
 
     >>> import torch
     >>> one = torch.ones(1)

@@ -17,14 +17,6 @@ __all__ = ["copy_to_write", "save_weights", "write_atomically"]
 def save_weights(model: nn.Module, path: str | Path) -> None:
     """Write a model's weights as ``.safetensors``: names and tensors, nothing that could run.
 
-    Args:
-        model: the network.
-        path: the file, ``.safetensors``.
-
-    Raises:
-        ValueError: the path has another ending.
-        OSError: the file cannot be written; an old one is untouched.
-
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "net.safetensors"
     >>> save_weights(nn.Linear(2, 3), file)
@@ -39,14 +31,7 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def copy_to_write(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in a storage of its own, since safetensors takes no two names of one storage.
-
-    Args:
-        tensor: on any device, in any layout.
-
-    Returns:
-        The copy, on the CPU, contiguous.
-    """
+    """A copy of a tensor in a storage of its own, since safetensors takes no two names of one storage."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

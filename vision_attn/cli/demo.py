@@ -11,11 +11,7 @@ HELP = "what attention is for, in minutes"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The flags of :func:`vision_attn.training.demo.demo`.
-
-    Args:
-        command: the parser that they are added to.
-    """
+    """The flags of :func:`vision_attn.training.demo.demo`."""
     command.set_defaults(command=run)
     command.add_argument("--output", default="demo-output", help="folder for what it makes (default: %(default)s)")
     command.add_argument("--epochs", type=int, default=5, help="epochs of each arm (default: %(default)s)")

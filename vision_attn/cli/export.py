@@ -11,11 +11,7 @@ HELP = "a trained network as a file that others run: ONNX, torch.export, timm, s
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of :func:`vision_attn.export.export.export_classifier`.
-
-    Args:
-        command: the parser that they are added to.
-    """
+    """The arguments of :func:`vision_attn.export.export.export_classifier`."""
     command.set_defaults(command=run)
     add = command.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="best.pth or last.pth of a run, or its folder for best.pth")

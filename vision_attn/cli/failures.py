@@ -28,15 +28,6 @@ def run_program(
 ) -> int:
     """Run a program of this library; an error that is not the program's own fault is said in a line.
 
-    Args:
-        name: of the program.
-        run: does what it does.
-        interrupted: said after a Ctrl-C that nothing else is said of.
-        show_traceback: show where an error came from.
-
-    Returns:
-        The exit code: 0, 1 for a failure, 2 for bad usage, 130 when interrupted by Ctrl-C and 143 by SIGTERM.
-
     >>> run_program("count", lambda: print(1 + 1))
     2
     0

@@ -11,11 +11,7 @@ __all__ = ["adder", "given"]
 
 
 def adder(defaults: object) -> Callable[..., None]:
-    """A function that adds a flag for a setting and writes its default, if there is one to speak of, into the help.
-
-    Args:
-        defaults: the settings as they are where no flag is given.
-    """
+    """A function that adds a flag for a setting and writes its default, if there is one to speak of, into the help."""
 
     def add(group: argparse._ActionsContainer, flag: str, text: str, **options: Any) -> None:
         default = getattr(defaults, flag.lstrip("-").replace("-", "_"))
@@ -28,10 +24,6 @@ def adder(defaults: object) -> Callable[..., None]:
 
 def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
     """The settings that flags were given for.
-
-    Args:
-        settings: a dataclass; each of its fields is a flag.
-        options: as they were parsed.
 
     >>> from vision_attn.training.settings import Settings
     >>> given(Settings, argparse.Namespace(lr=0.1, insert=["layer3"], traceback=False))

@@ -11,11 +11,7 @@ HELP = "what attention would cost at each stage of a network, and where to put i
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of :func:`vision_attn.inspection.inspect_model`.
-
-    Args:
-        command: the parser that they are added to.
-    """
+    """The arguments of :func:`vision_attn.inspection.inspect_model`."""
     command.set_defaults(command=run)
     add = command.add_argument
     add("model", metavar="MODEL", help="a name that timm knows, one of ours, or torchvision:resnet18")

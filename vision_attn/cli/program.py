@@ -15,15 +15,6 @@ __all__ = ["main", "parser"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``vision-attn``; errors are said on standard error.
 
-    Args:
-        arguments: those of the command line; this process's own when None.
-
-    Returns:
-        The exit code, as of :func:`run_program`.
-
-    Raises:
-        SystemExit: there is no such command or flag, with code 2; after ``--help`` and ``--version``, with code 0.
-
     >>> main(["inspect", "resnet-that-is-none"])
     2
     """

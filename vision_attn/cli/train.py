@@ -14,11 +14,7 @@ HELP = "train, fine-tune or evaluate an image classifier, with attention inserte
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The flags of :class:`vision_attn.training.settings.Settings`; one that is not given keeps its default there.
-
-    Args:
-        command: the parser that they are added to.
-    """
+    """The flags of :class:`vision_attn.training.settings.Settings`; one that is not given keeps its default there."""
     from vision_attn.training.settings import CHOICES, Settings
 
     defaults = Settings(data="")

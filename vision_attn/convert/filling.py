@@ -21,14 +21,7 @@ BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attenti
 
 
 def check_rank(rank: int) -> None:
-    """Refuse a number of axes that no map has.
-
-    Args:
-        rank: the number.
-
-    Raises:
-        ValueError: it is not 1, 2 or 3.
-    """
+    """Refuse a number of axes that no map has."""
     if isinstance(rank, bool) or not isinstance(rank, Integral) or rank not in BLOCKS:
         raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
 
@@ -41,16 +34,7 @@ def attention(
     training: bool,
     **options: Any,
 ) -> Attention:
-    """The block for maps with this number of axes, with copies of these projections and tables.
-
-    Args:
-        rank: axes of the maps, 1, 2 or 3.
-        projections: by name, as ``qkv`` or ``q`` and ``kv``, and ``proj``; they say how many channels there are, and
-            which of them have a bias.
-        tables: further parameters by name, as ``position.height_rel``.
-        training: whether the block is in training mode.
-        **options: the other arguments of the block.
-    """
+    """The block for maps with this number of axes, with copies of these projections and tables."""
     first, out = projections["q" if "q" in projections else "qkv"], projections["proj"]
     block = BLOCKS[rank](
         first.weight.shape[1],
@@ -68,25 +52,13 @@ def attention(
 
 
 def convolution(name: str, rows: Rows, rank: int = 2) -> dict[str, Tensor]:
-    """The parameters of a 1×1 convolution by name, ``(rows, c, 1, 1)`` and ``(rows,)``.
-
-    Args:
-        name: of the convolution.
-        rows: what it computes.
-        rank: axes of its maps.
-    """
+    """The parameters of a 1×1 convolution by name, ``(rows, c, 1, 1)`` and ``(rows,)``."""
     tensors = {f"{name}.weight": rows.weight[(..., *(None,) * rank)]}
     return tensors if rows.bias is None else {**tensors, f"{name}.bias": rows.bias}
 
 
 def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
-    """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are.
-
-    Args:
-        block: the block, without memory.
-        tensors: one for each parameter, by name.
-        training: whether the block is in training mode.
-    """
+    """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are."""
     copies = {
         name: nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format)) for name, x in tensors.items()
     }

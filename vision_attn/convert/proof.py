@@ -56,18 +56,7 @@ def proven(
     shape: tuple[int, ...],
     stand_in: Callable[[Source], Source] | None = None,
 ) -> Block:
-    """What ``convert`` makes of a source, after it was seen to be right on a stand-in for the source.
-
-    Args:
-        source: the layer of another library; it is not run and not changed.
-        convert: gives the block for it.
-        run: gives the source's output for a map.
-        shape: of the map, ``(c, h, w)``.
-        stand_in: gives the copy of the source, in float64 and evaluation mode, with random weights.
-
-    Raises:
-        ConversionError: the outputs differ, or the source cannot be copied or run.
-    """
+    """What ``convert`` makes of a source, after it was seen to be right on a stand-in for the source."""
     make = stand_in or module_stand_in
     with torch.inference_mode(False), torch.enable_grad():
         try:
@@ -82,18 +71,7 @@ def proven(
 
 
 def check_equal(source: Any, block: nn.Module, run: Run, shape: tuple[int, ...], tolerance: float = TOLERANCE) -> None:
-    """Refuse a block that does not give what its source gives for one random map, and another to attend to if need be.
-
-    Args:
-        source: what the block was made of.
-        block: in float64.
-        run: gives the source's output for a map.
-        shape: of the map, ``(c, h, w)``.
-        tolerance: by how much of the largest element they may differ.
-
-    Raises:
-        ConversionError: the outputs differ, or the source cannot be run.
-    """
+    """Refuse a block that gives other numbers than its source for a random map, and another to attend to if need be."""
     kind = type(source).__name__
     generator = torch.Generator("cpu").manual_seed(0)
     device = next(block.parameters()).device
@@ -139,12 +117,6 @@ def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Random numbers for parameters, of the size with which a square matrix keeps lengths about as they are.
 
     The numbers are from a generator of their own.
-
-    Args:
-        tensors: the parameters.
-
-    Returns:
-        Tensors of their shapes and types, on their devices.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     draws = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu") for x in tensors]
@@ -152,19 +124,10 @@ def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_tokens(x: Tensor) -> Tensor:
-    """The tokens of a map, ``(b, tokens, c)``.
-
-    Args:
-        x: the map ``(b, c, …)``.
-    """
+    """The tokens of a map, ``(b, tokens, c)``."""
     return x.flatten(2).transpose(1, 2)
 
 
 def from_tokens(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """The map of tokens, ``(b, c, *size)``.
-
-    Args:
-        y: the tokens ``(b, tokens, c)``.
-        size: of the map, in positions.
-    """
+    """The map of tokens, ``(b, c, *size)``."""
     return y.transpose(1, 2).unflatten(2, size)

@@ -28,17 +28,7 @@ WRAPPED = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "Distribute
 
 
 def check_kind(name: str, value: object, expected: str, *paths: str) -> None:
-    """Refuse what is no such class, going by names, so that its library is not imported to be asked.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        expected: the class, as its users write it.
-        *paths: where it is defined, if elsewhere; any of them will do.
-
-    Raises:
-        ValueError: it is none of them, nor a subclass of one.
-    """
+    """Refuse what is no such class, going by names, so that its library is not imported to be asked."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
     if kinds.isdisjoint(paths or (expected,)):
         wrapped = WRAPPED.get(type(value).__name__)
@@ -47,15 +37,7 @@ def check_kind(name: str, value: object, expected: str, *paths: str) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse a module whose parameters do not say all that it computes, or hold nothing.
-
-    Args:
-        module: the source.
-
-    Raises:
-        ValueError: it has hooks, parametrizations, dropouts in another mode than its own, or parameters on the meta
-            device or of whole numbers.
-    """
+    """Refuse a module whose parameters do not say all that it computes, or hold nothing."""
     check_hooks(module)
     parts = [(f"{type(module).__name__}{'.' * bool(name)}{name}", part) for name, part in module.named_modules()]
     for where, part in parts:
@@ -74,14 +56,7 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Refuse a module that does more than its forward says.
-
-    Args:
-        module: the source.
-
-    Raises:
-        ValueError: it or a part of it has hooks.
-    """
+    """Refuse a module that does more than its forward says."""
     for name, part in module.named_modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
             if getattr(part, kind):
@@ -92,14 +67,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def check_mode(parts: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse parts that are not all in one mode, which is the block's then.
-
-    Args:
-        parts: the modules with their names.
-
-    Raises:
-        ValueError: some are in training mode and others in evaluation mode.
-    """
+    """Refuse parts that are not all in one mode, which is the block's then."""
     first: dict[bool, str] = {}
     for name, part in parts:
         first.setdefault(part.training, name)
@@ -111,32 +79,13 @@ def check_mode(parts: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def check_carried(source: object, attribute: str, value: object, carried: bool, remedy: str) -> None:
-    """Refuse a source by the attribute that the block here has no counterpart of.
-
-    Args:
-        source: the layer.
-        attribute: its name, from the layer.
-        value: what it is.
-        carried: whether the block can do the same.
-        remedy: what to do if not.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Refuse a source by the attribute that the block here has no counterpart of."""
     if not carried:
         raise ValueError(f"{type(source).__name__}.{attribute} cannot be carried over: got {shown(value)}; {remedy}")
 
 
 def check_pointwise(name: str, layer: object) -> None:
-    """Refuse what is no linear layer and no convolution that looks at one position at a time.
-
-    Args:
-        name: of the argument.
-        layer: what was given.
-
-    Raises:
-        ValueError: it is another layer, or has a kernel, stride, padding or groups.
-    """
+    """Refuse what is no linear layer and no convolution that looks at one position at a time."""
     if isinstance(layer, nn.Linear):
         return
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -155,28 +104,13 @@ def check_pointwise(name: str, layer: object) -> None:
 
 
 def check_projections(module: nn.Module, *names: str) -> None:
-    """Refuse a source with projections that :func:`check_pointwise` does not pass.
-
-    Args:
-        module: the source.
-        *names: of the projections, from the source.
-
-    Raises:
-        ValueError: one is another layer.
-    """
+    """Refuse a source with projections that :func:`check_pointwise` does not pass."""
     for name in names:
         check_pointwise(f"{type(module).__name__}.{name}", attrgetter(name)(module))
 
 
 def drop_of(module: nn.Module, name: str) -> float:
     """The probability of one of a source's dropouts.
-
-    Args:
-        module: the source.
-        name: of the dropout, from the source; an identity, which drops nothing, may be in its place.
-
-    Raises:
-        ValueError: it is another module, of which the proof, in evaluation mode, would see nothing.
 
     >>> drop_of(nn.TransformerEncoderLayer(8, 2, dropout=0.25), "dropout1")
     0.25
@@ -192,11 +126,7 @@ def path_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages have it.
-
-    Args:
-        value: anything; a tensor is not printed.
-    """
+    """A value as messages have it."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value)

@@ -51,9 +51,6 @@ class Rows(NamedTuple):
 def rows_of(layer: Any) -> Rows:
     """The rows of a linear layer or a 1×1 convolution, as they are.
 
-    Args:
-        layer: the layer, which :func:`check_pointwise` has passed.
-
     >>> rows_of(torch.nn.Conv2d(8, 24, 1)).weight.shape
     torch.Size([24, 8])
     """
@@ -62,14 +59,6 @@ def rows_of(layer: Any) -> Rows:
 
 def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
     """The projections of a block: ``qkv``, or ``q`` and ``kv`` where these are of other channels than queries.
-
-    Args:
-        q: the projection of queries.
-        k: of keys.
-        v: of values.
-
-    Raises:
-        ValueError: some have a bias and others none, or what becomes one parameter differs as in :func:`side_by_side`.
 
     >>> q, other = Rows(torch.ones(4, 6), None), Rows(torch.ones(4, 5), None)
     >>> list(input_projections(q, q, q)), list(input_projections(q, other, other))
@@ -84,9 +73,6 @@ def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
 def with_bias(rows: Rows) -> Rows:
     """The rows with a bias: of zeros, which are not trained, if they have none.
 
-    Args:
-        rows: as they are kept.
-
     >>> with_bias(Rows(torch.ones(2, 4), None)).bias
     tensor([0., 0.])
     """
@@ -95,10 +81,6 @@ def with_bias(rows: Rows) -> Rows:
 
 def heads_first(rows: Rows, num_heads: int) -> Rows:
     """The rows, ordered (heads, qkv, width), in the order (qkv, heads, width).
-
-    Args:
-        rows: as they are kept.
-        num_heads: number of heads.
 
     >>> heads_first(Rows(torch.arange(12)[:, None], None), num_heads=2).weight.flatten().tolist()
     [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
@@ -113,12 +95,6 @@ def heads_first(rows: Rows, num_heads: int) -> Rows:
 def side_by_side(**parts: Rows) -> Rows:
     """One projection of several, their rows after each other.
 
-    Args:
-        **parts: the projections by name.
-
-    Raises:
-        ValueError: one has a bias and another has none, or they differ in type, device or in whether they are trained.
-
     >>> side_by_side(q=Rows(torch.ones(8, 4), None), k=Rows(torch.ones(2, 4), None)).weight.shape
     torch.Size([10, 4])
     """
@@ -130,14 +106,7 @@ def side_by_side(**parts: Rows) -> Rows:
 
 
 def check_biases(**parts: Rows) -> None:
-    """Refuse projections of which some have a bias and others none: the block has one option for all.
-
-    Args:
-        **parts: the projections by name.
-
-    Raises:
-        ValueError: some have a bias.
-    """
+    """Refuse projections of which some have a bias and others none: the block has one option for all."""
     lacking = [name for name, part in parts.items() if part.bias is None]
     if lacking and len(lacking) < len(parts):
         raise ValueError(
@@ -159,10 +128,6 @@ def joined(what: str, tensors: list[Tensor]) -> Tensor:
 def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
     """The rows of a kernel that keeps heads as its second axis.
 
-    Args:
-        kernel: ``(c, n, d)``.
-        bias: ``(n, d)``, or None.
-
     >>> kernel_rows(torch.ones(8, 2, 5), None).weight.shape
     torch.Size([10, 8])
     """
@@ -171,10 +136,6 @@ def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
 
 def output_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
     """The rows of a kernel that keeps heads as its first axis, and takes them.
-
-    Args:
-        kernel: ``(n, e, c)``.
-        bias: ``(c,)``, or None.
 
     >>> output_rows(torch.ones(2, 5, 8), None).weight.shape
     torch.Size([8, 10])
@@ -185,10 +146,6 @@ def output_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
 def identity_rows(width: int, like: Tensor) -> Rows:
     """The projection for a source that has none: the identity, which is not trained.
 
-    Args:
-        width: channels that it takes and gives.
-        like: a tensor of the type and on the device that it is to have.
-
     >>> identity_rows(3, torch.ones(1)).weight.shape
     torch.Size([3, 3])
     """
@@ -197,12 +154,6 @@ def identity_rows(width: int, like: Tensor) -> Rows:
 
 def query_less_key(table: Tensor) -> Tensor:
     """The table of biases by query less key of one by key less query.
-
-    Args:
-        table: ``(n, 2h-1, 2w-1)``.
-
-    Returns:
-        The same numbers, ``(rows, n)``, the rows ordered as in :class:`RelPosTable`.
 
     >>> query_less_key(torch.ones(4, 5, 3)).shape
     torch.Size([15, 4])

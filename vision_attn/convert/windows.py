@@ -14,14 +14,7 @@ __all__ = ["check_pattern", "proof_size", "run_in_groups"]
 
 
 def check_pattern(pattern: str | AnyPattern) -> None:
-    """Refuse a pattern that is neither of the two partitions of MaxViT nor the whole map.
-
-    Args:
-        pattern: the pattern.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Refuse a pattern that is neither of the two partitions of MaxViT nor the whole map."""
     resolved = resolve_pattern(pattern)
     if resolved == resolve_pattern("full") or isinstance(resolved, Grid):
         return
@@ -33,12 +26,7 @@ def check_pattern(pattern: str | AnyPattern) -> None:
 
 
 def proof_size(pattern: str | AnyPattern, feat_size: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The size of a map of two windows or grids; with a pattern that has none, the size that the tables are for.
-
-    Args:
-        pattern: the pattern.
-        feat_size: the size that the tables are for, in positions; None without tables.
-    """
+    """The size of a map of two windows or grids; with a pattern that has none, the size that the tables are for."""
     height, width = resolve_pattern(pattern).partitioner(2).window_shape
     if height is None or width is None:
         return feat_size or SIZES[2]
@@ -49,11 +37,6 @@ def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | AnyPattern,
     """What a layer gives for the groups that the pattern makes of a map, put together again, ``(b, c, h, w)``.
 
     The groups are made by the code that the block makes them by: what is proven so is the layer, not ``pattern``.
-
-    Args:
-        attend: takes and gives tokens ``(groups, tokens, c)``.
-        pattern: makes the groups.
-        x: the map ``(b, c, h, w)``.
     """
     part = partition_of(resolve_pattern(pattern).partitioner(2), x)
     one_head = IMPLEMENTATIONS["bmm"]

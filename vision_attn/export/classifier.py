@@ -20,9 +20,6 @@ __all__ = ["Classifier", "NormalizedNetwork"]
 class Classifier:
     """A network, its classes and what it is fed with.
 
-    Raises:
-        ValueError: there are not as many statistics as channels, or a deviation is not positive.
-
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
     >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
     >>> classifier.about(normalize=True)["classes"]
@@ -52,11 +49,7 @@ class Classifier:
             raise ValueError(f"std must be positive; got {tuple(self.std)}")
 
     def about(self, *, normalize: bool) -> dict[str, object]:
-        """What whoever runs the network has to know, as plain values.
-
-        Args:
-            normalize: whether the network normalises the pixels itself.
-        """
+        """What whoever runs the network has to know, as plain values."""
         return {
             "classes": list(self.classes),
             "input_size": list(self.input_size),
@@ -79,11 +72,7 @@ class Classifier:
 
 
 class NormalizedNetwork(nn.Module):
-    """A network behind the normalisation of its images: takes pixels in 0…1.
-
-    Args:
-        classifier: the network and its statistics.
-    """
+    """A network behind the normalisation of its images: takes pixels in 0…1."""
 
     mean: Tensor
     std: Tensor

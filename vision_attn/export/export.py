@@ -64,24 +64,6 @@ def export_classifier(
     before it takes the place that was asked for. It holds float32 weights and, unless it is a folder of timm's, the
     classes and statistics as JSON in its metadata, under ``classifier``.
 
-    Args:
-        classifier: the network and what must be known of it.
-        output: the file, or the folder of ``timm``; what an export wrote there before is replaced.
-        format: ``"onnx"``, ``"torch-export"``, ``"timm"`` or ``"safetensors"``; by default what the ending of
-            ``output`` says: ``.onnx``, ``.pt2``, none for a folder, ``.safetensors``; in capitals as well.
-        normalize: whether the graph takes pixels in 0…1 and normalises them itself, as it does by default, or takes
-            normalised ones; the two forms that are no graph take normalised ones.
-
-    Returns:
-        A report.
-
-    Raises:
-        ValueError: the form is not known, does not go with the ending or with ``normalize``; something else is where
-            the file or folder would be; the number of classes is not the network's; or timm makes no such network.
-        ModuleNotFoundError: ONNX needs a package that is not there.
-        ExportError: the network could not be exported, or what was written computes something else; no file is left.
-        OSError: it cannot be written.
-
     >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
     >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
     >>> report = export_classifier(classifier, Path(tempfile.mkdtemp()) / "network.pt2")

@@ -26,17 +26,6 @@ def open_run(path: str | Path) -> Classifier:
 
     A checkpoint with a moving average of the weights, ``last.pth`` of a run with ``--model-ema``, gives the average,
     as that is what the run evaluated.
-
-    Args:
-        path: ``best.pth`` or ``last.pth``, or the run's folder for its ``best.pth``.
-
-    Returns:
-        The network on the CPU, its classes and what it is fed with.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it cannot be read, or is no checkpoint of a run.
-        ValueError: the network that it names cannot be made here.
     """
     path = Path(path)
     file = path / "best.pth" if path.is_dir() else path

@@ -28,12 +28,6 @@ def misaligned(
 
     Each of four places of the image is changed in turn, and three of them at least must show, give or take a cell: deep
     in a network every position sees the whole image, but none as much of a place as the one that stands for it.
-
-    Args:
-        model: the network.
-        maps: by module where its tensor is, and the layout in question.
-        example: an image batch.
-        at: ``"after"``, or ``"before"`` for what the modules take.
     """
     if not maps or example.is_meta:
         return set()

@@ -38,11 +38,7 @@ def run_before(
 
 
 def block_at(module: nn.Module) -> nn.Module:
-    """The block that runs at a module: its child, or one that a module inside it holds.
-
-    Args:
-        module: one at which a block runs.
-    """
+    """The block that runs at a module: its child, or one that a module inside it holds."""
     return module.get_submodule(vars(module).get(HELD, CHILD))
 
 
@@ -66,11 +62,7 @@ def run_on(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_host(module: nn.Module) -> bool:
-    """Whether a block runs at this module.
-
-    Args:
-        module: any module.
-    """
+    """Whether a block runs at this module."""
     return run_after in module._forward_hooks.values() or run_before in module._forward_pre_hooks.values()
 
 
@@ -91,14 +83,6 @@ def find_holders(model: nn.Module, sites: Iterable[str], example: Tensor) -> dic
 
     That is the module at the site, unless it loops over its children and would run the block as one of them, as a dense
     block does. Then it is the first module inside it that does not.
-
-    Args:
-        model: the network; it is run, and is afterwards as it was.
-        sites: paths of the modules at which blocks are to run.
-        example: an image batch.
-
-    Raises:
-        SiteError: no module at a site or inside it takes a child, or the model does not run with one.
     """
     candidates = {site: candidates_at(model, site) for site in sites}
     holders = {site: next(candidates[site]) for site in candidates}
@@ -156,14 +140,7 @@ def probe(model: nn.Module, holders: dict[str, tuple[str, str]], example: Tensor
 
 
 def attach(model: nn.Module, site: str, holder: tuple[str, str], block: nn.Module) -> None:
-    """Let a block that has its record run at a site.
-
-    Args:
-        model: the network.
-        site: path of the module at which the block runs.
-        holder: path of the module that the block becomes a child of, and the child's name, from :func:`find_holders`.
-        block: the block, with its record.
-    """
+    """Let a block that has its record run at a site."""
     host = model.get_submodule(site)
     path, child = holder
     model.get_submodule(path).add_module(child, block)
@@ -176,12 +153,7 @@ def attach(model: nn.Module, site: str, holder: tuple[str, str], block: nn.Modul
 
 
 def detach(model: nn.Module, host: nn.Module) -> None:
-    """Undo :func:`attach`.
-
-    Args:
-        model: the network.
-        host: the module at which the block runs.
-    """
+    """Undo :func:`attach`."""
     block = block_at(host)
     for hooks, flags, ours in (
         (host._forward_hooks, (host._forward_hooks_with_kwargs, host._forward_hooks_always_called), run_after),

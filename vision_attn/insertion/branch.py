@@ -22,14 +22,6 @@ def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
     """The module in a residual block whose output is the branch that is added to the shortcut.
 
     Of the last two maps that the block adds, the branch is the one that more operations led to.
-
-    Args:
-        model: the network.
-        site: path of the residual block.
-        example: an image batch.
-
-    Raises:
-        SiteError: the block adds no two maps, it cannot be told which of the two is the branch, or no module gives it.
     """
     following = Following()
     block = model.get_submodule(site)

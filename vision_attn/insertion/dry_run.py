@@ -33,11 +33,7 @@ class Call:
 
 @dataclass
 class DryRun:
-    """All calls of a model's modules in one forward of an example.
-
-    Raises:
-        SiteError: the model does not run on the example.
-    """
+    """All calls of a model's modules in one forward of an example."""
 
     #: the network; afterwards it is as it was
     model: nn.Module
@@ -55,16 +51,7 @@ class DryRun:
         return self.example.shape[-2], self.example.shape[-1]
 
     def maps(self, name: str, at: str = "after") -> dict[Element, tuple[FeatureMap, Layout]]:
-        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors.
-
-        Args:
-            name: path of the module.
-            at: ``"after"`` for what it gives, ``"before"`` for what it takes.
-
-        Returns:
-            The maps by where they are in what it gives or takes, each with its layout; none where it is not called
-            once.
-        """
+        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors."""
         calls = self.calls.get(name, [])
         if len(calls) != 1:
             return {}
@@ -81,21 +68,11 @@ class DryRun:
         return found
 
     def side(self, call: Call, at: str) -> dict[Element, FeatureMap]:
-        """The tensors of a call on one side of it.
-
-        Args:
-            call: of a module.
-            at: ``"after"`` for what it gave, ``"before"`` for what it took.
-        """
+        """The tensors of a call on one side of it."""
         return call.taken if at == "before" else call.given
 
     def layouts(self, name: str, tensor: FeatureMap) -> set[Layout]:
-        """The layouts in which a tensor of a module can be a map; none if it cannot be one.
-
-        Args:
-            name: path of the module.
-            tensor: what it takes or gives.
-        """
+        """The layouts in which a tensor of a module can be a map; none if it cannot be one."""
         if not tensor.dtype.is_floating_point or self.compares_tokens(name, tensor.shape):
             return set()
         prefix = getattr(self.model, "num_prefix_tokens", None)
@@ -107,10 +84,6 @@ class DryRun:
         """Whether a tensor of a module holds the weights of an attention.
 
         These are a number for each pair of the tokens that a module around it takes.
-
-        Args:
-            name: path of the module.
-            shape: of the tensor.
         """
         if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
@@ -143,14 +116,7 @@ class DryRun:
         return certain if len(certain) == 1 else set()
 
     def check_called_once(self, name: str) -> None:
-        """Refuse a module that one block cannot follow.
-
-        Args:
-            name: path of the module.
-
-        Raises:
-            SiteError: it is not called, or more than once.
-        """
+        """Refuse a module that one block cannot follow."""
         times = len(self.calls.get(name, []))
         if times == 0:
             raise SiteError(f"{name!r} is not called in the forward pass of the model: choose a module that is")
@@ -161,18 +127,7 @@ class DryRun:
             )
 
     def the_map(self, name: str, at: str = "after") -> tuple[Element, FeatureMap, Layout]:
-        """The one map that a module gives or takes.
-
-        Args:
-            name: path of the module.
-            at: ``"after"`` for what it gives, ``"before"`` for what it takes.
-
-        Returns:
-            Where in what it gives or takes the map is, its shape, and how it lies in its tensor.
-
-        Raises:
-            SiteError: it is not called once, or there is not one map; the message says what there is.
-        """
+        """The one map that a module gives or takes."""
         self.check_called_once(name)
         maps = self.maps(name, at)
         if len(maps) > 1 and at == "after":
@@ -199,15 +154,7 @@ class DryRun:
         raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
 
     def the_maps(self, names: Iterable[str], at: str) -> dict[str, tuple[Element, FeatureMap, Layout]]:
-        """The one map of each of several modules, each seen to be one of the image.
-
-        Args:
-            names: paths of the modules.
-            at: ``"after"`` for what they give, ``"before"`` for what they take.
-
-        Raises:
-            SiteError: as :meth:`the_map`, or a tensor has the shape of a map and is none.
-        """
+        """The one map of each of several modules, each seen to be one of the image."""
         found = {name: self.the_map(name, at) for name in names}
         for name in self.misplaced(found, at):
             _, tensor, layout = found[name]
@@ -220,12 +167,7 @@ class DryRun:
         return found
 
     def misplaced(self, found: Mapping[str, tuple[Element, FeatureMap, Layout]], at: str = "after") -> set[str]:
-        """The modules among these whose tensor has the shape of a map and is none of the image.
-
-        Args:
-            found: the map of each module, as :meth:`the_map` gives it.
-            at: ``"after"`` for what the modules give, ``"before"`` for what they take.
-        """
+        """The modules among these whose tensor has the shape of a map and is none of the image."""
         # Of tokens, and where there is no other size of image to compare with, a shape says little.
         doubtful = {
             name: (element, layout)
@@ -237,12 +179,7 @@ class DryRun:
     def meant(
         self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]
     ) -> dict[Element, tuple[FeatureMap, Layout]]:
-        """The maps among several that the network reads and, if that is more than one, that it declares for a stage.
-
-        Args:
-            name: path of the module that gives them.
-            maps: these, with their layouts.
-        """
+        """The maps among several that the network reads and, if that is more than one, that it declares for a stage."""
         read = {element: found for element, found in maps.items() if self.is_read(name, element, found[1])} or maps
         channels = {
             count
@@ -261,9 +198,6 @@ class DryRun:
         A head may read the class token alone, and then so it is with the grid after the last block; tokens that come
         before a grid that is read are taken to be read with it. And what a module gives among other things may be for
         those who ask for features only. Any other map is what the next module works on.
-
-        Args:
-            maps: the map of each module, as :meth:`the_map` gives it.
         """
         found = set()
         grid_is_read = False
@@ -277,13 +211,7 @@ class DryRun:
         return found
 
     def is_read(self, name: str, element: Element, layout: Layout) -> bool:
-        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out.
-
-        Args:
-            name: path of the module.
-            element: where in what it gives the map is.
-            layout: how the map lies in its tensor.
-        """
+        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out."""
 
         def spoil(module: nn.Module, args: object, output: object) -> object:
             return change(output, element, lambda x: layout.of_map(x, layout.to_map(x) * torch.nan))
@@ -305,11 +233,7 @@ def leaves(value: object) -> Iterator[Tensor]:
 
 
 def modules_around(name: str) -> list[str]:
-    """The paths of the modules that a module is inside of, without the model.
-
-    Args:
-        name: path of the module.
-    """
+    """The paths of the modules that a module is inside of, without the model."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 

@@ -28,11 +28,7 @@ class FeatureMap:
 
 
 def tensors_in(value: object) -> dict[Element, FeatureMap]:
-    """The tensors of a value, without their values.
-
-    Args:
-        value: a tensor, or a tuple, list or dictionary; what lies deeper is not looked at.
-    """
+    """The tensors of a value, without their values."""
     if isinstance(value, Tensor):
         return {None: FeatureMap(tuple(value.shape), value.dtype, value.device)}
     items: list[tuple[Element, object]] = []
@@ -44,27 +40,13 @@ def tensors_in(value: object) -> dict[Element, FeatureMap]:
 
 
 def pick(value: Any, element: Element) -> Tensor:
-    """One of the tensors of a value.
-
-    Args:
-        value: what a module takes or gives.
-        element: where in it the tensor is.
-
-    Returns:
-        The tensor.
-    """
+    """One of the tensors of a value."""
     tensor: Tensor = value if element is None else value[element]
     return tensor
 
 
 def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -> Any:
-    """A value of the same kind with a function applied to one of its tensors.
-
-    Args:
-        value: what a module takes or gives.
-        element: where in it the tensor is.
-        function: gives another tensor for it.
-    """
+    """A value of the same kind with a function applied to one of its tensors."""
     if element is None:
         return function(value)
     if isinstance(element, str):

@@ -11,13 +11,7 @@ REPLACED = "replaced"
 
 
 def put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module wherever in the model another one is.
-
-    Args:
-        model: the network.
-        old: the module that goes, and is kept by the new one.
-        new: the module that comes.
-    """
+    """Put a module wherever in the model another one is."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is old:
@@ -26,12 +20,7 @@ def put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def put_back(model: nn.Module, new: nn.Module) -> None:
-    """Undo :func:`put_in_place`; what comes back is where, and of the type that, the model is now.
-
-    Args:
-        model: the network.
-        new: the module that goes.
-    """
+    """Undo :func:`put_in_place`; what comes back is where, and of the type that, the model is now."""
     old: nn.Module = vars(new).pop(REPLACED)
     parameter = next(new.parameters(), None)
     before = next(old.parameters(), None)

@@ -108,28 +108,13 @@ def insert_(
 
 
 def check_maker(block: object) -> None:
-    """Refuse what makes no blocks.
-
-    Args:
-        block: the argument of that name.
-
-    Raises:
-        ValueError: it is neither None nor a class or function.
-    """
+    """Refuse what makes no blocks."""
     if block is not None and (isinstance(block, nn.Module) or not callable(block)):
         raise ValueError(f"block must be a class or a function that makes a block, or None; got {block!r}")
 
 
 def check_new(block: object, others: Iterable[nn.Module]) -> None:
-    """Refuse what is no new block.
-
-    Args:
-        block: what was made for a site.
-        others: what was made for the sites before.
-
-    Raises:
-        ValueError: it is no module, or is inserted somewhere already.
-    """
+    """Refuse what is no new block."""
     if not isinstance(block, nn.Module):
         raise ValueError(f"block must make a module for each site; it made {block!r}")
     if RECORD in vars(block) or any(block is other for other in others):
@@ -137,10 +122,6 @@ def check_new(block: object, others: Iterable[nn.Module]) -> None:
 
 
 def warn(report: InsertionReport) -> None:
-    """Give the report's warnings, before anything is changed: a person may have made them errors.
-
-    Args:
-        report: of what is about to be inserted.
-    """
+    """Give the report's warnings, before anything is changed: a person may have made them errors."""
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)

@@ -30,11 +30,7 @@ class Layout:
         return self.axes if self.axes != "b t c" else f"b ({self.prefix} + h w) c" if self.prefix else "b (h w) c"
 
     def map_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """The batch, channels, rows and columns of a tensor of a shape.
-
-        Args:
-            shape: of the tensor.
-        """
+        """The batch, channels, rows and columns of a tensor of a shape."""
         if self.grid is not None:
             return (shape[0], shape[2], *self.grid)
         batch, *rest = shape
@@ -42,22 +38,13 @@ class Layout:
         return batch, channels, height, width
 
     def to_map(self, x: Tensor) -> Tensor:
-        """The map, ``(b, c, h, w)``.
-
-        Args:
-            x: the tensor that the map lies in.
-        """
+        """The map, ``(b, c, h, w)``."""
         if self.grid is None:
             return x if self == FIRST else x.permute(0, 3, 1, 2)
         return x[:, self.prefix :].transpose(1, 2).unflatten(2, self.grid)
 
     def of_map(self, x: Tensor, y: Tensor) -> Tensor:
-        """A tensor like ``x`` with another map, ``(b, c, h, w)``, for its own.
-
-        Args:
-            x: the tensor.
-            y: the map, ``(b, c, h, w)``.
-        """
+        """A tensor like ``x`` with another map, ``(b, c, h, w)``, for its own."""
         if self.grid is None:
             return y if self == FIRST else y.permute(0, 2, 3, 1)
         tokens = y.flatten(2).transpose(1, 2)
@@ -76,12 +63,6 @@ def consistent_layouts(
     """The layouts in which a tensor of that shape can be a map of an image of that size; none if it is no map.
 
     A map keeps the aspect of the image, give or take a cell of rounding.
-
-    Args:
-        shape: of the tensor.
-        batch: how many images there are.
-        image_size: their height and width, in pixels.
-        prefix: how many tokens a model says that its sequences begin with; not all of them need have them yet.
     """
     if not shape or shape[0] != batch or 0 in shape:
         return set()

@@ -84,9 +84,6 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
 def replaced(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that :func:`replace_` took out of a model, by site, kept for when they come back.
 
-    Args:
-        model: any network.
-
     >>> from vision_attn.insertion import replace_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
     >>> report = replace_(model, names="0", num_heads=3, value_dim=4, example_input=(1, 3, 16, 16))
@@ -110,9 +107,6 @@ def refuse_orphans(model: nn.Module) -> None:
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """Where the inserted blocks of a model are, what they are and what they cost.
 
-    Args:
-        model: any network.
-
     >>> from vision_attn.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
     >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
@@ -125,9 +119,6 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 def inserted_keys(model: nn.Module) -> set[str]:
     """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint.
-
-    Args:
-        model: any network.
 
     >>> from vision_attn.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -142,9 +133,6 @@ def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
     """The keys of a model's state dict that belong to the block of each site.
 
     A block that a model has under several names has keys under each.
-
-    Args:
-        model: any network.
 
     >>> from vision_attn.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())

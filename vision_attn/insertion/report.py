@@ -147,17 +147,7 @@ def describe(
     expected: tuple[int, ...] | None = None,
     **where: Any,
 ) -> InsertedBlock:
-    """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it.
-
-    Args:
-        block: the module.
-        shape: of the maps that it takes: batch, channels, height and width.
-        expected: of the maps that it is to make; that of those it takes when None.
-        **where: the other fields of the record.
-
-    Raises:
-        ValueError: the block makes maps of another shape.
-    """
+    """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it."""
     expected = shape if expected is None else expected
     # Counted on the form whose every product is a matrix product that the counter knows.
     meta = copy.deepcopy(block).to("meta").eval()

@@ -20,9 +20,6 @@ SYNCHRONISED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModu
 def plain_network(model: nn.Module) -> nn.Module:
     """The network inside the wrappers of torch.compile and of running in parallel.
 
-    Args:
-        model: a network, or a wrapper of one.
-
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
@@ -42,12 +39,6 @@ def is_synchronised(module: nn.Module) -> bool:
 def changeable(model: nn.Module) -> nn.Module:
     """The network inside its wrappers, where modules can still be put in and taken out.
 
-    Args:
-        model: a network, or a wrapper of one.
-
-    Raises:
-        SiteError: the model is a TorchScript program, or wrapped for several processes.
-
     >>> changeable(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
@@ -64,14 +55,6 @@ def changeable(model: nn.Module) -> nn.Module:
 
 def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | None) -> Tensor:
     """The images of a dry run, ``(b, c, h, w)``: those given, or empty ones of the shape given or of the model's own.
-
-    Args:
-        model: the network.
-        example_input: images, or their shape; None for one image of the size that the model's configuration names, else
-            224×224, in as many channels as its first convolution takes.
-
-    Raises:
-        ValueError: ``example_input`` is neither.
 
     >>> example_images(nn.Conv2d(1, 8, 3), None).shape
     torch.Size([1, 1, 224, 224])
@@ -95,15 +78,7 @@ def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | N
 
 
 def run_quietly(model: nn.Module, example: Tensor) -> object:
-    """What a model gives for an example, in one forward that leaves no trace in it.
-
-    Args:
-        model: the network.
-        example: an image batch.
-
-    Raises:
-        SiteError: the model does not run on the example.
-    """
+    """What a model gives for an example, in one forward that leaves no trace in it."""
     try:
         with quiet_eval(model):
             return model(example)
@@ -117,9 +92,6 @@ def run_quietly(model: nn.Module, example: Tensor) -> object:
 @contextmanager
 def quiet_eval(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, uncompiled; afterwards every module is in the mode it was in.
-
-    Args:
-        model: the network.
 
     >>> model = nn.Dropout()
     >>> with quiet_eval(model):

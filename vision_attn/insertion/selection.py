@@ -37,18 +37,7 @@ def select_sites(
     names: Names | Iterable[Names] | None,
     where: Callable[[str, nn.Module], bool] | None,
 ) -> list[str]:
-    """The paths of the modules that are chosen by stage, by name or by a function.
-
-    Args:
-        run: a dry run of the network.
-        stages: as in :func:`vision_attn.insert_`.
-        names: as in :func:`vision_attn.insert_`.
-        where: as in :func:`vision_attn.insert_`.
-
-    Raises:
-        ValueError: not exactly one of the three, or one that is no such thing.
-        SiteError: nothing matches.
-    """
+    """The paths of the modules that are chosen by stage, by name or by a function."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
@@ -86,18 +75,7 @@ def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def hosts_of(run: DryRun, sites: list[str], at: str) -> list[str]:
-    """The modules at which the blocks of these sites run.
-
-    Args:
-        run: a dry run of the network.
-        sites: paths of modules.
-        at: one of :data:`PLACES`.
-
-    Raises:
-        ValueError: there is no such place.
-        SiteError: a module has a block already or has replaced another, or has no residual branch where one is asked
-            for.
-    """
+    """The modules at which the blocks of these sites run."""
     if at not in PLACES:
         raise ValueError(f"at must be one of {', '.join(map(repr, PLACES))}; got {at!r}")
     end = first_of_sequential if at == "before" else last_of_sequential

@@ -42,15 +42,6 @@ class SiteError(ValueError):
 def parse_sites(words: Iterable[str]) -> dict[str, Any]:
     """The sites as they are named on a command line: whole numbers are stages, anything else globs on module paths.
 
-    Args:
-        words: of the command line.
-
-    Returns:
-        The arguments of :func:`vision_attn.insert_` that choose them; none for no words.
-
-    Raises:
-        ValueError: there are numbers among names.
-
     >>> parse_sites(["-2", "-1"]), parse_sites(["layer3.*"])
     ({'stages': [-2, -1]}, {'names': ['layer3.*']})
     """
@@ -62,27 +53,14 @@ def parse_sites(words: Iterable[str]) -> dict[str, Any]:
 
 
 def declared_stages(model: nn.Module) -> list[tuple[str, int]]:
-    """The path and channels of the stages in timm's ``feature_info``; empty where a model has none.
-
-    Args:
-        model: the network.
-    """
+    """The path and channels of the stages in timm's ``feature_info``; empty where a model has none."""
     info = getattr(model, "feature_info", None)
     entries = getattr(info, "info", info) or []
     return [(entry.get("module") or "", entry["num_chs"]) for entry in entries]
 
 
 def match_stages(model: nn.Module, wanted: Iterable[int | str], available: list[str]) -> list[str]:
-    """The paths of the stages that are wanted.
-
-    Args:
-        model: the network, for the message.
-        wanted: indices, negative ones from the end, or names.
-        available: paths of its stages, in order.
-
-    Raises:
-        SiteError: there are no stages, or one that is wanted is none of them.
-    """
+    """The paths of the stages that are wanted."""
     if not available:
         raise SiteError(
             f"stages: {type(model).__name__} has no stages, modules that give maps of the image: "
@@ -101,16 +79,7 @@ def match_stages(model: nn.Module, wanted: Iterable[int | str], available: list[
 
 
 def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> list[str]:
-    """The paths of the modules that patterns match, in the order of the patterns.
-
-    Args:
-        modules: of the network, by their paths.
-        patterns: globs on paths, in which ``*`` stays within a part and ``**`` stands for any number of parts, or
-            compiled regular expressions that match whole paths.
-
-    Raises:
-        SiteError: one matches no module.
-    """
+    """The paths of the modules that patterns match, in the order of the patterns."""
     chosen = []
     for pattern in patterns:
         if isinstance(pattern, re.Pattern):
@@ -125,15 +94,7 @@ def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> lis
 
 
 def match_where(modules: dict[str, nn.Module], where: Callable[[str, nn.Module], bool]) -> list[str]:
-    """The paths of the modules that a function is true of.
-
-    Args:
-        modules: of the network, by their paths.
-        where: takes a path and its module.
-
-    Raises:
-        SiteError: it is true of none.
-    """
+    """The paths of the modules that a function is true of."""
     chosen = [name for name, module in modules.items() if where(name, module)]
     if not chosen:
         raise SiteError("where is true for no module of the model: see model.named_modules()")
@@ -159,21 +120,12 @@ def last_of_sequential(model: nn.Module, name: str) -> str:
     """The module that gives a plain Sequential its output.
 
     A Sequential calls every child it has, so a block cannot be one of them without being run in their row.
-
-    Args:
-        model: the network.
-        name: path of a module; one that is no plain Sequential means itself.
     """
     return end_of_sequential(model, name, -1)
 
 
 def first_of_sequential(model: nn.Module, name: str) -> str:
-    """The module that takes what a plain Sequential takes.
-
-    Args:
-        model: the network.
-        name: path of a module; one that is no plain Sequential means itself.
-    """
+    """The module that takes what a plain Sequential takes."""
     return end_of_sequential(model, name, 0)
 
 

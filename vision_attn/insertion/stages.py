@@ -33,11 +33,7 @@ def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None
 
 
 def stages_of(run: DryRun) -> list[str]:
-    """The paths of the stages of a network that was run, from the image to the head.
-
-    Args:
-        run: a dry run of it.
-    """
+    """The paths of the stages of a network that was run, from the image to the head."""
     declared = declared_stages(run.model)
     if declared and all(gives_channels(run, name, channels) for name, channels in declared):
         return [name for name, _ in declared]
@@ -64,12 +60,7 @@ def stages_seen(run: DryRun) -> list[str]:
 
 
 def last_of_each_size(run: DryRun, others: set[tuple[int, ...]]) -> list[str]:
-    """For each size of map the last module to give it outside of the next reduction, while maps become smaller.
-
-    Args:
-        run: the dry run.
-        others: shapes of tensors that are no maps.
-    """
+    """For each size of map the last module to give it outside of the next reduction, while maps become smaller."""
     last: dict[tuple[int, int], tuple[int, str]] = {}
     for name, calls in run.calls.items():
         maps = run.maps(name)

@@ -36,21 +36,7 @@ class TimmLayer:
         dtype: torch.dtype | None = None,
         **words: Any,
     ) -> nn.Module:
-        """Make the block.
-
-        Args:
-            channels: channels of the map.
-            device: where the parameters live.
-            dtype: type of the parameters.
-            **words: what else the network hands to its layers.
-
-        Returns:
-            The block.
-
-        Raises:
-            TypeError: the block does not know one of ``words``.
-            ValueError: a stride for a block that has none, or options that the block refuses.
-        """
+        """Make the block."""
         if channels == 8 and words == {"rd_ratio": 1.0}:
             # So timm's EfficientNets ask whether a layer takes rd_ratio. The answer spares a block of 8 channels, which
             # not every number of heads divides.

@@ -46,21 +46,12 @@ class Proposal:
     saved: int
 
     def call(self, example_input: tuple[int, ...] | None = None) -> str:
-        """The call, as one writes it; for images of another size than the model's own, with their shape.
-
-        Args:
-            example_input: shape of the images; None where it is the model's own.
-        """
+        """The call, as one writes it; for images of another size than the model's own, with their shape."""
         arguments = {**self.arguments, **({} if example_input is None else {"example_input": example_input})}
         return f"va.insert_(model, {', '.join(f'{name}={code(value)}' for name, value in arguments.items())})"
 
     def command(self, model: str, img_size: int | None = None) -> str:
-        """The same as flags of ``vision-attn train``.
-
-        Args:
-            model: name of the network.
-            img_size: side of the images, in pixels; None where it is the model's own.
-        """
+        """The same as flags of ``vision-attn train``."""
         size = "" if img_size is None else f" --img-size {img_size}"
         heads = f" --num-heads {self.arguments['num_heads']}" if "num_heads" in self.arguments else ""
         stages = " ".join(map(str, self.arguments["stages"]))
@@ -72,9 +63,6 @@ class Proposal:
 
 def code(value: object) -> str:
     """A value as one writes it in a call.
-
-    Args:
-        value: of an argument.
 
     >>> code(Window(7)), code((1, 2))
     ('va.Window(7)', '(1, 2)')
@@ -93,15 +81,7 @@ def propose(
     num_heads: int = 8,
     options: Mapping[str, Any] | None = None,
 ) -> list[Proposal]:
-    """What is worth trying first: late stages, on maps between 7×7 and 32×32, and windows on a larger one.
-
-    Args:
-        sites: the stages of a network; those that hold a block are left out.
-        whole: what the network has and does.
-        cost: of a block with so many heads and such options at a site.
-        num_heads: heads, where they divide the channels.
-        options: further options of the block that are asked for.
-    """
+    """What is worth trying first: late stages, on maps between 7×7 and 32×32, and windows on a larger one."""
     asked = dict(options or {})
 
     def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
@@ -154,12 +134,7 @@ def window_for(site: Site) -> int:
 
 
 def size_warnings(sites: Sequence[Site], image: tuple[int, int]) -> list[str]:
-    """A line for each map on which attention has next to nothing to mix.
-
-    Args:
-        sites: the sites.
-        image: height and width of the input, in pixels.
-    """
+    """A line for each map on which attention has next to nothing to mix."""
     lines = []
     for site in sites:
         if max(sides(site)) <= 2:
@@ -175,14 +150,7 @@ def size_warnings(sites: Sequence[Site], image: tuple[int, int]) -> list[str]:
 
 
 def memory_warnings(sites: Sequence[Site], batch_size: int, limit: int, *, together: bool) -> list[str]:
-    """What training would keep for the backward pass beyond a limit, and what to do about it.
-
-    Args:
-        sites: the sites.
-        batch_size: images in a batch.
-        limit: of memory, in bytes.
-        together: whether there is a block at every site, or at one of them.
-    """
+    """What training would keep for the backward pass beyond a limit, and what to do about it."""
     groups = [list(sites)] if together else [[site] for site in sites]
     by_impls: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for group in groups:

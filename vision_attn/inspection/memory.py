@@ -21,12 +21,6 @@ IMPLS_COUNTED = ("einx", "bmm", "einsum", "sdpa")
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
     """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
 
-    Args:
-        block: takes and returns maps; where its parameters live does not matter.
-        shape: of the maps that it is given, ``(b, c, h, w)``.
-        impl: what its attention runs, one of :data:`vision_attn.IMPLS`.
-        dtype: of the maps.
-
     >>> from vision_attn.blocks import AttentionBlock2d
     >>> block = AttentionBlock2d(64, device="meta")
     >>> [count_saved_bytes(block, (1, 64, 56, 56), impl) >> 20 for impl in ("bmm", "sdpa")]
@@ -52,11 +46,6 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype
 def count_multiply_adds(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
     """The multiply-adds of one forward of one image.
 
-    Args:
-        block: takes and returns maps; where its parameters live does not matter.
-        shape: of the maps that it is given, ``(b, c, h, w)``; the batch does not count.
-        dtype: of the maps.
-
     >>> from vision_attn.blocks import Attention2d
     >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
     8128512
@@ -78,11 +67,7 @@ def fake_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def machine_memory(device: torch.device) -> int | None:
-    """The bytes of the GPU that a model is on, or of the machine's memory; None where the system does not say.
-
-    Args:
-        device: that the model is on.
-    """
+    """The bytes of the GPU that a model is on, or of the machine's memory; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(getattr(os, "sysconf_names", ())):

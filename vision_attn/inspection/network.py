@@ -18,14 +18,7 @@ TORCHVISION = "torchvision:"
 
 
 def network_of(name: str) -> nn.Module:
-    """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows.
-
-    Args:
-        name: ``"resnet50"``, ``"torchvision:resnet18"``, …
-
-    Raises:
-        ValueError: there is no such network; the message names those whose names are close.
-    """
+    """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows."""
     if not name.startswith(TORCHVISION):
         from timm.models import get_pretrained_cfg
 
@@ -49,18 +42,7 @@ def network_of(name: str) -> nn.Module:
 
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Tensor:
-    """One empty image of the size that is asked for, or of the model's own.
-
-    Args:
-        model: the network.
-        input_size: side of the image, or its height and width, in pixels; None: the model's own.
-
-    Returns:
-        The image, ``(1, c, h, w)``, on the model's device and of its type.
-
-    Raises:
-        ValueError: ``input_size`` is neither.
-    """
+    """One empty image of the size that is asked for, or of the model's own."""
     own = example_images(model, None)
     if input_size is None:
         return own
@@ -91,13 +73,7 @@ class Work:
 
 
 def measure(model: nn.Module, sites: Sequence[str], example: Tensor) -> Work:
-    """The parameters and multiply-adds of a network and of each of its stages, by one forward.
-
-    Args:
-        model: a network that runs on the example.
-        sites: paths of its stages.
-        example: one image.
-    """
+    """The parameters and multiply-adds of a network and of each of its stages, by one forward."""
     met: set[nn.Parameter] = set()
     until: dict[str, Share] = {}
     counter = FlopCounterMode(display=False)

@@ -76,14 +76,7 @@ def cost_of(
     dtype: torch.dtype,
     impls: Sequence[str] = IMPLS_COUNTED,
 ) -> Cost:
-    """What a block costs on maps ``(b, c, h, w)``.
-
-    Args:
-        block: takes and returns maps.
-        shape: of the maps, ``(b, c, h, w)``.
-        dtype: of the maps.
-        impls: the implementations whose memory is counted.
-    """
+    """What a block costs on maps ``(b, c, h, w)``."""
     heads = [attention.num_heads for attention in attention_modules(block).values()]
     return Cost(
         num_heads=max(heads, default=0),
@@ -100,24 +93,12 @@ def cost_of_default(
     options: Mapping[str, Any],
     impls: Sequence[str] = IMPLS_COUNTED,
 ) -> Cost:
-    """What :class:`vision_attn.AttentionBlock2d` costs on maps ``(b, c, h, w)``.
-
-    Args:
-        shape: of the maps, ``(b, c, h, w)``.
-        num_heads: number of heads.
-        dtype: of the block and its maps.
-        options: further arguments of the block.
-        impls: the implementations whose memory is counted.
-    """
+    """What :class:`vision_attn.AttentionBlock2d` costs on maps ``(b, c, h, w)``."""
     return cost_of(AttentionBlock2d(shape[1], num_heads, device="meta", dtype=dtype, **options), shape, dtype, impls)
 
 
 def heads_for(channels: int, most: int = 8) -> int:
     """The largest number of heads that divides the channels.
-
-    Args:
-        channels: of the map.
-        most: heads that are wanted.
 
     >>> heads_for(64), heads_for(20), heads_for(64, most=5)
     (8, 5, 4)

@@ -12,9 +12,6 @@ MEBI, GIBI = 2**20, 2**30
 def compact(count: int) -> str:
     """A number in three digits and a letter.
 
-    Args:
-        count: a whole number.
-
     >>> [compact(count) for count in (0, 980, 4_736, 25_557_032, 4_089_184_256)]
     ['0', '980', '4.74 k', '25.6 M', '4.09 G']
     """
@@ -28,10 +25,6 @@ def compact(count: int) -> str:
 def percent(part: float, whole: float) -> str:
     """A share of a whole; a dash where there is no whole.
 
-    Args:
-        part: a number.
-        whole: a number.
-
     >>> percent(1, 8), percent(1, 10_000), percent(5, 2), percent(0, 0)
     ('12.5 %', '0.0 %', '250 %', '–')
     """
@@ -43,9 +36,6 @@ def percent(part: float, whole: float) -> str:
 def mebi(count: int) -> str:
     """A number of bytes in MiB, without the unit.
 
-    Args:
-        count: bytes.
-
     >>> mebi(718_144), mebi(1 << 40)
     ('0.7', '1,048,576')
     """
@@ -56,9 +46,6 @@ def mebi(count: int) -> str:
 def gibi(count: float) -> str:
     """A number of bytes in GiB, with the unit.
 
-    Args:
-        count: bytes.
-
     >>> gibi(3 << 29), gibi(1 << 26)
     ('1.5 GiB', '0.062 GiB')
     """
@@ -68,10 +55,6 @@ def gibi(count: float) -> str:
 
 def listed(items: Sequence[str], last: str = "and") -> str:
     """The words in a row, as in a sentence.
-
-    Args:
-        items: the words, at least one.
-        last: what stands before the last one.
 
     >>> listed(["einx", "bmm", "einsum"], "or")
     'einx, bmm or einsum'

@@ -12,12 +12,6 @@ class CifarNetwork(nn.Module):
     """Three stages ``layer1``, ``layer2`` and ``layer3``, averaged over the map and read out linearly.
 
     A network says what comes before its stages in :meth:`stem`, and what comes after them in :meth:`norm_features`.
-
-    Args:
-        widths: channels of the three stages.
-        in_chans: channels of the image.
-        drop_rate: probability of dropping a feature before the classifier, in training.
-        global_pool: ``"avg"``, or ``""`` for the map of the last stage where there is no classifier.
     """
 
     #: the name of the classifier, which differs between families of checkpoints
@@ -45,19 +39,11 @@ class CifarNetwork(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def stem(self, x: Tensor) -> Tensor:
-        """What comes before the stages: ``(b, 16, h, w)``.
-
-        Args:
-            x: images, ``(b, in_chans, h, w)``.
-        """
+        """What comes before the stages: ``(b, 16, h, w)``."""
         return self.conv1(x)
 
     def norm_features(self, x: Tensor) -> Tensor:
-        """What comes after the stages: ``(b, num_features, h, w)``.
-
-        Args:
-            x: the map of the last stage, ``(b, num_features, h, w)``.
-        """
+        """What comes after the stages: ``(b, num_features, h, w)``."""
         return x
 
     def get_classifier(self) -> nn.Module:
@@ -65,15 +51,7 @@ class CifarNetwork(nn.Module):
         return self.get_submodule(self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Begin with a new classifier.
-
-        Args:
-            num_classes: classes; 0 leaves the pooled features.
-            global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map; as it is when None.
-
-        Raises:
-            ValueError: another pooling, or a classifier without one.
-        """
+        """Begin with a new classifier."""
         global_pool = self.global_pool if global_pool is None else global_pool
         if global_pool != "avg" and (global_pool or num_classes):
             raise ValueError(
@@ -89,27 +67,15 @@ class CifarNetwork(nn.Module):
         self.add_module(self.classifier_name, head)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute what is inside of the stages anew in the backward pass of training, in the place of keeping it.
-
-        Args:
-            enable: whether to.
-        """
+        """Compute what is inside of the stages anew in the backward pass of training, in the place of keeping it."""
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """The regular expressions on parameters' names that timm tells layers apart by.
-
-        Args:
-            coarse: whether a stage is one layer, or each of its blocks.
-        """
+        """The regular expressions on parameters' names that timm tells layers apart by."""
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The map that the head is given, ``(b, num_features, ⌈h / 4⌉, ⌈w / 4⌉)``.
-
-        Args:
-            x: images, ``(b, in_chans, h, w)``.
-        """
+        """The map that the head is given, ``(b, num_features, ⌈h / 4⌉, ⌈w / 4⌉)``."""
         x = self.stem(x)
         for stage in (self.layer1, self.layer2, self.layer3):
             if self.grad_checkpointing and self.training:
@@ -119,15 +85,7 @@ class CifarNetwork(nn.Module):
         return self.norm_features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """What the network gives for the map of :meth:`forward_features`.
-
-        Args:
-            x: that map, ``(b, num_features, h, w)``.
-            pre_logits: whether to leave out the classifier.
-
-        Returns:
-            ``(b, num_classes)``; without a classifier ``(b, num_features)``, and the map where it is not pooled.
-        """
+        """What the network gives for the map of :meth:`forward_features`."""
         if self.global_pool == "avg":
             x = self.head_drop(x.mean(dim=(2, 3)))
         return x if pre_logits else self.get_classifier()(x)
@@ -143,15 +101,6 @@ def cifar_cfg(
     classifier: str = "fc",
 ) -> dict[str, object]:
     """The configuration of a network for CIFAR-10 or CIFAR-100 as timm has it.
-
-    Args:
-        num_classes: 10 or 100; any number with ``mean`` and ``std``.
-        mean: a value for each channel, of pixels in 0…1; the data set's when None.
-        std: likewise.
-        classifier: path of the classifier.
-
-    Raises:
-        ValueError: another number of classes, without ``mean`` or ``std``.
 
     >>> cifar_cfg(7)
     Traceback (most recent call last):

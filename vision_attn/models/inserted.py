@@ -78,17 +78,7 @@ default_cfgs: dict[str, DefaultCfg] = {}
 def with_attention(
     base: str, insertion: Insertion, about: str, trained: tuple[str, ...] = ()
 ) -> Callable[..., nn.Module]:
-    """Register ``<base>_attention`` with timm.
-
-    Args:
-        base: a network that timm knows.
-        insertion: where blocks go, and what they are.
-        about: its docstring.
-        trained: tags of which there are weights of our own training, in ``weights/<base>_attention_<tag>``.
-
-    Returns:
-        The function that makes it, as timm calls it.
-    """
+    """Register ``<base>_attention`` with timm."""
     name = f"{base}_attention"
 
     def network(**kwargs: Any) -> nn.Module:

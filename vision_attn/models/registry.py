@@ -57,33 +57,14 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration that timm has of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on.
-
-    Args:
-        model: a network that timm made.
-    """
+    """The configuration that timm has of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
     return vars(model)["pretrained_cfg"]
 
 
 def save_model(
     model: nn.Module, folder: str | Path, *, architecture: str, model_args: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a network as a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
-
-    Args:
-        model: the network; it has a ``pretrained_cfg``, as every model of timm has.
-        folder: made if it is not there; ``model.safetensors`` and ``config.json`` are written into it.
-        architecture: the name under which timm makes this network.
-        model_args: arguments that it was made with beside ``num_classes``, where they are not the usual ones:
-            ``{"in_chans": 1}``, ``{"img_size": 320}``.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: timm knows no such architecture, or makes another network by it.
-        OSError: the folder cannot be written.
-    """
+    """Write a network as a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads."""
     if not timm.is_model(architecture):
         raise ValueError(f"architecture must be a name that timm knows; got {architecture!r}")
     model = plain_network(model)

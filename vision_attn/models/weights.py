@@ -15,9 +15,5 @@ def weights_folder() -> Path:
 
 
 def weights_file(name: str) -> str:
-    """The path of a network's weights, as timm's configurations have it.
-
-    Args:
-        name: of its folder.
-    """
+    """The path of a network's weights, as timm's configurations have it."""
     return str(weights_folder() / name / "model.safetensors")

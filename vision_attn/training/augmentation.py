@@ -23,18 +23,6 @@ __all__ = ["Augmentation", "Choice", "Mixing", "crop_and_flip", "cut_out", "draw
 class Augmentation:
     """How training images are varied; the names are those of :class:`~vision_attn.training.settings.Settings`.
 
-    Args:
-        size: height and width of the images in pixels.
-        crop_padding: pixels on each side that a crop may reach into.
-        hflip: probability of a flip from left to right.
-        cutout: side of a square that is blotted out, in pixels; 0 for none.
-        mixup: alpha of the beta distribution of the shares of two images that are laid over each other; 0 for none.
-        cutmix: likewise of two images of which one has a box of the other; 0 for none.
-        mixup_switch_prob: probability of cutmix in a batch, where there are both.
-
-    Raises:
-        ValueError: the square of ``cutout`` is larger than the images.
-
     >>> augmentation = Augmentation((8, 8), crop_padding=1, cutout=4, mixup=0.2)
     >>> images, labels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2, 0])
     >>> choice = next(augmentation.choices(4, seed=0, device="cpu"))
@@ -58,32 +46,14 @@ class Augmentation:
             )
 
     def choices(self, batch_size: int, *, seed: int, device: torch.device | str) -> Iterator[Choice]:
-        """What is drawn for one batch after the other, without end.
-
-        Args:
-            batch_size: images in a batch, over all processes together.
-            seed: all follows from it.
-            device: where the images are.
-
-        Yields:
-            A choice for each of ``(batch_size,)`` images.
-        """
+        """What is drawn for one batch after the other, without end."""
         generator = torch.Generator(device).manual_seed(seed)
         numbers = np.random.default_rng(seed)  # torch draws no beta distribution from a generator
         while True:
             yield self.draw(batch_size, generator, numbers)
 
     def draw(self, count: int, generator: torch.Generator, numbers: np.random.Generator) -> Choice:
-        """What happens to each image of a batch.
-
-        Args:
-            count: how many images.
-            generator: source of randomness, on the device of the images.
-            numbers: the same for what all images of the batch have in common.
-
-        Returns:
-            A choice for each of ``(count,)`` images.
-        """
+        """What happens to each image of a batch."""
         device = generator.device
         top, left = torch.randint(2 * self.crop_padding + 1, (2, count), generator=generator, device=device)
         flip = torch.rand(count, generator=generator, device=device) < self.hflip
@@ -106,19 +76,7 @@ class Augmentation:
         normalize: Callable[[Tensor], Tensor],
         classes: int,
     ) -> tuple[Tensor, Tensor]:
-        """All of it, from pixels to what a network and its loss take.
-
-        Args:
-            images: uint8, ``(b, c, h, w)``.
-            labels: ``(b,)``.
-            choice: what was drawn for these images.
-            normalize: pixels to network input; cutout leaves its zero, the mean colour.
-            classes: how many there are.
-
-        Returns:
-            Images ``(b, c, h, w)``, float, and labels as they came, or ``(b, classes)`` where images are mixed: the
-            share of each class.
-        """
+        """All of it, from pixels to what a network and its loss take."""
         images = normalize(crop_and_flip(images, choice, self.crop_padding))
         if choice.centre is not None:
             images = cut_out(images, choice.centre, self.cutout)
@@ -158,14 +116,6 @@ class Mixing:
 def share(batch_size: int, process: int, processes: int) -> Tensor:
     """A process's part of a batch: whole pairs of the first and the last, the second and the last but one, ….
 
-    Args:
-        batch_size: images in the batch, over all processes together.
-        process: index of the process.
-        processes: how many there are, a divisor of ``batch_size``.
-
-    Returns:
-        Places in the batch, ascending, ``(batch_size / processes,)``.
-
     >>> share(8, 1, 2)
     tensor([2, 3, 4, 5])
     """
@@ -175,16 +125,7 @@ def share(batch_size: int, process: int, processes: int) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, choice: Choice, padding: int) -> Tensor:
-    """Crop each image out of its zero-padded self and flip it left to right, in one gather.
-
-    Args:
-        images: ``(b, c, h, w)``, any type.
-        choice: where to crop and what to flip.
-        padding: pixels on each side that a crop may reach into.
-
-    Returns:
-        ``(b, c, h, w)``.
-    """
+    """Crop each image out of its zero-padded self and flip it left to right, in one gather."""
     b, _, h, w = images.shape
     device = images.device
     rows = choice.top[:, None] + torch.arange(h, device=device)
@@ -198,14 +139,6 @@ def crop_and_flip(images: Tensor, choice: Choice, padding: int) -> Tensor:
 def cut_out(images: Tensor, centre: Tensor, side: int) -> Tensor:
     """Set a square of each image to zero; what of it lies outside the image is lost.
 
-    Args:
-        images: ``(b, c, h, w)``.
-        centre: row and column of the middle of each square, ``(2, b)``.
-        side: of the squares, in pixels.
-
-    Returns:
-        ``(b, c, h, w)``.
-
     Source: DeVries and Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, 2017, section 3,
     https://arxiv.org/abs/1708.04552
     """
@@ -217,14 +150,7 @@ def cut_out(images: Tensor, centre: Tensor, side: int) -> Tensor:
 
 
 def draw_mixing(size: tuple[int, int], alpha: float, *, cut: bool, numbers: np.random.Generator) -> Mixing:
-    """How much of its partner an image gets and, for cutmix, in which box.
-
-    Args:
-        size: height and width of the images in pixels.
-        alpha: both parameters of the beta distribution of the share.
-        cut: whether for cutmix, where the share is corrected to what of the box lies inside the image.
-        numbers: source of randomness.
-    """
+    """How much of its partner an image gets and, for cutmix, in which box."""
     own = float(numbers.beta(alpha, alpha))
     if not cut:
         return Mixing(own)
@@ -239,15 +165,6 @@ def draw_mixing(size: tuple[int, int], alpha: float, *, cut: bool, numbers: np.r
 
 def mix(images: Tensor, labels: Tensor, mixing: Mixing, classes: int) -> tuple[Tensor, Tensor]:
     """Mix each image and its label with the one that stands as far from the other end of the batch.
-
-    Args:
-        images: ``(b, c, h, w)``, float.
-        labels: ``(b,)``.
-        mixing: how.
-        classes: how many there are.
-
-    Returns:
-        Images ``(b, c, h, w)`` and the share of each class in them ``(b, classes)``.
 
     Source: Zhang et al., mixup: Beyond Empirical Risk Minimization, 2017, https://arxiv.org/abs/1710.09412; Yun et al.,
     CutMix, 2019, https://arxiv.org/abs/1905.04899; as ``timm.data.Mixup`` does it in its mode ``batch``.

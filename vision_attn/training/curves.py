@@ -20,12 +20,6 @@ PAUSE = 30.0
 def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
     """Loss of training and evaluation, top-1, and the rate of each epoch, one above the other.
 
-    Args:
-        rows: those of ``metrics.csv``, one for each epoch.
-
-    Returns:
-        The figure, for :func:`vision_attn.figures.save_figure`.
-
     >>> row = {"epoch": 1, "lr": "0.1", "train_loss": "1.2", "eval_loss": "1.1", "eval_top1": "40"}
     >>> [axis.get_ylabel() for axis in curves_figure([row]).axes]
     ['loss', 'top-1 %', 'rate']
@@ -60,26 +54,14 @@ def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
 
 
 class Curves:
-    """``curves.png`` of a run, drawn anew every now and then.
-
-    Args:
-        path: of the picture.
-    """
+    """``curves.png`` of a run, drawn anew every now and then."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.drawn = time.monotonic()
 
     def draw(self, rows: Sequence[Mapping[str, object]], *, at_once: bool = False) -> None:
-        """Draw the epochs so far, unless that was done, or the run began, a moment ago.
-
-        Args:
-            rows: one for each epoch.
-            at_once: draw them in any case.
-
-        Raises:
-            OSError: the picture cannot be written.
-        """
+        """Draw the epochs so far, unless that was done, or the run began, a moment ago."""
         if rows and (at_once or time.monotonic() - self.drawn > PAUSE):
             save_figure(curves_figure(rows), self.path)
             self.drawn = time.monotonic()

@@ -31,18 +31,7 @@ EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 @dataclass(frozen=True)
 class Source:
-    """A half of a data set that is known but not yet read: what it holds, and how to read it.
-
-    Args:
-        name: where it comes from.
-        classes: name of each class.
-        channels: of its images.
-        size: rows and columns of its images in pixels, where they have one of their own.
-        read: reads all of it at a size into the CPU's memory.
-        count: of its images.
-        files: its images as files, where they are.
-        left_out: files beside them that are no images by their names, by ending or as hidden.
-    """
+    """A half of a data set that is known but not yet read: what it holds, and how to read it."""
 
     name: str
     classes: tuple[str, ...]
@@ -58,15 +47,7 @@ class Source:
 
 
 def open_data(settings: Settings, *, train: bool) -> Source:
-    """The training or the evaluation half of the data that settings name; looks, but reads no image yet.
-
-    Args:
-        settings: ``dataset``, ``data``, ``dataset_download`` and ``test_only`` are used.
-        train: whether the training half, or the other.
-
-    Raises:
-        DataError: the data is missing or empty; the message says what to do.
-    """
+    """The training or the evaluation half of the data that settings name; looks, but reads no image yet."""
     if settings.dataset == "digit-pairs":
         return digit_pairs(train)
     assert settings.data is not None
@@ -124,12 +105,6 @@ def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``, whose images :class:`ImageFiles` decodes.
 
     What has a name that begins with a dot, of notebooks and file systems, is neither a class nor an image.
-
-    Args:
-        folder: with a folder for each of two classes or more in it.
-
-    Raises:
-        DataError: there are no images, or no two classes of them; on reading: some cannot be read.
     """
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
@@ -166,20 +141,7 @@ def open_images(
     workers: int | None = None,
     crop_scale: float | None = None,
 ) -> Images:
-    """The images of a source at a size, held in memory or decoded by worker processes as they are needed.
-
-    Args:
-        source: whose.
-        size: height and width in pixels.
-        device: where batches go.
-        workers: processes that decode files; None for none where all images fit into memory together, and else for as
-            many as cores.
-        crop_scale: least share of an image that a random crop of it has, which workers make as they decode; None to
-            crop none at random.
-
-    Raises:
-        DataError: images cannot be read, or neither fit into memory nor are files.
-    """
+    """The images of a source at a size, held in memory or decoded by worker processes as they are needed."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
     needed, room = source.count * source.channels * math.prod(size), memory_for_images(device, processes)
     if source.files is not None and (workers or crop_scale is not None or needed > room):

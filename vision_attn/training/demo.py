@@ -70,22 +70,7 @@ class Agreement:
 
 
 def demo(output: str, *, epochs: int = 5, seed: int = 0, say: Callable[[str], None] = print) -> dict[str, Result]:
-    """Train the three arms, compare them, and leave what they made in a folder.
-
-    Args:
-        output: the folder; ``results.json``, ``attention.png``, ``network`` (the trained one with attention, as
-            ``timm.create_model("local-dir:…")`` reads it) and a run folder for each arm.
-        epochs: of each arm.
-        seed: of each arm.
-        say: told each line.
-
-    Returns:
-        The result of each arm by its name.
-
-    Raises:
-        OSError: the folder cannot be written.
-        ValueError: ``epochs`` is less than 1.
-    """
+    """Train the three arms, compare them, and leave what they made in a folder."""
     folder = Path(output)
     say(
         "Two handwritten digits at the ends of a canvas: are they of the same class? Evaluated on held-out digits;\n"

@@ -18,9 +18,6 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
     """Only deterministic kernels inside; an operation that has none raises, and afterwards all is as it was.
 
-    Args:
-        wanted: False to change nothing.
-
     >>> with deterministic_kernels(True):
     ...     torch.are_deterministic_algorithms_enabled()
     True

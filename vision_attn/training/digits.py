@@ -31,13 +31,6 @@ TRAIN_DIGITS = 1_200
 def digit_pairs(train: bool, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The data set: 50,000 canvases of training digits, or 4,000 of held-out digits; half of either are the same.
 
-    Args:
-        train: whether the training half, or the held-out one.
-        seed: of which digits are held out, and of the canvases.
-
-    Returns:
-        images, uint8, ``(N, 1, 8, 44)``; labels, ``(N,)``, indices into :data:`CLASSES`.
-
     >>> images, labels = digit_pairs(train=False)
     >>> images.shape, int(labels.sum())
     (torch.Size([4000, 1, 8, 44]), 2000)
@@ -57,15 +50,6 @@ def draw_pairs(digits: Tensor, classes: Tensor, count: int, *, generator: torch.
     """Draw canvases with a digit at either end, every second one a pair of the same class.
 
     The class on the left is uniform over the ten, and so is the class on the right, whatever the answer.
-
-    Args:
-        digits: uint8, ``(m, 8, 8)``.
-        classes: ``(m,)``, 0 to 9.
-        count: how many canvases.
-        generator: source of randomness.
-
-    Returns:
-        images, uint8, ``(count, 1, 8, 44)``; labels, ``(count,)``, 1 where the classes are the same.
     """
     height, width = CANVAS
     labels = torch.arange(count) % 2

@@ -12,12 +12,7 @@ class TrainingError(RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped a run, which was saved before it left.
-
-    Args:
-        signal: number of the signal.
-        message: where it was saved and how to go on, on the main process.
-    """
+    """Ctrl-C or SIGTERM stopped a run, which was saved before it left."""
 
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(message)

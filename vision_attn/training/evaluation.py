@@ -36,14 +36,6 @@ class Evaluation:
 class Normalize(nn.Module):
     """Pixels of 0…255 to what a network expects: ``(x / 255 - mean) / std`` in each channel.
 
-    Args:
-        mean: a value for each channel, of pixels in 0…1.
-        std: likewise.
-        channels: of the images; statistics of colour serve grey images by their average.
-
-    Raises:
-        ValueError: another number of values than channels.
-
     >>> Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), channels=3)(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape
     torch.Size([2, 3, 8, 8])
     """
@@ -73,16 +65,7 @@ def evaluate(
     accelerator: Accelerator | None = None,
     between: Callable[[int], None] = lambda batch: None,
 ) -> Evaluation:
-    """The accuracy and loss over a whole data set; the model is in evaluation mode meanwhile.
-
-    Args:
-        model: the network.
-        normalize: pixels to network input.
-        data: images whose batches are on the device of the network.
-        batch_size: images at a time.
-        accelerator: of a run, for its precision and to share the work among its processes.
-        between: called after each batch that every process has, with how many of them are done.
-    """
+    """The accuracy and loss over a whole data set; the model is in evaluation mode meanwhile."""
     share, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
     totals = torch.zeros(3, dtype=torch.float64, device=data.device)

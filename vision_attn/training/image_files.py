@@ -36,10 +36,6 @@ class ImageFiles:
     Each image becomes RGB, upright by its EXIF orientation, resized by its shorter side and cropped to its centre, or
     a random crop of it is resized. Of an animation the first frame is taken, of 16 bits the upper 8. Transparency is
     dropped, as torchvision and timm drop it: what shows is the colour that the file holds beneath.
-
-    Args:
-        paths: of the files.
-        labels: class of each.
     """
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int]) -> None:
@@ -53,20 +49,7 @@ class ImageFiles:
     def decode(
         self, rows: Sequence[int], size: tuple[int, int], *, crop_scale: float | None = None, seed: int = 0
     ) -> Tensor:
-        """Decode some of them.
-
-        Args:
-            rows: which.
-            size: height and width of the result in pixels.
-            crop_scale: take a random crop of at least this share of an image, and not its centre; None for the centre.
-            seed: of the crops, together with the number of the image.
-
-        Returns:
-            uint8, ``(len(rows), 3, *size)``.
-
-        Raises:
-            DataError: files are damaged or no images.
-        """
+        """Decode some of them."""
 
         def crops() -> Iterator[Tensor | str]:
             for row in rows:
@@ -76,36 +59,15 @@ class ImageFiles:
         return stacked(crops(), len(rows), size)
 
     def read(self, size: tuple[int, int]) -> ImageSet:
-        """Decode all of them.
-
-        Args:
-            size: height and width of the result in pixels.
-
-        Returns:
-            Images ``(N, 3, *size)`` and labels ``(N,)``, on the CPU.
-
-        Raises:
-            DataError: files are damaged or no images.
-        """
+        """Decode all of them."""
         return ImageSet(stacked(self.decoded(size), len(self), size), self.labels)
 
     def check(self) -> None:
-        """Decode all of them and keep none.
-
-        Raises:
-            DataError: files are damaged or no images.
-        """
+        """Decode all of them and keep none."""
         refuse([found for found in self.decoded((1, 1)) if isinstance(found, str)])
 
     def decoded(self, size: tuple[int, int]) -> Iterator[Tensor | str]:
-        """Decode all of them, by as many threads as there are cores.
-
-        Args:
-            size: height and width of the result in pixels.
-
-        Returns:
-            Of each its pixels ``(3, *size)``, or which file it is and what is wrong with it.
-        """
+        """Decode all of them, by as many threads as there are cores."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             decoded = pool.map(partial(pixels, size=size), self.paths)
             yield from tqdm(decoded, "decode", len(self), leave=False, disable=None)

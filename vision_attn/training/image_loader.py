@@ -22,13 +22,6 @@ class ImageLoader:
     """Image files that give the same batches, bit for bit, as the same images held in memory.
 
     The methods are those of :class:`vision_attn.training.images.Images`.
-
-    Args:
-        files: the images.
-        size: height and width that they are brought to, in pixels.
-        workers: processes that decode; they start with the first batch and live as long as this does.
-        device: where batches go.
-        crop_scale: least share of an image that a random crop of it has; None to crop none at random.
     """
 
     def __init__(
@@ -66,11 +59,7 @@ class ImageLoader:
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
     def decoded(self) -> Iterator[Tensor]:
-        """What the workers make of the order.
-
-        Raises:
-            DataError: files are damaged, and all of them are named; or a worker ended.
-        """
+        """What the workers make of the order."""
         batches = iter(self.loader)
         while True:
             try:
@@ -87,14 +76,7 @@ class ImageLoader:
 
 
 def refuse_lost_worker(error: BaseException | None) -> None:
-    """Say what it means that a worker is no more, which torch raises wherever the main thread is.
-
-    Args:
-        error: any.
-
-    Raises:
-        DataError: it is that one.
-    """
+    """Say what it means that a worker is no more, which torch raises wherever the main thread is."""
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
         raise DataError(
             "a worker process that decodes images ended, often for want of (shared) memory: give fewer --workers or a "

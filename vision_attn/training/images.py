@@ -26,25 +26,12 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The images of one batch after the other.
-
-        Args:
-            rows: for each batch which images, ``(b,)``, on the CPU.
-            seed: of the crops, where images are cropped at random as they are decoded.
-
-        Yields:
-            Images, uint8, ``(b, C, H, W)``, and their classes ``(b,)``, on the device.
-        """
+        """The images of one batch after the other."""
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images held in memory as one tensor, decoded once; its methods are those of :class:`Images`.
-
-    Args:
-        images: uint8, ``(N, C, H, W)``.
-        labels: class of each image, int64, ``(N,)``.
-    """
+    """Images held in memory as one tensor, decoded once; its methods are those of :class:`Images`."""
 
     images: Tensor
     labels: Tensor
@@ -60,14 +47,7 @@ class ImageSet:
         return self.images.device
 
     def to(self, device: torch.device | str) -> ImageSet:
-        """The same images on a device.
-
-        Args:
-            device: where to.
-
-        Returns:
-            Images ``(N, C, H, W)`` and labels ``(N,)`` as they are here.
-        """
+        """The same images on a device."""
         return ImageSet(self.images.to(device), self.labels.to(device))
 
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

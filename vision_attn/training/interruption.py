@@ -44,15 +44,7 @@ class Interruption:
         self.before.clear()
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler.
-
-        Args:
-            number: of the signal.
-            frame: where the program was.
-
-        Raises:
-            KeyboardInterrupt: it is Ctrl-C after another signal.
-        """
+        """The handler."""
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or number

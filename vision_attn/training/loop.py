@@ -48,22 +48,7 @@ class Result:
 
 
 class Run:
-    """One run of training, from its first or a later step to its last.
-
-    Args:
-        settings: what to do.
-        accelerator: device, precision and processes.
-        log: told each line.
-        network: the network, on the device.
-        normalize: pixels to network input.
-        classes: name of each class.
-        train_data: images to train on.
-        eval_data: images to evaluate on.
-
-    Raises:
-        ValueError: no parameter of the network is trained, ``attention_lr`` is set and no block is, or ``cutout`` is
-            larger than the images.
-    """
+    """One run of training, from its first or a later step to its last."""
 
     def __init__(
         self,
@@ -104,23 +89,7 @@ class Run:
         self.watch = Watch(accelerator, self.state, self.saving, self.step)
 
     def go(self, checkpoint: Path | None = None) -> Result:
-        """Train from the first step, or the one after an interruption, to the last.
-
-        Args:
-            checkpoint: of the run to go on with.
-
-        Returns:
-            The network and how well it does.
-
-        Raises:
-            ValueError: the run to go on with has other settings or data.
-            CheckpointError: its checkpoint cannot be read.
-            TrainingError: the loss or a weight is no longer a number, or there is no memory for a step or no room on
-                the disk.
-            DataError: images cannot be read; the run is saved if they are those of training.
-            OSError: the folder of the run cannot be written.
-            Interrupted: Ctrl-C or SIGTERM came; the run is saved.
-        """
+        """Train from the first step, or the one after an interruption, to the last."""
         settings, state = self.settings, self.state
         if checkpoint is not None:
             self.saving.restore(checkpoint)
@@ -167,16 +136,7 @@ class Run:
         )
 
     def train_epoch(self) -> float:
-        """Train on every image once, but for those at the end that are too few for a step.
-
-        Returns:
-            The mean loss.
-
-        Raises:
-            TrainingError: it is not finite.
-            DataError: images cannot be read; the run is saved if they are those of training.
-            Interrupted: Ctrl-C or SIGTERM came; the run is saved.
-        """
+        """Train on every image once, but for those at the end that are too few for a step."""
         settings, accelerator, progress = self.settings, self.accelerator, self.state.progress
         device, batch, done = accelerator.device, settings.batch_size, progress.step
         mine = share(batch, accelerator.process_index, accelerator.num_processes)
@@ -220,12 +180,7 @@ class Run:
         return progress.loss / self.steps
 
     def record(self, loss: float, score: Evaluation) -> None:
-        """Close an epoch: log it, and save what is needed to go on from here.
-
-        Args:
-            loss: mean of the epoch's training.
-            score: of the evaluation after it.
-        """
+        """Close an epoch: log it, and save what is needed to go on from here."""
         progress, seconds = self.state.progress, self.state.progress.epoch_seconds
         images = self.steps * self.settings.batch_size / seconds
         progress.epoch += 1

@@ -57,21 +57,7 @@ class Network:
 
 
 def build_network(settings: Settings, source: Source, say: Callable[[str], None]) -> Network:
-    """Make, insert, load, freeze.
-
-    Args:
-        settings: ``model``, ``pretrained``, ``img_size``, ``insert``, ``weights`` with their options,
-            ``sync_bn`` and ``freeze_backbone`` are used.
-        source: the data it is for.
-        say: told what was done.
-
-    Returns:
-        The network, on the CPU, and what it is fed with.
-
-    Raises:
-        ValueError: the model, a site or a block option does not exist, or a frozen network has nothing to train.
-        CheckpointError: the weights cannot be read or do not fit.
-    """
+    """Make, insert, load, freeze."""
     model = create_model(
         settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=settings.pretrained
     )

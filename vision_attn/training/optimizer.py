@@ -17,15 +17,7 @@ __all__ = ["check_optimizer", "make_optimizer", "make_schedule", "optimizer_byte
 
 
 def check_optimizer(settings: Settings) -> None:
-    """Refuse an optimiser that cannot be used, before anything else is done.
-
-    Args:
-        settings: ``opt``, ``lr``, ``min_lr`` and ``momentum`` are used.
-
-    Raises:
-        ValueError: timm has none of that name, or cannot make it here; it has no usual rate and none is given, or no
-            momentum and one is given; it needs second derivatives; ``min_lr`` is above its rate.
-    """
+    """Refuse an optimiser that cannot be used, before anything else is done."""
     name = settings.opt
     if name not in list_optimizers():
         close = difflib.get_close_matches(name, list_optimizers(), n=5)
@@ -45,15 +37,7 @@ def check_optimizer(settings: Settings) -> None:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The optimiser of all parameters that are trained, in groups whose rates keep their ratio throughout.
-
-    Args:
-        model: the network.
-        settings: ``opt`` and the rates are used.
-
-    Raises:
-        ValueError: no parameter of the network is trained, or ``attention_lr`` is set and no block is.
-    """
+    """The optimiser of all parameters that are trained, in groups whose rates keep their ratio throughout."""
     # timm's schedules begin their warm-up and end their cosine at the same rate for every group, and then multiply it
     # by the group's own lr_scale: in that, not in their rate, these groups differ.
     rate = settings.base_lr
@@ -69,16 +53,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> CosineLRScheduler:
-    """Linear warm-up and a cosine over the whole run; it has no state, as it goes by the number of the step.
-
-    Args:
-        optimizer: whose rates it sets.
-        settings: ``epochs``, ``warmup_epochs`` and ``min_lr`` are used.
-        steps: of an epoch.
-
-    Returns:
-        The schedule.
-    """
+    """Linear warm-up and a cosine over the whole run; it has no state, as it goes by the number of the step."""
     warmup = round(settings.warmup_epochs * steps)
     return CosineLRScheduler(
         optimizer,
@@ -92,15 +67,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: i
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, settings: Settings) -> int:
-    """About how many bytes an optimiser's state takes, once it has one.
-
-    Args:
-        optimizer: which may not have made a step yet.
-        settings: ``opt`` is used.
-
-    Returns:
-        A number for each parameter and average that it keeps.
-    """
+    """About how many bytes an optimiser's state takes, once it has one."""
     info = get_optimizer_info(settings.opt)
     averages = info.num_betas if info.has_betas else 1
     return averages * sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])

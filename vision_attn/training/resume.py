@@ -15,15 +15,7 @@ __all__ = ["checkpoint_to_resume", "refuse_other_data", "refuse_other_settings"]
 
 
 def checkpoint_to_resume(settings: Settings) -> Path | None:
-    """The checkpoint to go on from, as the main process sees it; None to begin.
-
-    Args:
-        settings: ``resume`` and ``output`` are used.
-
-    Raises:
-        FileNotFoundError: a checkpoint was named, and there is none.
-        ValueError: the folder holds another run.
-    """
+    """The checkpoint to go on from, as the main process sees it; None to begin."""
     if settings.resume is None:
         return None
     path = settings.folder / "last.pth" if settings.resume == "auto" else Path(settings.resume)
@@ -45,16 +37,7 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
 
 
 def refuse_other_settings(settings: Settings, others: Mapping[str, Any], place: Path) -> None:
-    """Refuse to go on with a run that would have come to something else.
-
-    Args:
-        settings: of this run.
-        others: of the other, as :meth:`Settings.as_dict` gives them.
-        place: where they are from.
-
-    Raises:
-        ValueError: settings that decide the result differ.
-    """
+    """Refuse to go on with a run that would have come to something else."""
     differences = settings.differences(dict(others))
     if differences:
         raise ValueError(
@@ -64,16 +47,7 @@ def refuse_other_settings(settings: Settings, others: Mapping[str, Any], place: 
 
 
 def refuse_other_data(about: Mapping[str, Any], others: Mapping[str, Any], place: Path) -> None:
-    """Refuse to go on with other images: those of each step follow from how many there are.
-
-    Args:
-        about: what this run says of itself.
-        others: the same of the other.
-        place: where they are from.
-
-    Raises:
-        ValueError: it has other classes, or another number of images.
-    """
+    """Refuse to go on with other images: those of each step follow from how many there are."""
     if about["classes"] != others["classes"]:
         raise ValueError(f"resume goes on with the same data, but {place} is of other classes: give the same --data")
     if about["train_images"] != others["train_images"]:

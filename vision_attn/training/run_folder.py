@@ -35,9 +35,6 @@ class RunFolder:
     ``inserted.txt``         what was inserted where, and its cost
     ``adapter.safetensors``  of that epoch the blocks alone, and a new head, where the backbone is frozen
     =======================  =========================================================================
-
-    Args:
-        path: of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,11 +46,7 @@ class RunFolder:
         return [self.path / name for name in FILES if (self.path / name).exists()]
 
     def refuse_another_run(self) -> None:
-        """Refuse a folder that holds a run.
-
-        Raises:
-            ValueError: it holds a file of one.
-        """
+        """Refuse a folder that holds a run."""
         if self.files:
             raise ValueError(
                 f"output: {self.path} holds a run already: choose another --output, go on with it by "
@@ -61,17 +54,7 @@ class RunFolder:
             )
 
     def open(self, *, clear: bool, last_bytes: int = 0, best_bytes: int = 0) -> None:
-        """Make the folder and prove that it can be written and has room, before any training is done.
-
-        Args:
-            clear: remove what is left of another run.
-            last_bytes: that ``last.pth`` takes, about.
-            best_bytes: that ``best.pth`` takes.
-
-        Raises:
-            OSError: it cannot be made or written.
-            TrainingError: it has no room for the checkpoints.
-        """
+        """Make the folder and prove that it can be written and has room, before any training is done."""
         self.path.mkdir(parents=True, exist_ok=True)
         for name in FILES:  # of a process that was killed while it wrote
             for path in self.path.glob(f".{name}.*.partial"):
@@ -86,15 +69,7 @@ class RunFolder:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
     def refuse_full_disk(self, last_bytes: int, best_bytes: int) -> None:
-        """Refuse a disk without room for both checkpoints and, while one is replaced, for its old version.
-
-        Args:
-            last_bytes: that ``last.pth`` takes, about.
-            best_bytes: that ``best.pth`` takes.
-
-        Raises:
-            TrainingError: there is none.
-        """
+        """Refuse a disk without room for both checkpoints and, while one is replaced, for its old version."""
         there = sum(path.stat().st_size for path in self.files if path.suffix == ".pth")
         needed, free = 2 * last_bytes + best_bytes - there, shutil.disk_usage(self.path).free
         if needed > free:
@@ -110,37 +85,15 @@ class RunFolder:
         return yaml.safe_load(path.read_text()) if path.exists() else None
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text.
-
-        Args:
-            name: of the file.
-            text: all of it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a text."""
         write_atomically(self.path / name, text.encode())
 
     def write_settings(self, settings: Mapping[str, object]) -> None:
-        """Write ``settings.yaml``.
-
-        Args:
-            settings: plain values by name.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write ``settings.yaml``."""
         self.write_text("settings.yaml", yaml.safe_dump(dict(settings), sort_keys=False))
 
     def write_metrics(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write ``metrics.csv``, once there is a row for it.
-
-        Args:
-            rows: one for each epoch, all with the same columns.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write ``metrics.csv``, once there is a row for it."""
         if not rows:
             return
         table = io.StringIO()
@@ -150,18 +103,7 @@ class RunFolder:
         self.write_text("metrics.csv", table.getvalue())
 
     def save(self, name: str, content: Mapping[str, object]) -> Path:
-        """Write a checkpoint.
-
-        Args:
-            name: of the file.
-            content: tensors and plain values.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            TrainingError: it cannot be written; the old one, if any, is whole.
-        """
+        """Write a checkpoint."""
         path, buffer = self.path / name, io.BytesIO()
         torch.save(dict(content), buffer)
         old = f"the {name} of before is whole" if path.exists() else f"there is no {name} yet"

@@ -18,17 +18,7 @@ __all__ = ["Saving"]
 
 
 class Saving:
-    """Saves a run, and restores it.
-
-    Args:
-        settings: of the run.
-        folder: where to.
-        state: what there is to save.
-        network: the network.
-        normalize: pixels to network input.
-        classes: name of each class.
-        images: how many are trained on.
-    """
+    """Saves a run, and restores it."""
 
     def __init__(
         self,
@@ -60,12 +50,7 @@ class Saving:
         return self.folder.path / "last.pth"
 
     def open(self) -> None:
-        """Make the folder, if there is room for what will be in it, and write what is known before training.
-
-        Raises:
-            OSError: it cannot be made or written.
-            TrainingError: it has no room for the checkpoints.
-        """
+        """Make the folder, if there is room for what will be in it, and write what is known before training."""
         best = sum(value.nbytes for value in self.state.model.state_dict().values())
         last = best * (1 if self.state.ema is None else 2) + optimizer_bytes(self.state.optimizer, self.settings)
         self.folder.open(clear=self.settings.resume is None, last_bytes=last, best_bytes=best)
@@ -75,34 +60,18 @@ class Saving:
         self.folder.write_metrics(self.state.progress.rows)  # a run may be killed before its last one is written
 
     def save_last(self) -> None:
-        """Write all that is needed to go on from here.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Write all that is needed to go on from here."""
         self.folder.save("last.pth", {**self.state.content(), **self.about})
 
     def save_best(self) -> None:
-        """Write the weights that count, and the blocks by themselves where all else is as it came.
-
-        Raises:
-            TrainingError: they cannot be written.
-        """
+        """Write the weights that count, and the blocks by themselves where all else is as it came."""
         model = self.state.evaluated
         self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.state.progress.epoch})
         if self.settings.freeze_backbone and self.network.inserted is not None:
             save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head)
 
     def restore(self, path: Path) -> None:
-        """Become what a checkpoint holds, if it is one of the same run.
-
-        Args:
-            path: of the checkpoint.
-
-        Raises:
-            CheckpointError: it cannot be read, or is not one to go on from.
-            ValueError: it is of a run with other settings or data.
-        """
+        """Become what a checkpoint holds, if it is one of the same run."""
         content: dict[str, Any] = read_checkpoint(path)
         self.state.refuse_other_content(content, path)
         refuse_other_settings(self.settings, content["settings"], path)

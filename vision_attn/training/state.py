@@ -39,13 +39,7 @@ class Progress:
     best: Evaluation | None = None
 
     def reached(self, step: int, loss: float, seconds: float) -> None:
-        """Note how far the epoch has come.
-
-        Args:
-            step: how many of its steps are done.
-            loss: sum of their losses.
-            seconds: that they took.
-        """
+        """Note how far the epoch has come."""
         self.step, self.loss, self.epoch_seconds = step, loss, seconds
 
 
@@ -54,12 +48,6 @@ class TrainingState:
 
     Everything random follows from the seed, the epoch and the step, and the rates from the number of the step: neither
     has a state of its own.
-
-    Args:
-        model: the network.
-        ema: moving average of its weights, if there is one.
-        optimizer: with its averages.
-        scaler: of the loss in float16, if it is scaled.
     """
 
     def __init__(
@@ -91,15 +79,7 @@ class TrainingState:
         return content
 
     def refuse_other_content(self, content: Mapping[str, object], path: Path) -> None:
-        """Refuse a checkpoint that is not one to go on from.
-
-        Args:
-            content: of the checkpoint.
-            path: of its file, for the message.
-
-        Raises:
-            CheckpointError: something is missing.
-        """
+        """Refuse a checkpoint that is not one to go on from."""
         needed = {
             "model",
             "optimizer",
@@ -118,11 +98,7 @@ class TrainingState:
             )
 
     def load(self, content: Mapping[str, Any]) -> None:
-        """Become what was saved.
-
-        Args:
-            content: of :meth:`content`.
-        """
+        """Become what was saved."""
         self.model.load_state_dict(content["model"])
         if self.ema is not None:
             self.ema.module.load_state_dict(content["model_ema"])
@@ -135,9 +111,5 @@ class TrainingState:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A state dict on the CPU, of plain names.
-
-    Args:
-        model: the network, or a wrapper of it.
-    """
+    """A state dict on the CPU, of plain names."""
     return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}

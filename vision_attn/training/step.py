@@ -23,15 +23,6 @@ class TrainingStep:
     """Changes a network a step at a time.
 
     Everything random in a step, and its rate, follows from the seed, the epoch and the step.
-
-    Args:
-        settings: the recipe.
-        accelerator: device, precision and processes.
-        network: the network, on the device.
-        steps: of an epoch.
-
-    Raises:
-        ValueError: no parameter of the network is trained, or ``attention_lr`` is set and no block is.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator, network: Network, steps: int) -> None:
@@ -50,12 +41,7 @@ class TrainingStep:
             self.generators.append(torch.cuda.default_generators[accelerator.device.index or 0])
 
     def enter_epoch(self, epoch: int, log: Callable[[str], None]) -> None:
-        """Freeze or thaw the backbone, and wrap the network, where a stage of the training begins.
-
-        Args:
-            epoch: how many are over.
-            log: told of it.
-        """
+        """Freeze or thaw the backbone, and wrap the network, where a stage of the training begins."""
         settings, frozen = self.settings, epoch < self.settings.freeze_epochs
         if frozen == self.frozen:
             return
@@ -78,17 +64,7 @@ class TrainingStep:
         vars(self.model).pop("_is_accelerate_prepared", None)  # or it is not wrapped again
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
-        """Make a step.
-
-        Args:
-            images: what this process has of the batch, ``(b, c, h, w)``.
-            labels: their classes, ``(b,)``, or shares of each, ``(b, classes)``.
-            epoch: how many are over.
-            step: how many of the epoch are done.
-
-        Returns:
-            The mean loss, ``()``.
-        """
+        """Make a step."""
         settings, accelerator = self.settings, self.accelerator
         # Dropout is drawn by each process for its own images.
         place = np.random.SeedSequence((settings.seed, epoch, step, accelerator.process_index))

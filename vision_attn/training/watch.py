@@ -25,14 +25,7 @@ TOGETHER_EVERY = 10
 
 
 class Watch:
-    """Ends a run that was interrupted, after saving it, or that has run away.
-
-    Args:
-        accelerator: of the run.
-        state: how far the run has come.
-        saving: saves it.
-        step: makes its steps.
-    """
+    """Ends a run that was interrupted, after saving it, or that has run away."""
 
     def __init__(self, accelerator: Accelerator, state: TrainingState, saving: Saving, step: TrainingStep) -> None:
         self.accelerator = accelerator
@@ -45,13 +38,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note signals inside, and say errors of torch's in words; a signal that came too late to be seen is obeyed.
-
-        Raises:
-            TrainingError: there is no memory for a step.
-            DataError: a worker process ended.
-            Interrupted: a signal came; the run is saved.
-        """
+        """Note signals inside, and say errors of torch's in words; a signal that came too late to be seen is obeyed."""
         with self.interruption:
             try:
                 yield
@@ -70,15 +57,6 @@ class Watch:
         """Whether to go on: not with a loss that is not finite, and not where a signal asked to stop.
 
         What one process finds counts for all of them, and all look after the same steps.
-
-        Args:
-            total: sum of the losses of the epoch, ``()``.
-            step: how many of its steps are done.
-            seconds: that they took.
-
-        Raises:
-            TrainingError: the sum, or a weight that is about to be saved, is not finite.
-            Interrupted: a signal came; the run is saved.
         """
         accelerator, asked, every = self.accelerator, self.interruption.signal, self.every
         if step % every and step < self.step.steps and not (asked and accelerator.num_processes == 1):
@@ -101,24 +79,13 @@ class Watch:
         return all(bool(p.isfinite().all()) for p in self.state.model.parameters())
 
     def agree(self, *numbers: int) -> list[int]:
-        """The largest of each number over all processes.
-
-        Args:
-            *numbers: of this process.
-        """
+        """The largest of each number over all processes."""
         device = self.accelerator.device
         found: Tensor = self.accelerator.gather(torch.tensor([numbers], device=device))
         return found.amax(0).tolist()
 
     def evaluating(self, batch: int) -> None:
-        """Leave between two batches of an evaluation where a signal asked to.
-
-        Args:
-            batch: how many are done, in each process.
-
-        Raises:
-            Interrupted: a signal came; the run is saved.
-        """
+        """Leave between two batches of an evaluation where a signal asked to."""
         asked = self.interruption.signal
         if batch % self.every and not (asked and self.accelerator.num_processes == 1):
             return
@@ -127,11 +94,7 @@ class Watch:
             self.leave(signal)
 
     def ran_away(self, what: str) -> TrainingError:
-        """The error of a training that has run away, which leaves what was saved as it is.
-
-        Args:
-            what: is not finite, and when.
-        """
+        """The error of a training that has run away, which leaves what was saved as it is."""
         last = self.saving.last
         kept = f"The last good checkpoint is {last}" if last.exists() else "Nothing was saved yet"
         return TrainingError(
@@ -140,14 +103,7 @@ class Watch:
         )
 
     def leave(self, signal: int) -> None:
-        """Save the run as far as it has come, and end.
-
-        Args:
-            signal: number of the signal that asked for it.
-
-        Raises:
-            Interrupted: always, on every process and after it is saved; with a message on the main one.
-        """
+        """Save the run as far as it has come, and end."""
         progress, message = self.state.progress, ""
         if self.accelerator.is_main_process:
             self.saving.save_last()
