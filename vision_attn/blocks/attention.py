@@ -163,7 +163,7 @@ class Attention(nn.Module):
         mask, reachable, causal = self.masks(x.shape[0], mask, bias, part, keys)
         dropout = self.attn_drop if self.training else 0.0
         y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
-        y = part.restore(impl.heads_together(y, part.cut))  # (b, heads·value_dim, h, w)
+        y = part.restore(impl.heads_together(y, part.cut.window), impl.merge)  # (b, heads·value_dim, h, w)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return in_format_of(x, self.proj_drop(self.proj(y)))
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         source = x if context is None else context
         if self.position is not None:
             x, source = self.position.add_to_map(x), self.position.add_to_map(source)
-        x = part.fit(x)
+        x = part.fit(x, impl.split)
         if context is None and self.kv_stride == 1:
             keys = part
             qkv = self.qkv(x if self.groups == 1 else torch.cat([x] * 3, dim=1))
@@ -187,15 +187,16 @@ class Attention(nn.Module):
         else:
             source = self.averaged(source)
             keys = partition_of(self.partitioner, source)
-            qkv, (q, kv) = None, self.project_both(x, keys.fit(source))
+            qkv, (q, kv) = None, self.project_both(x, keys.fit(source, impl.split))
         if qkv is not None and part.same_tokens and (m, e) == (n, d):
-            q, k, v = impl.heads_apart(qkv, 3, n, part.cut)
+            q, k, v = impl.heads_apart(qkv, 3, n)
         else:
-            (q,), kv = impl.heads_apart(part.queries(q), 1, n, part.cut), keys.keys(kv)
+            q, kv = part.queries(q, impl.split), keys.keys(kv, impl.split)
+            (q,) = impl.heads_apart(q, 1, n)
             if d == e:
-                k, v = impl.heads_apart(kv, 2, m, keys.key_cut)
+                k, v = impl.heads_apart(kv, 2, m)
             else:
-                k, v = (impl.heads_apart(y, 1, m, keys.key_cut)[0] for y in kv.split([m * d, m * e], dim=1))
+                k, v = (impl.heads_apart(y, 1, m)[0] for y in kv.split([m * d, m * e], dim=1))
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)

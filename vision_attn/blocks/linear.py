@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_linear_impl
 from vision_attn.blocks.attention import check_map
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
-from vision_attn.checks import check_counts, check_divides, check_flags, check_probability
-from vision_attn.patterns import partition_of, resolve_pattern
+from vision_attn.checks import check_counts, check_divides, check_flags, check_probability, product
 
 __all__ = ["LinearAttention2d"]
 
@@ -67,7 +66,6 @@ class LinearAttention2d(nn.Module):
         self.channels = channels
         self.num_heads = num_heads
         self.impl = impl
-        self.partitioner = resolve_pattern("full").partitioner(2)
         self.qkv = Pointwise2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -93,11 +91,10 @@ class LinearAttention2d(nn.Module):
             return self(x[None], mask)[0]
         check_map("x", x, self.channels, rank=2)
         impl = LINEAR_IMPLS[self.impl]
-        part = partition_of(self.partitioner, x)
-        q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads, part.cut)
+        q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads)
         if mask is not None:
-            mask = key_mask(mask, (x.shape[0], self.num_heads, 1, part.cut.tokens))
-        y = impl.heads_together(attend_linear(q, k, v, impl=self.impl, mask=mask), part.cut)
+            mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
+        y = impl.heads_together(attend_linear(q, k, v, impl=self.impl, mask=mask), tuple(x.shape[2:]))
         return in_format_of(x, self.proj_drop(self.proj(y)))
 
     def extra_repr(self) -> str:

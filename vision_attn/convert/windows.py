@@ -40,5 +40,5 @@ def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | AnyPattern,
     """
     part = partition_of(resolve_pattern(pattern).partitioner(2), x)
     one_head = IMPLEMENTATIONS["bmm"]
-    tokens = one_head.heads_apart(part.fit(x), 1, 1, part.cut)[0, :, 0]
-    return part.restore(one_head.heads_together(attend(tokens)[:, None], part.cut))
+    tokens = one_head.heads_apart(part.fit(x, one_head.split), 1, 1)[0, :, 0]
+    return part.restore(one_head.heads_together(attend(tokens)[:, None], part.cut.window), one_head.merge)

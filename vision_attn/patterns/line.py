@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from vision_attn.checks import product
 
 __all__ = ["AXES", "Cut", "Line"]
@@ -15,8 +17,8 @@ AXES = ("t", "h", "w")
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-#: Names with another meaning: in the line itself, in the implementations (``qkv``), and to ``einx.id``.
-TAKEN = ("b", "n", "d", "qkv", "backend", "graph")
+#: Names with another meaning: in the line itself, where it is read (``c``), and to ``einx.id``.
+TAKEN = ("b", "c", "n", "d", "backend", "graph")
 FORM = "'b n d <axes of the map> -> (b <groups>) n (<tokens>) d', as in 'b n d h (s w) -> (b s) n (h w) d' with s=2"
 
 
@@ -34,19 +36,19 @@ class Line:
     sizes: tuple[tuple[str, int], ...] = ()
     #: what the length of each axis must be a multiple of
     multiples: tuple[int, ...] = field(init=False, compare=False)
-    #: (b, <axes, split>, qkv, n, d) to (qkv, b, <groups>, n, <tokens>, d): the order to permute to
+    #: the order to permute to: (b, <axes, split>, c) to (b, <groups>, <tokens>, c)
     apart: tuple[int, ...] = field(init=False, compare=False)
-    #: (b, <groups>, n, <tokens>, d) to (b, <axes, split>, n, d)
+    #: and back
     together: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         given = dict(self.sizes)
-        map_names = ["b", *self.names, "qkv", "n", "d"]
-        token_names = ["b", *self.groups, "n", *self.tokens, "d"]
+        map_names = ["b", *self.names, "c"]
+        token_names = ["b", *self.groups, *self.tokens, "c"]
         for name, value in {
             "multiples": tuple(product([given.get(name, 1) for name in axis]) for axis in self.axes),
-            "apart": tuple(map_names.index(name) for name in ("qkv", *token_names)),
-            "together": tuple(token_names.index(name) for name in ("b", *self.names, "n", "d")),
+            "apart": tuple(map_names.index(name) for name in token_names),
+            "together": tuple(token_names.index(name) for name in map_names),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -108,13 +110,15 @@ class Line:
         return bracketed(("b", *self.groups))
 
     @property
-    def token_text(self) -> str:
-        return bracketed(self.tokens)
+    def window_text(self) -> str:
+        """The map that a group is: ``h w``, with 1 for an axis that tells groups apart alone."""
+        tokens = [tuple(name for name in axis if name in self.tokens) for axis in self.axes]
+        return " ".join(bracketed(names) if names else "1" for names in tokens)
 
     @property
     def einx(self) -> str:
         """The line itself, as ``einx.id`` reads it."""
-        return f"b n d {self.map_text} -> {self.group_text} n {self.token_text} d"
+        return f"b n d {self.map_text} -> {self.group_text} n {bracketed(self.tokens)} d"
 
     @property
     def torch(self) -> str:
@@ -126,7 +130,10 @@ class Line:
 
 
 class Cut:
-    """A line on maps of one size, whose axes are multiples of :attr:`Line.multiples`."""
+    """A line on maps of one size, whose axes are multiples of :attr:`Line.multiples`.
+
+    It cuts a map into as many smaller ones as there are groups, and puts them back, in einx and in torch.
+    """
 
     def __init__(self, line: Line, shape: Sequence[int]) -> None:
         given = dict(line.sizes)
@@ -137,8 +144,44 @@ class Cut:
         self.lengths: dict[str, int] = {}
         for axis, whole, multiple in zip(line.axes, shape, line.multiples, strict=True):
             self.lengths.update({name: given.get(name, whole // multiple) for name in axis})
+        #: of the map that each group is
+        self.window = tuple(
+            [product([self.lengths[name] for name in axis if name in line.tokens]) for axis in line.axes]
+        )
         self.groups = product([self.lengths[name] for name in line.groups])
-        self.tokens = product([self.lengths[name] for name in line.tokens])
+        self.tokens = product(self.window)
+
+    # --- the two forms, to be read against each other -----------------------------------------------------------------
+
+    def split_einx(self, x: Tensor) -> Tensor:
+        """The groups of a map ``(b, c, *shape)`` as maps ``(b·groups, c, *window)``."""
+        import einx
+
+        line = self.line
+        return einx.id(f"b c {line.map_text} -> {line.group_text} c {line.window_text}", x, **self.lengths)
+
+    def split_torch(self, x: Tensor) -> Tensor:
+        b, c = x.shape[:2]
+        x = x.movedim(1, -1).reshape(b, *self.lengths.values(), c)
+        return x.permute(self.line.apart).reshape(b * self.groups, *self.window, c).movedim(-1, 1)
+
+    def merge_einx(self, y: Tensor) -> Tensor:
+        """The map ``(b, c, *shape)`` of its groups ``(b·groups, c, *window)``."""
+        import einx
+
+        line = self.line
+        return einx.id(f"{line.group_text} c {line.window_text} -> b c {line.map_text}", y, **self.lengths)
+
+    def merge_torch(self, y: Tensor) -> Tensor:
+        b, c = y.shape[0] // self.groups, y.shape[1]
+        lengths = [self.lengths[name] for name in (*self.line.groups, *self.line.tokens)]
+        return (
+            y.movedim(1, -1)
+            .reshape(b, *lengths, c)
+            .permute(self.line.together)
+            .reshape(b, *self.shape, c)
+            .movedim(-1, 1)
+        )
 
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:

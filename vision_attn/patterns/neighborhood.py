@@ -16,11 +16,11 @@ from torch import Tensor
 
 from vision_attn.checks import product
 from vision_attn.patterns.line import Cut, Line
-from vision_attn.patterns.partition import Partition, Partitioner
+from vision_attn.patterns.partition import Partition, Partitioner, ReadLine
 
 __all__ = ["NeighborhoodPartitioner"]
 
-#: Tiles and their tokens, as the gathered map has them: its two axes.
+#: Tiles and their tokens are the two axes of the gathered map.
 LINE = Line.parse("b n d g w -> (b g) n w d", {})
 
 
@@ -75,14 +75,14 @@ class NeighborhoodPartition(Partition):
         query = row_major([along.query_of[None] for along in tiles], queries)
         self.position_of = (tile * product(queries) + query).flatten()
 
-    def queries(self, x: Tensor) -> Tensor:
-        return gather(x, self.query_index)
+    def queries(self, q: Tensor, split: ReadLine) -> Tensor:
+        return split(self.cut, gather(q, self.query_index))
 
-    def keys(self, x: Tensor) -> Tensor:
-        return gather(x, self.key_index)
+    def keys(self, kv: Tensor, split: ReadLine) -> Tensor:
+        return split(self.key_cut, gather(kv, self.key_index))
 
-    def restore(self, y: Tensor) -> Tensor:
-        y = y.flatten(2).movedim(1, -1).index_select(1, self.position_of)
+    def restore(self, y: Tensor, merge: ReadLine) -> Tensor:
+        y = merge(self.cut, y).flatten(2).movedim(1, -1).index_select(1, self.position_of)
         return y.movedim(-1, 1).unflatten(2, self.size)
 
     def index(self) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,12 @@
 A :class:`Partitioner` is what a pattern is on maps with some number of axes; a :class:`Partition` is what it makes of
 one size of map. A block moves a tensor through it in four steps: :meth:`Partition.fit` the map before it is projected,
 :meth:`Partition.queries` and :meth:`Partition.keys` of what it is projected to, and :meth:`Partition.restore` the map
-from what was attended to. Between them the line of the pattern is read by the implementation.
+from what was attended to. They are given how the block's implementation reads the line of the pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,9 @@ from vision_attn.checks import product
 from vision_attn.patterns.line import Cut, Line
 
 __all__ = ["LinePartitioner", "Partition", "Partitioner", "partition_of"]
+
+#: How an implementation cuts a map into groups by a line, or puts them back.
+ReadLine = Callable[[Cut, Tensor], Tensor]
 
 
 class Partitioner:
@@ -57,6 +60,7 @@ class Partition:
         #: the pattern's line on the maps of queries and of keys
         self.cut = cut
         self.key_cut = key_cut
+        self.groups = cut.groups
         #: queries of a group along each axis of the map
         self.window_shape = tuple(window_shape)
         #: groups along each axis that :attr:`offsets` tell apart; as many ones where they are the same for all groups
@@ -64,20 +68,20 @@ class Partition:
         #: key's index less query's along each axis, ``(tiles, queries, keys)``
         self.offsets: tuple[Tensor, ...] = ()
 
-    def fit(self, x: Tensor) -> Tensor:
-        """The map ``(b, c, *size)`` padded and rolled to where the line fits, before it is projected."""
+    def fit(self, x: Tensor, split: ReadLine) -> Tensor:
+        """A map ``(b, c, *size)`` as it is projected: its groups as maps, ``(b·groups, c, *window)``, or as it is."""
         return x
 
-    def queries(self, x: Tensor) -> Tensor:
-        """The map that the line takes queries from, of one that was fitted."""
-        return x
+    def queries(self, q: Tensor, split: ReadLine) -> Tensor:
+        """The queries of each group, ``(b·groups, c, *window)``, of what was fitted and projected."""
+        return q
 
-    def keys(self, x: Tensor) -> Tensor:
-        """The map that the line takes keys and values from, of one that was fitted."""
-        return x
+    def keys(self, kv: Tensor, split: ReadLine) -> Tensor:
+        """The keys and values of each group, likewise."""
+        return kv
 
-    def restore(self, y: Tensor) -> Tensor:
-        """The map ``(b, c, *size)``, of the one that the line puts queries back to."""
+    def restore(self, y: Tensor, merge: ReadLine) -> Tensor:
+        """The map ``(b, c, *size)`` of the queries of its groups ``(b·groups, c, *window)``."""
         return y
 
     def index(self) -> tuple[Tensor, Tensor]:
@@ -154,8 +158,7 @@ class LinePartition(Partition):
         line = partitioner.line
         padded = padded_size(line, size)
         cut = Cut(line, padded)
-        window = [product([cut.lengths[name] for name in axis if name in line.tokens]) for axis in line.axes]
-        super().__init__(partitioner, size, cut, cut, window)
+        super().__init__(partitioner, size, cut, cut, cut.window)
         #: positions that the map is padded by at the end of each axis, and those that it is rolled back by: none where
         #: one window holds the whole axis, as in Swin
         self.padding = tuple(whole - length for length, whole in zip(size, padded, strict=True))
@@ -163,7 +166,7 @@ class LinePartition(Partition):
             by if whole > side else 0
             for by, whole, side in zip(partitioner.shift or (0,) * len(padded), padded, line.multiples, strict=True)
         )
-        indices = [torch.arange(side, device=device) for side in window]
+        indices = [torch.arange(side, device=device) for side in cut.window]
         self.offsets = tuple((along - along[:, None])[None] for along in indices)
         if any(self.padding) or any(self.shift):
             # Tokens of one region see each other. Where the map was rolled, its two sides meet in one group: they
@@ -175,7 +178,13 @@ class LinePartition(Partition):
             region = self.in_groups(region)
             self.mask = region[:, :, None] == region[:, None, :]
 
-    def fit(self, x: Tensor, value: float = 0.0) -> Tensor:
+    def fit(self, x: Tensor, split: ReadLine) -> Tensor:
+        return x if self.is_global else split(self.cut, self.padded_and_rolled(x))
+
+    def restore(self, y: Tensor, merge: ReadLine) -> Tensor:
+        return y if self.is_global else self.cropped(merge(self.cut, y))
+
+    def padded_and_rolled(self, x: Tensor, value: float = 0.0) -> Tensor:
         padded, rolled = any(self.padding), any(self.shift)
         if not padded and not rolled:
             return x
@@ -187,7 +196,7 @@ class LinePartition(Partition):
             x = x.roll([-by for by in self.shift], list(range(1, 1 + len(self.shift))))
         return x.movedim(-1, 1)
 
-    def restore(self, y: Tensor) -> Tensor:
+    def cropped(self, y: Tensor) -> Tensor:
         if any(self.shift):
             y = y.movedim(1, -1).roll(self.shift, list(range(1, 1 + len(self.shift)))).movedim(-1, 1)
         for axis, (length, end) in enumerate(zip(self.size, self.padding, strict=True), 2):
@@ -201,9 +210,8 @@ class LinePartition(Partition):
 
     def in_groups(self, numbers: Tensor) -> Tensor:
         """The whole numbers on a map as they come to stand in the groups, ``(groups, tokens)``; -1 for padding."""
-        numbers = self.fit(numbers.expand(*self.size)[None, None], value=-1)
-        numbers = numbers.reshape(1, *self.cut.lengths.values(), 1, 1, 1).permute(self.cut.line.apart)
-        return numbers.reshape(self.cut.groups, self.cut.tokens)
+        numbers = self.padded_and_rolled(numbers.expand(*self.size)[None, None], value=-1)
+        return self.cut.split_torch(numbers).reshape(self.cut.groups, self.cut.tokens)
 
 
 def padded_size(line: Line, size: Sequence[int]) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from vision_attn.position.term import AXIS_NAMES, BlockShape, PositionTerm
 
 __all__ = ["RelPosDecomposed"]
 
-#: Keys in a group up to which the term is added to the logits, as a bias of queries by keys; beyond, it is folded into
-#: queries and keys, which take as many more channels as a group has rows and columns. Fewer make wider kernels dearer
-#: than the bias; more make the bias dearer, and memory grow with their square.
-DENSE_KEYS = 512
+#: Keys in a group up to which the term is added to the logits, as a bias of queries by keys. Beyond, it is folded into
+#: queries and keys, which grow by as many channels as a group has rows and columns: dearer than the bias in small
+#: groups, cheaper in large ones, where the bias takes memory for every pair of tokens.
+DENSE_KEYS = 256
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RelPosDecomposed:
     """The logit of query ``i`` and key ``j`` grows by ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]``, as in BoTNet.
 
     ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
-    are shared by the heads. In groups of more than 512 tokens they are folded into the dot product: the query is
+    are shared by the heads. In groups of more than 256 tokens they are folded into the dot product: the query is
     extended by its logits against each row and column, the key by the one-hot vector of its own, so that any fused
     kernel runs it and memory grows with tokens. On a map of another size the tables are stretched linearly.
 
@@ -72,13 +72,14 @@ class DecomposedTerm(PositionTerm):
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
         keys_shape = [offset.shape[2] for offset in part.offsets]
         logits = {axis: self.logits(q, axis, part) for axis in self.tables}
-        if product(keys_shape) <= DENSE_KEYS:
+        # A symbol stands for any size: what is exported with it is folded.
+        if all(type(length) is int for length in keys_shape) and product(keys_shape) <= DENSE_KEYS:
             along = [  # b·groups n i (keys of one axis), to be broadcast along the others
                 part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
                 for axis, part_of_bias in logits.items()
             ]
             bias = reduce(torch.add, along).expand(*q.shape[:3], *keys_shape).flatten(3)
-            return q, k, scale, bias.unflatten(0, (-1, part.cut.groups))
+            return q, k, scale, bias.unflatten(0, (-1, part.groups))
         one_hot = [key_one_hot(keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
         return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1), 1.0, None
 
