@@ -14,6 +14,8 @@ PACKAGE = Path(vision_attn.__file__).parent
 #: From the foundation up. A room that is new goes in here, and so decides what it may use.
 ROOMS = (
     "reference",
+    "version",
+    "checks",
     "patterns",
     "equations",
     "attend",
@@ -44,7 +46,8 @@ def imported_rooms(source):
             names = [node.module] if node.module != "vision_attn" else [f"vision_attn.{a.name}" for a in node.names]
         else:
             continue
-        yield from (name.split(".")[1] for name in names if name.startswith("vision_attn."))
+        # The package itself, or a name that it makes and that is no room's, stands above every room.
+        yield from ((f"{name}.").split(".")[1] for name in names if name.split(".")[0] == "vision_attn")
 
 
 def upward_imports(room, source):
@@ -72,6 +75,8 @@ def test_no_import_points_up(path):
         ("blocks", "def f():\n    from vision_attn import capture", ["capture"]),
         ("reference", "import vision_attn.reference", ["reference"]),
         ("blocks", "from vision_attn.attend import attend", []),
+        ("cli", "import vision_attn", [""]),
+        ("cli", "def f():\n    from vision_attn import __version__", ["__version__"]),
     ],
 )
 def test_an_import_that_points_up_is_found(room, source, upward):

@@ -75,13 +75,6 @@ def test_counting_allocates_nothing():
     assert count_saved_bytes(block, (128, 64, 512, 512), "bmm") > 1 << 48
 
 
-def test_flex_is_counted_as_sdpa():
-    block = AttentionBlock2d(32, 4, device="meta")
-    with pytest.raises(NotImplementedError, match="no backward pass on the CPU"):
-        count_saved_bytes(block, (1, 32, 8, 8), "flex")
-    assert "by implementation, flex as sdpa" in " ".join(str(look("resnet20")).split())
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_multiply_adds_are_those_of_the_insertion_report(variant):
     model = nn.Sequential(nn.Conv2d(3, 32, 1))

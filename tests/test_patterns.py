@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vision_attn.patterns.heads import heads_apart_bmm, heads_apart_einx
 
 import vision_attn as va
 from vision_attn.patterns import PATTERNS, heads_bmm, heads_einx, join_bmm, join_einx, resolve_pattern
-from vision_attn.patterns.heads import heads_apart_bmm, heads_apart_einx
 
 EXAMPLES = {
     **{name: name for name in PATTERNS},

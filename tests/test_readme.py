@@ -1,12 +1,12 @@
 """What the documentation says is so: its code runs, its output is the output, its links and commands lead somewhere."""
 
 import hashlib
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from vision_attn import cli
 
@@ -33,17 +33,13 @@ def test_the_code_runs_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
     assert names["report"].new == ("fc.weight", "fc.bias")
 
 
-@pytest.mark.parametrize("form", [0, 1])
-def test_the_two_forms_are_what_the_block_computes(form):
-    import einx
+@pytest.mark.parametrize(("form", "impl"), [(0, "einx"), (1, "bmm")])
+def test_the_two_forms_are_those_that_run(form, impl):
+    from vision_attn.attend import IMPLEMENTATIONS
 
-    import vision_attn
-
-    torch.manual_seed(0)
-    block, x = vision_attn.Attention2d(8, 2), torch.randn(3, 8, 5, 4)
-    names = {"einx": einx, "torch": torch, "qkv": block.qkv(x), "b": 3, "n": 2, "d": 4, "h": 5, "w": 4, "scale": 0.5}
-    exec(blocks(README, "py")[form], names)
-    torch.testing.assert_close(block.proj(names["y"]), block(x))
+    shown, steps = blocks(README, "py")[form], IMPLEMENTATIONS[impl]
+    for step in (steps.heads_apart, steps.attend, steps.heads_together):
+        assert inspect.getsource(step) in shown
 
 
 def test_the_lines_of_the_patterns_are_those_that_run():
@@ -53,7 +49,7 @@ def test_the_lines_of_the_patterns_are_those_that_run():
     rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", README, flags=re.MULTILINE)
     assert len(rows) == 6
     for pattern, einx_line, torch_line in rows:
-        line = resolve_pattern(eval(pattern, {"va": vision_attn})).tiling(2).line
+        line = resolve_pattern(eval(pattern, {"va": vision_attn})).partitioner(2).line
         assert (line.einx, line.torch) == (einx_line, torch_line)
 
 

@@ -61,8 +61,7 @@ from vision_attn.insertion import (
 from vision_attn.inspection import Inspection, inspect_model
 from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
-
-__version__ = "0.1.0"
+from vision_attn.version import __version__ as __version__
 
 __all__ = [
     "IMPLS",

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-import vision_attn
 from vision_attn import blocks
 from vision_attn.blocks import use_impl
 from vision_attn.checkpoints.adapter_base import network_of, verify_network
@@ -33,6 +32,7 @@ from vision_attn.insertion import (
     replace_,
 )
 from vision_attn.insertion.exchange import REPLACED
+from vision_attn.version import __version__
 
 __all__ = ["AdapterReport", "load_adapter", "save_adapter"]
 
@@ -117,7 +117,7 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
     tensors = {key: copy_to_write(state[key]) for key in state if key in of_blocks or key in further}
     placements = tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in placed)
     base = fingerprint(network_of(state, without=of_blocks | further))
-    write_adapter(path, Adapter(vision_attn.__version__, placements, tuple(sorted(further)), base, tensors))
+    write_adapter(path, Adapter(__version__, placements, tuple(sorted(further)), base, tensors))
     return path
 
 

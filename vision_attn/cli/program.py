@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import vision_attn
 from vision_attn.cli import bench, demo, export, inspect, train
 from vision_attn.cli.failures import run_program
+from vision_attn.version import __version__
 
 __all__ = ["main", "parser"]
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
     )
-    top.add_argument("--version", action="version", version=f"vision-attn {vision_attn.__version__}")
+    top.add_argument("--version", action="version", version=f"vision-attn {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = top.add_subparsers(required=True, metavar="COMMAND")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-import vision_attn
 from vision_attn.blocks import set_impl
 from vision_attn.insertion import inserted, plain_network
+from vision_attn.version import __version__
 
 __all__ = ["Classifier", "NormalizedNetwork"]
 
@@ -58,7 +58,7 @@ class Classifier:
             "std": list(self.std),
             "architecture": self.architecture,
             "inserted": list(inserted(self.model)),
-            "library": f"vision_attn {vision_attn.__version__}",
+            "library": f"vision_attn {__version__}",
         }
 
     def to_export(self) -> Classifier:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import vision_attn
 from vision_attn.checkpoints import CheckpointError, read_checkpoint
 from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES, is_adapter
 from vision_attn.export.classifier import Classifier
@@ -17,6 +16,7 @@ from vision_attn.training.data import Source
 from vision_attn.training.images import ImageSet
 from vision_attn.training.network import build_network
 from vision_attn.training.settings import Settings
+from vision_attn.version import __version__
 
 __all__ = ["open_run"]
 
@@ -84,7 +84,7 @@ def settings_of(saved: dict[str, Any], file: Path) -> Settings:
     if unknown:
         raise CheckpointError(
             f"{file} was written by another version of vision_attn, whose settings {', '.join(unknown)} this one "
-            f"({vision_attn.__version__}) does not know: export it with that version"
+            f"({__version__}) does not know: export it with that version"
         )
     values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in saved.items()}
     return Settings(**values)

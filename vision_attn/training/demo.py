@@ -16,7 +16,6 @@ import timm
 import torch
 import torchvision
 
-import vision_attn
 from vision_attn.attend import IMPLS
 from vision_attn.blocks import use_impl
 from vision_attn.capture import capture
@@ -30,6 +29,7 @@ from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Result
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
+from vision_attn.version import __version__
 
 __all__ = ["ARMS", "demo"]
 
@@ -164,9 +164,7 @@ def summary(results: dict[str, Result], agreements: list[Agreement], epochs: int
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
             "platform": platform.platform(),
-            **{
-                package.__name__: package.__version__
-                for package in (torch, torchvision, timm, einx, np, matplotlib, vision_attn)
-            },
+            **{package.__name__: package.__version__ for package in (torch, torchvision, timm, einx, np, matplotlib)},
+            "vision_attn": __version__,
         },
     }
