@@ -49,7 +49,7 @@ class Implementation:
 def heads_apart_einx(x: Tensor, qkv: int, n: int) -> Tensor:
     import einx
 
-    return einx.id("b (qkv n d) map... -> qkv b n (map...) d", x, qkv=qkv, n=n)
+    return einx.id("b map... (qkv n d) -> qkv b n (map...) d", x.movedim(1, -1), qkv=qkv, n=n)
 
 
 def attend_einx(
@@ -74,9 +74,9 @@ def heads_together_einx(y: Tensor, window: tuple[int, ...]) -> Tensor:
 
 
 def heads_apart_torch(x: Tensor, qkv: int, n: int) -> Tensor:
-    b, channels = x.shape[:2]
-    x = x.reshape(b, qkv, n, channels // (qkv * n), product(x.shape[2:]))
-    return x.permute(1, 0, 2, 4, 3)
+    b, channels, *size = x.shape
+    x = x.movedim(1, -1).reshape(b, product(size), qkv, n, channels // (qkv * n))
+    return x.permute(2, 0, 3, 1, 4)
 
 
 def attend_bmm(
@@ -173,7 +173,7 @@ def far_apart(k: Tensor) -> bool:
 
     The kernel reads all keys once for each block of queries: a tenth of its time at 56×56 and 256 channels.
     """
-    return k.shape[2] >= 1024 and k.stride(2) * k.element_size() >= 1024
+    return k.shape[2] > 1024 and k.stride(2) * k.element_size() >= 1024
 
 
 def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
