@@ -31,7 +31,7 @@ EXAMPLES = {
 }
 CPU = torch.device("cpu")
 drawn = [
-    settings(max_examples=100, deadline=None),
+    settings(max_examples=60, deadline=None),
     given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12))),
 ]
 
