@@ -1,14 +1,38 @@
-"""The block's contract: its parameters, its errors, its memory format, and the residual blocks around it."""
+"""The blocks: contract, projections, unbatched maps, keys of another map, what is around attention, what is refused."""
 
 import copy
+import dataclasses
 import pickle
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import vision_attn as va
-from vision_attn.attend.registry import _ATTEND
+from vision_attn.attend import IMPLEMENTATIONS
+from vision_attn.blocks.projection import POINTWISE
+
+DOUBLE = {"dtype": torch.float64}
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+RESIDUAL = pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
+each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def close(found, expected, atol=1e-12):
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
 
 
 class PlainBmmAttention(nn.Module):
@@ -30,140 +54,381 @@ class PlainBmmAttention(nn.Module):
         return self.proj(y.reshape(batch, channels, height, width))
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
-def test_a_plain_blocks_state_dict_loads_strictly_and_gives_the_same_output(impl):
+@each_implementation
+def test_the_block_is_a_page_of_torch_with_its_weights_and_its_seed(impl):
     torch.manual_seed(0)
     plain = PlainBmmAttention(16, 4)
+    torch.manual_seed(0)
     block = va.Attention2d(16, 4, impl=impl)
-    block.load_state_dict(plain.state_dict(), strict=True)
+    assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
+    assert all(torch.equal(block.state_dict()[key], value) for key, value in plain.state_dict().items())
     plain.load_state_dict(block.state_dict(), strict=True)
     x = torch.randn(2, 16, 8, 5)
-    with torch.no_grad():
-        torch.testing.assert_close(block(x), plain(x), rtol=0, atol=1e-6)
-
-
-def test_the_state_dict_is_the_contract():
-    shapes = {key: tuple(value.shape) for key, value in va.Attention2d(12, 3).state_dict().items()}
-    assert shapes == {
-        "qkv.weight": (36, 12, 1, 1),
-        "qkv.bias": (36,),
-        "proj.weight": (12, 12, 1, 1),
-        "proj.bias": (12,),
-    }
+    close(block(x), plain(x), atol=1e-6)
     assert "qkv.bias" not in va.Attention2d(12, 3, qkv_bias=False).state_dict()
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
-def test_rows_are_ordered_qkv_then_heads_then_head_dim(impl):
-    # Only one row of the projection is not zero: the value of head 1, element 2.
-    block = va.Attention2d(8, 2, impl=impl, qkv_bias=False)
-    with torch.no_grad():
-        block.qkv.weight.zero_()
-        block.qkv.weight[2 * 8 + 1 * 4 + 2] = 1.0
-        block.proj.weight.copy_(torch.eye(8)[:, :, None, None])
-        block.proj.bias.zero_()
-        y = block(torch.ones(1, 8, 2, 3))
-    assert torch.nonzero(y[0, :, 0, 0]).flatten().tolist() == [6]
+def count_calls(function):
+    """How many Python functions of the package are called, steps of generators included."""
+    package, calls = str(Path(va.__file__).parent), []
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "most"),
     [
-        (
-            {"channels": 10, "num_heads": 4},
-            "num_heads must divide channels.*got channels=10 and num_heads=4.* 1, 2, 5, 10",
-        ),
-        ({"channels": 0}, "channels must be a whole number of at least 1; got 0"),
-        ({"channels": 8.0}, "channels must be a whole number of at least 1; got 8.0"),
-        ({"channels": 8, "num_heads": 0}, "num_heads must be a whole number of at least 1; got 0"),
-        ({"channels": 8, "num_heads": True}, "num_heads must be a whole number of at least 1; got True"),
-        (
-            {"channels": 8, "impl": "flash"},
-            "impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex'.*; got 'flash'",
-        ),
-        (
-            {"channels": 8, "pattern": "spiral"},
-            "pattern must be one of 'full', 'rows', 'columns', a Window.* got 'spiral'",
-        ),
-        ({"channels": 8, "attn_drop": 1.5}, "attn_drop must be a probability between 0 and 1; got 1.5"),
-        ({"channels": 8, "proj_drop": -0.1}, "proj_drop must be a probability between 0 and 1; got -0.1"),
+        ({}, 25),
+        ({"pattern": va.Window(7, shift=3), "position": va.RelPosTable()}, 45),
+        ({"pattern": va.Neighborhood(7)}, 45),
+    ],
+    ids=str,
+)
+def test_the_way_of_a_tensor_is_short(options, most):
+    block, x = va.Attention2d(16, 2, **options), torch.randn(2, 16, 14, 17)
+    block(x)  # what the pattern makes of this size is made once
+    calls = count_calls(lambda: block(x))
+    assert "Attention.forward" in calls
+    assert len(calls) <= most, calls
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda impl=impl: va.Attention2d(8, 2, impl=impl) for impl in va.IMPLS),
+        lambda: va.Attention2d(8, 2, pattern=va.Window(2, shift=1), position=va.RelPosTable()),
+        lambda: va.Attention2d(8, 2, pattern=va.Neighborhood(3), out_channels=4),
+        lambda: va.AttentionBlock2d(8, 2),
+        lambda: va.TransformerBlock2d(8, 2),
+        lambda: va.TransformerBlock2d(8, 2, norm_first=False),
+        lambda: va.LinearAttention2d(8, 2),
+        lambda: va.StridedAttention2d(8, 2, stride=2),
     ],
 )
-def test_bad_arguments_are_refused_at_construction(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        va.Attention2d(**arguments)
+def test_memory_format_in_is_memory_format_out(make):
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 8, 5, 3).contiguous(memory_format=memory_format)
+        assert make()(x).is_contiguous(memory_format=memory_format)
+    half_of_the_channels = torch.randn(2, 16, 5, 3).contiguous(memory_format=torch.channels_last)[:, :8]
+    assert make()(half_of_the_channels).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_an_argument_that_does_not_exist_is_refused_by_name():
-    with pytest.raises(TypeError, match="heads"):
-        va.Attention2d(8, heads=2)
-    with pytest.raises(TypeError, match="heads"):
-        va.AttentionBlock2d(8, heads=2)
-
-
-@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (8, 4, 4), (1, 2, 8, 4, 4)])
-def test_an_input_that_is_no_map_is_refused(shape):
-    with pytest.raises(ValueError, match=r"x must be maps of shape \(batch, 8, height, width\); got"):
-        va.Attention2d(8, 2)(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("impl", va.IMPLS)
-@pytest.mark.parametrize("block", [va.Attention2d, va.AttentionBlock2d])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_memory_format_in_is_memory_format_out(block, impl, memory_format):
-    x = torch.randn(2, 8, 3, 5).contiguous(memory_format=memory_format)
-    with torch.no_grad():
-        y = block(8, 2, impl=impl)(x)
-    assert y.is_contiguous(memory_format=memory_format)
-
-
-def test_fused_attention_reads_views_of_one_tensor(monkeypatch):
-    # In channels-last nothing is copied between the projection and the kernel.
+def test_the_kernel_reads_views_of_one_tensor(monkeypatch, memory_format):
     seen = []
 
     def spy(q, k, v, **options):
         seen.extend((q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
 
-    monkeypatch.setitem(_ATTEND, "sdpa", spy)
-    va.Attention2d(16, 2)(torch.randn(2, 16, 5, 6))
+    monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", dataclasses.replace(IMPLEMENTATIONS["sdpa"], attend=spy))
+    va.Attention2d(16, 2)(torch.randn(2, 16, 5, 6).contiguous(memory_format=memory_format))
     assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
     assert all(x.stride(-1) == 1 for x in seen)
 
 
-def test_set_impl_reaches_every_block_and_counts_those_that_changed():
+def test_implementations_are_set_and_given_back_also_after_an_error():
     model = nn.Sequential(va.Attention2d(8, 2), va.AttentionBlock2d(8, 2, impl="bmm"), nn.ReLU())
     assert va.set_impl(model, "bmm") == 1
-    assert [model[0].impl, model[1].attn.impl] == ["bmm", "bmm"]
     assert va.set_impl(model, "bmm") == 0
     with pytest.raises(ValueError, match="impl must be one of"):
         va.set_impl(model, "flash")
-    assert model[0].impl == "bmm"
+    va.set_impl(model[0], "sdpa")
+    for error in (False, True):
+        try:
+            with va.use_impl(model, "einsum"):
+                assert [model[0].impl, model[1].attn.impl] == ["einsum", "einsum"]
+                if error:
+                    raise RuntimeError("on purpose")
+        except RuntimeError:
+            assert error
+        assert [model[0].impl, model[1].attn.impl] == ["sdpa", "bmm"]
 
 
-def test_use_impl_gives_each_block_its_own_back_also_after_an_error():
-    model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2, impl="bmm"))
-    with va.use_impl(model, "einsum"):
-        assert [block.impl for block in model] == ["einsum", "einsum"]
-    assert [block.impl for block in model] == ["sdpa", "bmm"]
-    with pytest.raises(RuntimeError, match="on purpose"), va.use_impl(model, "einsum"):
-        raise RuntimeError("on purpose")
-    assert [block.impl for block in model] == ["sdpa", "bmm"]
+def test_linear_attention_has_the_state_dict_of_attention_and_its_own_implementations():
+    linear, softmax = va.LinearAttention2d(16, 2), va.Attention2d(16, 2)
+    softmax.load_state_dict(linear.state_dict(), strict=True)
+    model = nn.Sequential(linear, softmax)
+    assert va.set_impl(model, "einx") == 2
+    message = r"impl must be one of 'einx', 'bmm' for linear attention; got 'sdpa' \(in 0: LinearAttention2d"
+    with pytest.raises(ValueError, match=message):
+        va.set_impl(model, "sdpa")
+    assert (linear.impl, softmax.impl) == ("einx", "einx")
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_closed_gate_is_the_identity_bit_for_bit(block, dtype):
-    torch.manual_seed(0)
-    x = torch.randn(2, 16, 4, 5, dtype=dtype) * 100
-    y = block(16, dtype=dtype)(x)
-    assert y.dtype == dtype
-    assert torch.equal(y, x)
+def test_device_dtype_and_empty_batches_are_honoured():
+    block = va.AttentionBlock2d(8, 2, device="meta", dtype=torch.float16)
+    assert {(p.device.type, p.dtype) for p in block.parameters()} == {("meta", torch.float16)}
+    assert block(torch.empty(2, 8, 3, 3, device="meta", dtype=torch.float16)).shape == (2, 8, 3, 3)
+    for impl in va.IMPLS:
+        block = va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable())
+        assert block(torch.randn(0, 8, 3, 5), torch.ones(15, 15, dtype=torch.bool)).shape == (0, 8, 3, 5)
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
+def test_what_differs_is_printed_and_numpys_numbers_are_numbers():
+    shown = repr(va.Attention2d(16, 4, num_kv_heads=2, causal=True, scale=1.0, kv_stride=1, attn_drop=0.1))
+    assert "num_kv_heads=2, scale=1.0, causal=True, attn_drop=0.1" in shown
+    assert va.Attention2d(np.int64(8), np.int64(2), scale=np.float32(0.5))(torch.randn(1, 8, 2, 2)).dim() == 4
+
+
+# --- unbatched maps ---------------------------------------------------------------------------------------------------
+
+UNBATCHED = [
+    (lambda impl: va.Attention2d(8, 2, impl=impl), (3, 5), (2, 4)),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, context_channels=6), (3, 5), (2, 4)),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, kv_stride=2, position=va.Rope2d()), (3, 5), None),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, groups=2, qk_norm=True, output_gate=True), (3, 5), (3, 5)),
+    (
+        lambda impl: va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable()),
+        (3, 5),
+        None,
+    ),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, pattern=va.Neighborhood(3), causal=True), (3, 5), (3, 5)),
+    (lambda impl: va.Attention1d(8, 2, impl=impl), (7,), None),
+    (lambda impl: va.Attention3d(8, 2, impl=impl, position=va.RelPosDecomposed(2)), (2, 3, 4), None),
+    (lambda impl: va.LinearAttention2d(8, 2, impl=impl if impl == "einx" else "bmm"), (3, 5), None),
+]
+
+
+@each_implementation
+@pytest.mark.parametrize(("make", "size", "context_size"), UNBATCHED)
+def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(make, size, context_size, impl):
+    block, x = make(impl), torch.randn(8, *size)
+    given = {"mask": torch.rand(2, 1, x[0].numel()) < 0.7} if isinstance(block, va.LinearAttention2d) else {}
+    if context_size is not None:
+        given["context"] = torch.randn(block.context_channels or 8, *context_size)
+    batched = {name: value[None] for name, value in given.items()}
+    y = block(x, **given)
+    assert y.shape == x.shape
+    close(y, block(x[None], **batched)[0], atol=1e-6)
+    if not isinstance(block, va.LinearAttention2d) and context_size is None:
+        mask = torch.rand(x[0].numel(), 1) < 0.7
+        close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4)])
+def test_an_input_that_is_no_map_is_refused(shape):
+    for block in (va.Attention2d(8, 2), va.LinearAttention2d(8, 2)):
+        with pytest.raises(ValueError, match=r"x must be maps of shape \(batch, 8, height, width\); got"):
+            block(torch.zeros(shape))
+
+
+# --- projections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_projection_is_a_convolution_in_every_memory_format(rank, dtype):
+    size = (6, 5, 4)[:rank]
+    first = (va.Attention1d, va.Attention2d, va.Attention3d)[rank - 1](8, 2, dtype=dtype).qkv
+    others = (POINTWISE[rank](8, 12, 1, bias=False, dtype=dtype), POINTWISE[rank](8, 12, 1, groups=2, dtype=dtype))
+    x = torch.randn(2, 16, *size, dtype=torch.float64).to(dtype)
+    maps = {
+        "default": x[:, :8].contiguous(),
+        "channels last": x[:, :8].movedim(1, -1).contiguous().movedim(-1, 1),
+        "some of the channels": x[:, 4:12],
+        "every other position": x[:, :8, ::2],
+        "expanded": x[:1, :8].expand(3, *[-1] * (rank + 1)),
+        "unbatched": x[0, :8],
+        "empty": x[:0, :8],
+    }
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
+    for conv in (first, *others):
+        assert isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1])
+        for name, map in maps.items():
+            leaf = map.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            exact = leaf.detach().double().requires_grad_()
+            parameters = [p.detach().double().requires_grad_() for p in conv.parameters()]
+            bias = parameters[1] if conv.bias is not None else None
+            found, expected = conv(leaf), CONVOLVE[rank](exact, parameters[0], bias, groups=conv.groups)
+            assert found.dtype == dtype
+            gradients = torch.autograd.grad(found.sum(), [leaf, *conv.parameters()])
+            theirs = torch.autograd.grad(expected.sum(), [exact, *parameters])
+            for one, other in zip((found, *gradients), (expected, *theirs), strict=True):
+                largest = max([1.0, *other.detach().abs().flatten().tolist()])
+                assert one.shape == other.shape, name
+                close(one.double(), other, atol=tolerance * largest)
+
+
+def test_hooks_on_projections_fire():
+    block, seen = va.Attention2d(8, 2), []
+    x = torch.randn(2, 8, 3, 4)
+    for name in ("qkv", "proj"):
+        getattr(block, name).register_forward_hook(lambda m, args, y, name=name: seen.append((name, tuple(y.shape))))
+    block(x)
+    assert seen == [("qkv", (2, 24, 3, 4)), ("proj", (2, 8, 3, 4))]
+    block.proj.register_forward_hook(lambda module, args, y: torch.zeros_like(y))
+    assert (block(x) == 0).all()
+
+
+class LowRank(nn.Module):
+    """What LoRA puts in the place of a layer."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = nn.Conv2d(base_layer.in_channels, 2, 1, bias=False, **DOUBLE)
+        self.up = nn.Conv2d(2, base_layer.out_channels, 1, bias=False, **DOUBLE)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+    def added(self):
+        return (self.up.weight.flatten(1) @ self.down.weight.flatten(1)).detach()[:, :, None, None]
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+PROJECTED = pytest.mark.parametrize(
+    ("options", "context_size"),
+    [
+        ({}, None),
+        ({"kv_stride": 2}, None),
+        ({}, (2, 5)),
+        ({"num_kv_heads": 1, "value_dim": 3, "qkv_bias": False}, (2, 5)),
+        ({"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}, (3, 4)),
+    ],
+    ids=str,
+)
+
+
+@PROJECTED
+def test_a_low_rank_wrapper_and_a_parametrization_are_the_merged_weights(options, context_size):
+    x = torch.randn(2, 8, 3, 4, **DOUBLE)
+    context = None if context_size is None else torch.randn(2, 8, *context_size, **DOUBLE)
+    block = va.Attention2d(8, 2, **options, **DOUBLE)
+    plain = block(x, context=context)
+    merged, wrapped, parametrized = (copy.deepcopy(block) for _ in range(3))
+    wrapped.qkv, wrapped.proj = LowRank(wrapped.qkv), LowRank(wrapped.proj)
+    with torch.no_grad():
+        merged.qkv.weight += wrapped.qkv.added()
+        merged.proj.weight += wrapped.proj.added()
+    y = wrapped(x, context=context)
+    close(y, merged(x, context=context))
+    assert (y - plain).abs().max() > 1e-3
+    assert all(g.any() for g in torch.autograd.grad(y.square().sum(), [wrapped.qkv.up.weight, wrapped.qkv.down.weight]))
+
+    parametrize.register_parametrization(parametrized.qkv, "weight", Twice())
+    merged.load_state_dict(block.state_dict())
+    with torch.no_grad():
+        merged.qkv.weight *= 2
+    close(parametrized(x, context=context), merged(x, context=context))
+    parametrize.remove_parametrizations(parametrized.qkv, "weight")
+    close(parametrized(x, context=context), merged(x, context=context))
+
+
+def test_projections_survive_copies_and_state_dicts_of_plain_convolutions():
+    block, x = va.Attention2d(8, 2), torch.randn(2, 8, 3, 4)
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(other(x), block(x))
+        assert type(other.qkv) is type(block.qkv)
+        assert list(other.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
+    plain = copy.deepcopy(block)
+    plain.qkv, plain.proj = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 8, 1)
+    plain.load_state_dict(block.state_dict(), strict=True)
+    for context in (None, torch.randn(2, 8, 5, 2)):
+        close(plain(x, context=context), block(x, context=context), atol=1e-6)
+
+
+def in_groups(weight, groups):
+    """The weight of a grouped projection as that of a dense one, which is zero between the groups."""
+    return torch.block_diag(*(part.flatten(1) for part in weight.chunk(groups)))[:, :, None, None]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_stride": 2}, {"qkv_bias": False, "out_channels": 8}, {"key_dim": 4, "value_dim": 4}], ids=str
+)
+@pytest.mark.parametrize("heads", [2, 4, 1])
+def test_grouped_projections_are_dense_ones_with_zeros_between_the_groups(heads, options):
+    grouped = va.Attention2d(16, heads, groups=4, **options, **DOUBLE)
+    dense = va.Attention2d(16, heads, **options, **DOUBLE)
+    weights = dict(grouped.state_dict())
+    assert weights["qkv.weight"].shape[1] == 4
+    weights["qkv.weight"] = torch.cat([in_groups(part, 4) for part in weights["qkv.weight"].chunk(3)])
+    weights["proj.weight"] = in_groups(weights["proj.weight"], 4)
+    dense.load_state_dict(weights)
+    x, other = torch.randn(2, 16, 5, 6, **DOUBLE), torch.randn(2, 16, 3, 4, **DOUBLE)
+    close(grouped(x), dense(x))
+    close(grouped(x, context=other), dense(x, context=other))
+
+
+# --- keys of another map ----------------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_context_and_of_an_averaged_map():
+    options = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
+    block, x = va.Attention2d(16, 2, **options, **DOUBLE), torch.randn(2, 16, 5, 7, **DOUBLE)
+    close(block(x, context=x), block(x))
+    plain, strided = va.Attention2d(16, 2, **DOUBLE), va.Attention2d(16, 2, kv_stride=2, **DOUBLE)
+    plain.load_state_dict(strided.state_dict())
+    for size in ((6, 8), (5, 7)):
+        x = torch.randn(2, 16, *size, **DOUBLE)
+        context = F.avg_pool2d(x, 2, ceil_mode=True)
+        mask = torch.rand(x[0, 0].numel(), context[0, 0].numel()) < 0.5
+        close(strided(x, mask), plain(x, mask, context))
+    volume = va.Attention3d(8, 2, kv_stride=2)
+    x = torch.randn(1, 8, 1, 4, 4)
+    assert volume(x).shape == x.shape
+    assert volume.keys_size(x) == (1, 2, 2)  # an axis shorter than the square is averaged as it is
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "message"),
+    [
+        ({"context_channels": 8}, None, "context must be given to a block with context_channels=8"),
+        ({"context_channels": 8}, (2, 16, 3, 3), r"context must be maps of shape \(batch, 8, height, width\); got"),
+        ({}, (2, 16, 3), "context must be maps of shape"),
+        ({}, (1, 16, 3, 3), "context must hold as many maps as x, 2; got 1"),
+        ({"pattern": "rows"}, (2, 16, 3, 3), r"context must have the size of x, \(4, 5\), .* got \(3, 3\)"),
+        ({"causal": True}, (2, 16, 3, 3), "context must have the size of x"),
+        ({"position": va.RelPosTable(4)}, (2, 16, 3, 3), "context must have the size of x"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_refused(options, context, message):
+    with pytest.raises(ValueError, match=message):
+        va.Attention2d(16, 2, **options)(
+            torch.randn(2, 16, 4, 5), context=None if context is None else torch.randn(context)
+        )
+
+
+@pytest.mark.parametrize(
+    "queries", [torch.tensor([-1]), torch.tensor([12]), torch.tensor(4), torch.ones(12).bool(), torch.ones(1), [1]]
+)
+def test_queries_that_are_no_tokens_are_refused(queries):
+    for pattern in ("full", va.Window(2)):
+        with pytest.raises(ValueError, match=r"queries must be (indices of|a tensor of indices)"):
+            va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 3, 4), queries=queries)
+
+
+# --- around attention -------------------------------------------------------------------------------------------------
+
+
+@RESIDUAL
+def test_a_closed_gate_is_the_identity_bit_for_bit(block):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(2, 16, 4, 5, dtype=dtype) * 100
+        y = block(16, dtype=dtype)(x)
+        assert y.dtype == dtype
+        assert torch.equal(y, x)
+    x = torch.randn(1, 16, 4, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert block(16, gate_init=1.0)(x).dtype == torch.bfloat16
+
+
+@RESIDUAL
 def test_the_gate_learns_first_and_the_branch_follows(block):
-    torch.manual_seed(0)
     module = block(16)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     x, target = torch.randn(4, 16, 3, 3), torch.randn(4, 16, 3, 3)
@@ -175,91 +440,186 @@ def test_the_gate_learns_first_and_the_branch_follows(block):
         optimizer.step()
 
 
-@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
-def test_autocast_keeps_the_type_of_the_map(block):
-    x = torch.randn(1, 16, 4, 4, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert block(16, gate_init=1.0)(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("channels", [8, 16, 32, 64, 256, 1024])
-@pytest.mark.parametrize("control", [va.ConvBlock2d, va.SqueezeExciteBlock2d])
-def test_the_controls_have_as_many_parameters(control, channels):
-    attention, found = (
-        sum(p.numel() for p in block(channels).parameters()) for block in (va.AttentionBlock2d, control)
-    )
-    # One hidden channel more or less is 2c + 11 parameters, or 2c + 1.
-    assert abs(attention - found) <= (2 * channels + 11) / 2 + 1
-
-
-def test_squeeze_and_excitation_is_that_of_its_paper():
-    torch.manual_seed(0)
+def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
+    for channels in (8, 16, 32, 64, 256, 1024):
+        blocks = (va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d)
+        attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
+        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1.
+        assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls)
     block, x = va.SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
-    y = block.norm(x)
+    y = torch.stack([F.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2).unflatten(2, (3, 4))
     hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
     scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
     torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
 
 
-def test_layer_norm_is_over_channels_at_each_position():
-    torch.manual_seed(0)
-    x = torch.randn(2, 8, 3, 4)
-    y = va.AttentionBlock2d(8).norm(x)
-    expected = torch.stack([nn.functional.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2)
-    torch.testing.assert_close(y, expected.unflatten(2, (3, 4)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: va.TransformerBlock2d(16, 2),
+        lambda: va.TransformerBlock2d(16, 2, norm_first=False, position=va.RelPosDecomposed(4)),
+        lambda: va.AttentionBlock2d(
+            16, 2, gate_init=1.0, qk_norm=True, pattern=va.Window(3), position=va.RelPosTable()
+        ),
+        lambda: va.AttentionBlock2d(16, 2, gate_init=1.0, position=va.Rope2d(), num_kv_heads=1),
+        lambda: va.Attention2d(16, 2, pattern=va.Neighborhood(3), position=va.RelPosDecomposed(), output_gate=True),
+        lambda: va.LinearAttention2d(16, 2),
+    ],
+)
+def test_blocks_run_under_autocast_and_stay_near(make):
+    block, x = make(), torch.randn(2, 16, 4, 5)
+    expected = block(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = block(x)
+        gradients = torch.autograd.grad(found.float().sum(), list(block.parameters()), allow_unused=True)
+    assert (found.float() - expected).abs().max() < 0.05 * expected.abs().max()
+    assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
-def test_a_block_survives_deepcopy_and_pickle(impl):
-    block = va.Attention2d(8, 2, impl=impl)
-    x = torch.randn(1, 8, 3, 3)
-    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        with torch.no_grad():
-            assert torch.equal(other(x), block(x))
-        assert repr(other) == repr(block)
+def test_dropout_of_the_transformer_block_is_on_in_training_only():
+    block, x = va.TransformerBlock2d(16, 2, mlp_drop=0.5), torch.randn(1, 16, 3, 3)
+    assert not torch.equal(block(x), block(x))
+    assert torch.equal(block.eval()(x), block(x))
 
 
-def test_device_and_dtype_are_honoured():
-    block = va.AttentionBlock2d(8, 2, device="meta", dtype=torch.float16)
-    assert {(p.device.type, p.dtype) for p in block.parameters()} == {("meta", torch.float16)}
-    assert block(torch.empty(2, 8, 3, 3, device="meta", dtype=torch.float16)).shape == (2, 8, 3, 3)
+@pytest.mark.parametrize(("stride", "size"), [(1, (5, 7)), (2, (5, 7)), (2, (6, 8)), (3, (7, 8)), (5, (1, 1))])
+def test_attention_in_the_place_of_a_convolution_gives_a_map_of_its_size(stride, size):
+    x = torch.randn(2, 8, *size, **DOUBLE)
+    plain = nn.Conv2d(8, 12, 5, stride=stride, padding=2, **DOUBLE)
+    augmented = va.AugmentedConv2d(8, 12, 5, stride=stride, num_heads=2, key_channels=8, value_channels=4, **DOUBLE)
+    y = augmented(x)
+    assert y.shape == plain(x).shape
+    close(y[:, :8], augmented.conv(x))
+    close(y[:, 8:], augmented.attn(F.avg_pool2d(x, stride, ceil_mode=True)))
+    strided = va.StridedAttention2d(8, 2, stride=stride, out_channels=12, feat_size=size, **DOUBLE)
+    y = strided(x)
+    assert y.shape == plain(x).shape
+    # A square over the border is averaged over the positions that there are.
+    close(y[:, :, -1, -1], strided.attn(x)[:, :, (y.shape[2] - 1) * stride :, (y.shape[3] - 1) * stride :].mean((2, 3)))
 
 
-def test_the_same_seed_gives_the_weights_of_two_plain_convolutions():
-    torch.manual_seed(0)
-    block = va.Attention2d(8, 2)
-    torch.manual_seed(0)
-    plain = PlainBmmAttention(8, 2)
-    assert all(torch.equal(block.state_dict()[key], value) for key, value in plain.state_dict().items())
+def test_strided_attention_hands_on_what_attention_takes():
+    block, x, context = va.StridedAttention2d(8, 2, stride=2), torch.randn(1, 8, 4, 4), torch.randn(1, 8, 3, 5)
+    mask = torch.rand(16, 15) < 0.5
+    assert torch.equal(block(x, mask, context), F.avg_pool2d(block.attn(x, mask, context), 2))
+    assert not torch.equal(block(x, mask, context), block(x, context=context))
+    assert block.attn.position is None
+    assert va.StridedAttention2d(8, 2, feat_size=4).attn.position.specification == va.RelPosDecomposed(4)
+    given = va.StridedAttention2d(8, 2, feat_size=4, position=va.Rope2d())
+    assert given.attn.position.specification == va.Rope2d()
+
+
+# --- what is refused, argument by argument ----------------------------------------------------------------------------
+
+
+def attention(**options):
+    return lambda: va.Attention2d(**{"channels": 16, "num_heads": 4, **options})
+
+
+def transformer(**options):
+    return lambda: va.TransformerBlock2d(8, 2, **options)
+
+
+def augmented(**options):
+    sizes = {"num_heads": 2, "key_channels": 8, "value_channels": 4}
+    return lambda: va.AugmentedConv2d(8, 8, **{**sizes, **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            attention(channels=10),
+            "num_heads must divide channels.*got channels=10 and num_heads=4: choose num_heads from 1, 2, 5, 10",
+        ),
+        (attention(channels=8.0), "channels must be a whole number of at least 1; got 8.0"),
+        (attention(num_heads=True), "num_heads must be a whole number of at least 1; got True"),
+        (attention(impl="flash"), "impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'; got 'flash'"),
+        (attention(impl=["bmm"]), r"impl must be one of .* got \['bmm'\]"),
+        (attention(attn_drop=1.5), "attn_drop must be a probability between 0 and 1; got 1.5"),
+        (attention(attn_drop=True), "attn_drop must be a probability between 0 and 1; got True"),
+        (attention(proj_drop="0"), "proj_drop must be a probability"),
+        (attention(key_dim=0), "key_dim must be a whole number of at least 1; got 0"),
+        (attention(value_dim=2.5), "value_dim must be a whole number of at least 1; got 2.5"),
+        (attention(num_kv_heads=3), "num_kv_heads must divide num_heads; .* from 1, 2, 4"),
+        (attention(out_channels=-1), "out_channels must be a whole number"),
+        (attention(context_channels="8"), "context_channels must be a whole number"),
+        (attention(kv_stride=0), "kv_stride must be a whole number of at least 1; got 0"),
+        (attention(kv_stride=2, pattern="rows"), "pattern must be 'full' with kv_stride=2; got 'rows'"),
+        (attention(kv_stride=2, causal=True), "causal must be False where keys are not"),
+        (attention(context_channels=8, causal=True), "causal must be False where keys are not"),
+        (attention(scale=float("nan")), "scale must be a finite number; got nan"),
+        (attention(scale="1"), "scale must be a finite number"),
+        (attention(qkv_bias=1), "qkv_bias must be True or False; got 1"),
+        (attention(proj_bias=None), "proj_bias must be True or False; got None"),
+        (attention(qk_norm="layer"), "qk_norm must be True or False; got 'layer'"),
+        (attention(output_gate=0), "output_gate must be True or False; got 0"),
+        (attention(groups=3), "groups must divide channels"),
+        (attention(groups=4, out_channels=6), "groups must divide out_channels"),
+        (attention(groups=8, key_dim=1, value_dim=1), "groups must divide num_heads · key_dim"),
+        (attention(groups=2, num_kv_heads=1), "groups must be 1 with num_kv_heads"),
+        (attention(groups=2, context_channels=8), "groups must be 1 with num_kv_heads, value_dim or context_channels"),
+        (attention(groups=0), "groups must be"),
+        (lambda: va.AttentionBlock2d(8, 2, out_channels=4), "out_channels must be left out of AttentionBlock2d"),
+        (lambda: va.AttentionBlock2d(0, 2), "channels must be a whole number of at least 1; got 0"),
+        (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must be a finite number; got 'x'"),
+        (transformer(out_channels=4), "out_channels must be left out of TransformerBlock2d"),
+        (transformer(mlp_ratio=0), "mlp_ratio must be a finite number above 0; got 0"),
+        (transformer(activation="silu"), "activation must be one of 'gelu', 'relu'; got 'silu'"),
+        (transformer(norm_first=1), "norm_first must be True or False"),
+        (transformer(mlp_drop=2), "mlp_drop must be a probability"),
+        (transformer(eps=-1.0), "eps must be a finite number above 0; got -1.0"),
+        (lambda: va.LinearAttention2d(8, 3), "num_heads must divide channels; .* from 1, 2, 4, 8"),
+        (
+            lambda: va.LinearAttention2d(8, 2, impl="sdpa"),
+            "impl must be one of 'einx', 'bmm' for linear attention; got",
+        ),
+        (augmented(kernel_size=2), "kernel_size must be odd"),
+        (augmented(key_channels=7), "num_heads must divide key_channels"),
+        (augmented(value_channels=3), "num_heads must divide value_channels"),
+        (augmented(value_channels=8), "value_channels must be fewer than"),
+        (augmented(key_dim=3), "key_dim must be left out of AugmentedConv2d"),
+        (lambda: va.StridedAttention2d(8, stride=0), "stride must be a whole number of at least 1; got 0"),
+        (lambda: va.StridedAttention2d(8, feat_size=(0, 3)), "feat_size must be a whole number of at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [attention(nothing=2), transformer(nothing=2), augmented(nothing=2), lambda: va.StridedAttention2d(8, nothing=2)],
+)
+def test_an_argument_that_does_not_exist_is_refused_by_name(make):
+    with pytest.raises(TypeError, match="nothing"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(1, 1, 1, 12), "mask must be bool .* for linear attention; got torch.float32"),
+        (torch.ones(12, 12, dtype=torch.bool), r"cannot mask a key for one query alone; got \(12, 12\)"),
+        (torch.ones(3, 1, 1, 12, dtype=torch.bool), "mask must broadcast to"),
+    ],
+)
+def test_linear_attention_refuses_masks_that_it_cannot_apply(mask, message):
+    with pytest.raises(ValueError, match=message):
+        va.LinearAttention2d(16, 2)(torch.randn(2, 16, 4, 3), mask)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", va.IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_on_a_gpu_the_block_gives_what_it_gives_on_the_cpu(impl, dtype, masked):
-    # 8×8 tokens and a mask in bfloat16 is where cuDNN's kernel has given NaN gradients (pytorch/pytorch#196678).
-    torch.manual_seed(0)
-    block = va.Attention2d(64, 2, impl=impl)
-    x = torch.randn(2, 64, 8, 8, requires_grad=True)
-    mask = torch.rand(64, 64) < 0.5 if masked else None
-    if mask is not None:
-        mask[0] = False
-    expected = block(x, mask)
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
-    moved, there = block.to("cuda", dtype), x.detach().to("cuda", dtype).requires_grad_()
-    found = moved(there, None if mask is None else mask.cuda())
-    (gradient,) = torch.autograd.grad(found.sum(), there)
-    tolerance = 2e-3 if dtype == torch.float32 else 4 * 2**-8
-    for ours, theirs in ((found, expected), (gradient, expected_gradient)):
-        assert (ours.float().cpu() - theirs).abs().max() <= tolerance * theirs.abs().max()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("impl", va.IMPLS)
+@each_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"qk_norm": True, "num_kv_heads": 1},
         {"position": va.RelPosDecomposed(feat_size=8), "causal": True},
         {"position": va.Rope2d(), "output_gate": True, "kv_stride": 2},
@@ -268,16 +628,21 @@ def test_on_a_gpu_the_block_gives_what_it_gives_on_the_cpu(impl, dtype, masked):
     ],
     ids=str,
 )
-def test_on_a_gpu_under_autocast_every_option_gives_what_it_gives_on_the_cpu(impl, options):
-    torch.manual_seed(0)
-    block = va.Attention2d(64, 4, **options)
+def test_on_a_gpu_the_block_gives_what_it_gives_on_the_cpu(impl, dtype, options):
+    # 8×8 tokens and a mask in bfloat16 is where cuDNN's kernel has given NaN gradients (pytorch/pytorch#196678).
     x = torch.randn(2, 64, 8, 8, requires_grad=True)
-    expected = block(x)
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
-    va.set_impl(block.cuda(), impl)
-    there = x.detach().cuda().requires_grad_()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = block(there)
-    (gradient,) = torch.autograd.grad(found.float().sum(), there)
-    for ours, theirs in ((found, expected), (gradient, expected_gradient)):
-        assert (ours.float().cpu() - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max()
+    for masked in (False, True):
+        block = va.Attention2d(64, 4, impl=impl, **options)
+        mask = torch.rand(64, block.keys_size(x)[0] ** 2) < 0.5 if masked else None
+        if mask is not None:
+            mask[0] = False
+        expected = block(x, mask)
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), x)
+        given_type = torch.float32 if dtype == "autocast" else dtype
+        moved, there = block.to("cuda", given_type), x.detach().to("cuda", given_type).requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == "autocast"):
+            found = moved(there, None if mask is None else mask.cuda())
+        (gradient,) = torch.autograd.grad(found.float().sum(), there)
+        tolerance = 2e-3 if dtype == torch.float32 else 8 * 2**-8
+        for ours, theirs in ((found, expected), (gradient, expected_gradient)):
+            assert (ours.float().cpu() - theirs).abs().max() <= tolerance * theirs.abs().max()

@@ -1,16 +1,39 @@
-"""What of torch works with which implementation: the table in the README is the expectation, cell by cell."""
+"""What of torch works with a block, by implementation (the table in the README), and with a network that has blocks."""
 
 import copy
+import io
 import pickle
+import re
 import warnings
 from pathlib import Path
 
+import onnxruntime
 import pytest
+import timm
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torchvision
+from timm.utils import ModelEmaV3
+from torch import nn
 
 import vision_attn as va
+from vision_attn.insertion import inserted_keys
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def only_torchs_own_warnings():
+    with warnings.catch_warnings():
+        # Of the compiler, the exporter, vmap and pickle, about themselves.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch|onnx")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch|onnx")
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+# --- a block ----------------------------------------------------------------------------------------------------------
 
 
 def make(impl, **options):
@@ -22,41 +45,32 @@ def example(batch=2, height=7, width=9):
     return torch.randn(batch, 16, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def compiled(module, **options):
+def compiled(module, backend="aot_eager", **options):
     torch.compiler.reset()
-    return torch.compile(module, fullgraph=True, backend="aot_eager", **options)
+    return torch.compile(module, fullgraph=True, backend=backend, **options)
+
+
+def gradient(function):
+    x = example().requires_grad_()
+    return torch.autograd.grad(function(x).sum(), x)[0]
 
 
 def compiles(block):
-    x = example()
     with torch.no_grad():
-        torch.testing.assert_close(compiled(block)(x), block(x))
+        torch.testing.assert_close(compiled(block)(example()), block(example()))
 
 
 def has_a_backward_pass(block):
-    x = example().requires_grad_()
-    other = make("bmm")
-    (expected,) = torch.autograd.grad(other(x).sum(), x)
-    (found,) = torch.autograd.grad(block(x).sum(), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient(block), gradient(make("bmm")))
 
 
 def compiles_with_its_backward_pass(block):
-    x = example().requires_grad_()
-    (expected,) = torch.autograd.grad(block(x).sum(), x)
-    (found,) = torch.autograd.grad(compiled(block)(x).sum(), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient(compiled(block)), gradient(block))
 
 
 def compiles_once_for_all_sizes(block):
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    run = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    run = compiled(block, lambda graph, inputs: graphs.append(graph) or graph.forward, dynamic=True)
     with torch.no_grad():
         for size in ((2, 7, 9), (3, 14, 21), (2, 21, 14), (4, 28, 35)):
             torch.testing.assert_close(run(example(*size)), block(example(*size)))
@@ -69,15 +83,14 @@ def exports(block):
         torch.testing.assert_close(exported(example()), block(example()))
 
 
-def exports_with_any_batch_and_size(block, multiple=1):
+def exports_with_any_batch_and_size(block, sizes=((7, 9), (3, 4), (24, 28))):
+    # From a map of the size that tables are for, to smaller ones and to more tokens than have a dense bias.
     torch.compiler.reset()
-
     shapes = {"x": dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)}
     with torch.no_grad():
-        exported = torch.export.export(block, (example(2, 3 * multiple, 4 * multiple),), dynamic_shapes=shapes).module()
-        for batch, height, width in ((2, 3, 4), (5, 6, 2)):
-            x = example(batch, height * multiple, width * multiple)
-            torch.testing.assert_close(exported(x), block(x))
+        exported = torch.export.export(block, (example(2, *sizes[0]),), dynamic_shapes=shapes).module()
+        for batch, size in enumerate(sizes, 2):
+            torch.testing.assert_close(exported(example(batch, *size)), block(example(batch, *size)))
 
 
 def maps_over_a_further_axis(block):
@@ -93,15 +106,14 @@ def gives_gradients_by_sample(block):
         return torch.func.functional_call(block, parameters, (x[None],)).square().sum()
 
     by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, example())
-    one = torch.func.grad(loss)(parameters, example()[1])
-    for name, value in one.items():
+    for name, value in torch.func.grad(loss)(parameters, example()[1]).items():
         torch.testing.assert_close(by_sample[name][1], value)
 
 
 def runs_on_parameters_from_outside(block):
     other = make("bmm")
     with torch.no_grad():
-        parameters = {name: torch.randn_like(value) for name, value in block.named_parameters()}
+        parameters = {name: 0.3 * torch.randn_like(value) for name, value in block.named_parameters()}
         other.load_state_dict(parameters)
         torch.testing.assert_close(torch.func.functional_call(block, parameters, (example(),)), other(example()))
 
@@ -114,29 +126,25 @@ def has_forward_mode_gradients(block):
 
 
 def survives_deepcopy_and_pickle(block):
-    with torch.no_grad():
-        for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-            assert torch.equal(other(example()), block(example()))
-            assert repr(other) == repr(block)
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(other(example()), block(example()))
+        assert repr(other) == repr(block)
 
 
 def is_made_and_run_on_the_meta_device(block):
     with torch.device("meta"):
-        block = va.Attention2d(16, 2, impl=block.impl)
-    with torch.no_grad():
-        assert block(example().to("meta")).shape == example().shape
+        assert va.Attention2d(16, 2, impl=block.impl)(example().to("meta")).shape == example().shape
 
 
 def is_traced_by_fx(block):
-    traced = torch.fx.symbolic_trace(torch.nn.Sequential(block))
-    with torch.no_grad():
-        torch.testing.assert_close(traced(example()), block(example()))
+    traced = torch.fx.symbolic_trace(nn.Sequential(block))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+    torch.testing.assert_close(traced(example()), block(example()))
 
 
 def drops_weights(block):
     dropping = va.Attention2d(16, 2, impl=block.impl, attn_drop=0.5).train()
-    with torch.no_grad():
-        assert not torch.equal(dropping(example()), dropping(example()))
+    assert not torch.equal(dropping(example()), dropping(example()))
 
 
 #: By their names in the README.
@@ -160,22 +168,23 @@ CAPABILITIES = {
 
 def table_of_the_readme():
     """What the README says works: ``{(capability, impl): bool}``."""
-    lines = [line for line in README.splitlines() if line.startswith("| ") and line.count("|") == len(va.IMPLS) + 2]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    heads = next(row[1:] for row in rows if row[1:] == [f"`{impl}`" for impl in va.IMPLS])
-    table = {}
-    for name, *cells in rows:
-        if name in CAPABILITIES:
-            assert set(cells) <= {"yes", "no"}, name
-            table.update({(name, impl.strip("`")): cell == "yes" for impl, cell in zip(heads, cells, strict=True)})
-    return table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line[:2] == "| "]
+    heads = next(row[1:] for row in rows if row[:2] == ["", "`einx`"])
+    cells = {
+        (row[0], impl.strip("`")): cell
+        for row in rows
+        if row[0] in CAPABILITIES
+        for impl, cell in zip(heads, row[1:], strict=True)
+    }
+    assert set(cells.values()) <= {"yes", "no"}
+    return {key: cell == "yes" for key, cell in cells.items()}
 
 
-def works(capability, block):
+def works(capability, *arguments):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has things to say about its own parts
+        warnings.simplefilter("ignore")
         try:
-            capability(block)
+            capability(*arguments)
         except Exception as error:
             return error
     return None
@@ -184,9 +193,8 @@ def works(capability, block):
 @pytest.mark.parametrize("impl", va.IMPLS)
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_the_table_of_the_readme_is_so(name, impl):
-    expected = table_of_the_readme()[name, impl]
     error = works(CAPABILITIES[name], make(impl))
-    assert (error is None) == expected, error
+    assert (error is None) == table_of_the_readme()[name, impl], error
 
 
 def test_the_table_of_the_readme_is_whole():
@@ -206,33 +214,216 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    "capability",
-    [
-        compiles,
-        compiles_with_its_backward_pass,
-        maps_over_a_further_axis,
-        survives_deepcopy_and_pickle,
-        is_traced_by_fx,
-    ],
+    "capability", [compiles_with_its_backward_pass, maps_over_a_further_axis, is_traced_by_fx, "export"]
 )
 def test_the_default_implementation_does_it_with_every_pattern_and_term(capability, options):
-    error = works(capability, make("sdpa", **OPTIONS[options]))
+    block, arguments = make("sdpa", **OPTIONS[options]), ()
+    if capability == "export":
+        capability = exports_with_any_batch_and_size
+        if re.match("shift|neigh|str", options):  # in whole windows: whether there is padding is a fact of the graph
+            arguments = (((21, 28), (42, 14), (28, 35)),)
+    error = works(capability, block, *arguments)
     assert error is None, error
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_default_implementation_exports_with_every_pattern_and_term(options):
-    fixed = "pattern" in OPTIONS[options] and OPTIONS[options]["pattern"] != "rows"
-    multiple = 7 if fixed else 1  # whole windows: whether there is padding is a fact of the graph
-    error = works(lambda block: exports_with_any_batch_and_size(block, multiple), make("sdpa", **OPTIONS[options]))
-    assert error is None, error
+@pytest.mark.parametrize("block", [va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d])
+def test_other_blocks_are_traced_compiled_and_exported(block):
+    block = block(16, 2).eval()
+    traced = torch.fx.symbolic_trace(nn.Sequential(block))
+    torch.testing.assert_close(traced(example()), block(example()))
+    for capability in (compiles_with_its_backward_pass, exports_with_any_batch_and_size):
+        assert (error := works(capability, block)) is None, error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", va.IMPLS)
 def test_compiled_to_code_it_gives_the_same(impl):
-    block, x = make(impl), example()
+    block = make(impl)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        torch.compiler.reset()
-        torch.testing.assert_close(torch.compile(block, fullgraph=True)(x), block(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
+
+
+# --- a network with blocks: five families -----------------------------------------------------------------------------
+
+FAMILIES = {
+    "torchvision resnet18": lambda **options: torchvision.models.resnet18(num_classes=5),
+    "convnext_atto": lambda **options: timm.create_model("convnext_atto", num_classes=5, **options),
+    "mobilenetv3_small_050": lambda **options: timm.create_model("mobilenetv3_small_050", num_classes=5, **options),
+    # whose stages loop over their children
+    "regnetx_002": lambda **options: timm.create_model("regnetx_002", num_classes=5, **options),
+    # whose maps are (b, h, w, c)
+    "mambaout_femto": lambda **options: timm.create_model("mambaout_femto", num_classes=5, **options),
+}
+TIMM = [family for family in FAMILIES if not family.startswith("torchvision")]
+SHAPE = (2, 3, 64, 64)
+
+
+def in_families(test, families=tuple(FAMILIES)):
+    return pytest.mark.filterwarnings("ignore:the map at")(pytest.mark.parametrize("family", families)(test))
+
+
+def network(family, gate=0.5, **options):
+    torch.manual_seed(0)
+    model = FAMILIES[family](**options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # some networks begin with branches or scales at zero
+                parameter += 0.1 * torch.randn_like(parameter)
+    va.insert_(model, stages=[-2, -1], gate_init=gate, num_heads=4, example_input=SHAPE)
+    return model, torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def without_blocks(model):
+    other = copy.deepcopy(model)
+    va.remove_(other)
+    return other
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@in_families
+def test_a_network_is_copied_and_saved(family):
+    model, x = network(family)
+    torch.manual_seed(7)
+    other = FAMILIES[family]().eval()
+    va.insert_(other, stages=[-2, -1], num_heads=4, example_input=SHAPE)
+    other.load_state_dict(model.state_dict(), strict=True)
+    with torch.no_grad():
+        plain = without_blocks(model)(x)
+        assert not torch.allclose(model(x), plain, rtol=1e-3)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model), other):
+            assert torch.equal(twin(x), model(x))
+        for block in va.inserted(twin).values():
+            nn.init.zeros_(block.gate)
+        assert torch.equal(twin(x), plain)
+
+
+@in_families
+def test_a_network_is_compiled_with_its_backward_pass(family):
+    model, x = network(family)
+    compiled(model)(x).sum().backward()
+    found = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected = model(x)
+    expected.sum().backward()
+    torch.testing.assert_close(compiled(model)(x), expected, rtol=1e-4, atol=1e-4)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, rtol=1e-3, atol=1e-3 * float(parameter.grad.abs().max()))
+
+
+@in_families
+def test_a_network_is_exported_with_any_batch_and_as_onnx(family, tmp_path):
+    model, x = network(family)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    with torch.no_grad():
+        for images in (x, torch.randn(5, 3, 64, 64)):
+            torch.testing.assert_close(program.module()(images), model(images), rtol=1e-4, atol=1e-4)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, verbose=False, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-3, atol=1e-4)
+
+
+@in_families
+def test_features_are_extracted_by_fx(family):
+    model, x = network(family)
+    site = list(va.inserted(model))[-1]
+    # timm knows which of its layers are not to be traced, and where they may be asserted away.
+    fx = timm.models._features_fx if family in TIMM else torchvision.models.feature_extraction
+    extractor, seen = fx.create_feature_extractor(model, [site]), []
+    model.get_submodule(site).register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        model(x)
+        torch.testing.assert_close(extractor(x)[site], seen[0])
+
+
+@in_families
+def test_a_moving_average_has_the_blocks(family):
+    model, x = network(family)
+    ema = ModelEmaV3(model, decay=0.5)
+    with torch.no_grad():
+        for block in va.inserted(model).values():
+            block.gate.fill_(1.5)
+        ema.update(model)
+        assert [float(block.gate.mean()) for block in va.inserted(ema.module).values()] == [1.0, 1.0]
+        assert not torch.equal(ema.module(x), model(x))
+
+
+@in_families
+def test_a_network_runs_in_half_precision_and_under_autocast(family):
+    model, x = network(family, gate=0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(x), without_blocks(model)(x))
+        for block in va.inserted(model).values():
+            nn.init.ones_(block.gate)
+        model(x).float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    for dtype in (torch.float16, torch.bfloat16):
+        model, x = network(family, gate=0.0)
+        model, x = model.to(dtype), x.to(dtype)
+        with torch.no_grad():
+            assert torch.equal(model(x), without_blocks(model)(x))
+            for block in va.inserted(model).values():
+                nn.init.ones_(block.gate)
+            assert model(x).isfinite().all()
+            assert model(x).dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore:the map at")
+@pytest.mark.parametrize("family", TIMM)
+def test_timms_features_only_and_gradient_checkpointing(family):
+    model, x = network(family, features_only=True)
+    with torch.no_grad():
+        features, plain = model(x), without_blocks(model)(x)
+    assert [map.shape for map in features] == [map.shape for map in plain]
+    assert not torch.equal(features[-1], plain[-1])
+    model, x = network(family)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(x).sum().backward()
+        gradients.append([p.grad.clone() for block in va.inserted(model).values() for p in block.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(gradient.any() for gradient in gradients[1])
+
+
+def work(rank, family, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model, x = network(family)
+    nn.parallel.DistributedDataParallel(model)(x[rank : rank + 1]).sum().backward()
+    torch.save({key: parameter.grad for key, parameter in model.named_parameters()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@in_families
+def test_two_processes_share_the_gradients(family, tmp_path):
+    mp.spawn(work, (family, str(tmp_path)), nprocs=2)
+    model, x = network(family)
+    (model(x).sum() / 2).backward()
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for key, parameter in model.named_parameters():
+        assert torch.equal(one[key], other[key])
+        torch.testing.assert_close(one[key], parameter.grad, rtol=1e-3, atol=1e-4 * float(parameter.grad.abs().max()))
+    assert all(one[key].any() for key in inserted_keys(model))
+
+
+@pytest.mark.slow
+@in_families
+def test_a_network_is_compiled_to_machine_code(family):
+    model, x = network(family)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model)(x), model(x), rtol=1e-3, atol=1e-3)

@@ -18,17 +18,19 @@ def network():
 
 
 @pytest.mark.parametrize("impl", va.IMPLS)
-def test_maps_are_the_weights_that_the_block_used(impl):
+@pytest.mark.parametrize("context_size", [None, (4, 2)])
+def test_maps_are_the_weights_that_the_block_used(impl, context_size):
     torch.manual_seed(0)
     block = va.Attention2d(8, 2, impl=impl, dtype=torch.float64)
     x = torch.randn(2, 8, 3, 5, dtype=torch.float64)
-    mask = torch.rand(15, 15) < 0.7
+    source = x if context_size is None else torch.randn(2, 8, *context_size, dtype=torch.float64)
+    mask = torch.rand(15, source[0, 0].numel()) < 0.7
     with va.capture(block) as maps, torch.no_grad():
-        y = block(x, mask=mask)
+        y = block(x, mask=mask, context=source)
+    assert maps[""].weights.shape == (2, 2, 15, *source.shape[2:])
     weights = maps[""].weights.flatten(3)
-    assert weights.shape == (2, 2, 15, 15)
     assert (weights.flatten(0, 1)[:, ~mask] == 0).all()
-    v = block.qkv(x)[:, 16:].unflatten(1, (2, 4)).flatten(3).mT
+    v = block.qkv(source)[:, 16:].unflatten(1, (2, 4)).flatten(3).mT
     torch.testing.assert_close(block.proj((weights @ v).mT.reshape(2, 8, 3, 5)), y)
 
 
@@ -37,7 +39,7 @@ def test_queries_are_points_of_the_image():
     with va.capture(model) as everything:
         expected = model(x)
     with va.capture(model, queries=[(0, 0), (31, 8.5)]) as maps:
-        assert torch.equal(model(x), expected)
+        assert torch.equal(model(x=x), expected)
     assert list(maps) == ["layer2.2.inserted.attn", "layer3.2.inserted.attn"]
     assert maps["layer2.2.inserted.attn"].cells == ((0, 0), (15, 4))
     assert maps["layer3.2.inserted.attn"].cells == ((0, 0), (7, 2))
@@ -49,15 +51,23 @@ def test_queries_are_points_of_the_image():
         torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
 
 
-def test_a_mask_for_each_query_is_followed():
+def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
     block, x = va.Attention2d(8, 2), torch.randn(1, 8, 2, 2)
     mask = torch.eye(4, dtype=torch.bool)
-    with va.capture(block, queries=[(1, 0)]) as maps:
-        block(x, mask)
-    assert maps[""].weights[0, 0, 0].flatten().tolist() == [0, 0, 1, 0]
-    with va.capture(block, queries=[(1, 0)]) as maps:
-        block(x, mask[0])
-    assert maps[""].weights[0, 0, 0].flatten().tolist() == [1, 0, 0, 0]
+    for given, expected in ((mask, [0, 0, 1, 0]), (mask[0], [1, 0, 0, 0])):
+        with va.capture(block, queries=[(1, 0)]) as maps:
+            block(x, given)
+        assert maps[""].weights[0, 0, 0].flatten().tolist() == expected
+    block = va.StridedAttention2d(8, 2, pattern=va.Window(3))
+    with va.capture(block, queries=[(4, 1)]) as maps:
+        block(torch.randn(1, 8, 6, 7))
+    inside = torch.zeros(6, 7, dtype=torch.bool)
+    inside[3:6, 0:3] = True
+    assert torch.equal(maps["attn"].weights[0, 0, 0] > 0, inside)
+    block = va.Attention2d(8, 2, kv_stride=2)
+    with va.capture(block, queries=[(0, 0)]) as maps:
+        block(torch.randn(1, 8, 6, 7))
+    assert maps[""].weights.shape == (1, 2, 1, 3, 4)
 
 
 def test_capturing_ends_with_the_block():
@@ -70,16 +80,17 @@ def test_capturing_ends_with_the_block():
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
-def test_there_is_nothing_to_capture_in_a_plain_model():
+def test_what_cannot_be_captured_is_refused():
+    model, x = network(), torch.randn(1, 3, 32, 32)
     with pytest.raises(ValueError, match="model has no Attention2d to capture"), va.capture(nn.ReLU()):
         pass
-
-
-@pytest.mark.parametrize("query", [(-1, 0), (0, 32), (32, 0)])
-def test_a_point_outside_the_image_is_refused(query):
-    model = network()
-    with pytest.raises(ValueError, match=r"in pixels of an image of 32×32; got"), va.capture(model, [query]):
-        model(torch.randn(1, 3, 32, 32))
+    for query in ((-1, 0), (0, 32), (32, 0)):
+        with pytest.raises(ValueError, match=r"in pixels of an image of 32×32; got"), va.capture(model, [query]):
+            model(x)
+    with pytest.raises(RuntimeError, match="call the model itself"), va.capture(model):
+        model.forward_features(x)
+    with pytest.raises(ValueError, match="or None for every cell; got none"), va.capture(model, queries=[]):
+        pass
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -100,14 +111,3 @@ def test_a_figure_is_written_as_a_picture(channels, tmp_path):
         va.figures.save_figure(figure, tmp_path / "attention.jpg")
     with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
         va.figures.attention_figure(x[:1], attention)
-
-
-def test_the_ways_to_call_a_network_are_followed_or_refused():
-    model, x = network(), torch.randn(1, 3, 32, 32)
-    with va.capture(model) as maps:
-        model(x=x)
-    assert len(maps) == 2
-    with pytest.raises(RuntimeError, match="call the model itself"), va.capture(model):
-        model.forward_features(x)
-    with pytest.raises(ValueError, match="or None for every cell; got none"), va.capture(model, queries=[]):
-        pass

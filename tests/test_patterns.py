@@ -1,16 +1,21 @@
-"""A pattern is a permutation of the map, the same in einx and in torch, and says so in both as code."""
+"""A pattern is a permutation of the map, the same in einx and in torch; what it makes of a size of map is made once."""
 
+import copy
+import io
 import pickle
+import threading
 
 import einx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_attn.patterns.heads import heads_apart_bmm, heads_apart_einx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
-from vision_attn.patterns import PATTERNS, heads_bmm, heads_einx, join_bmm, join_einx, resolve_pattern
+from vision_attn.attend import IMPLEMENTATIONS
+from vision_attn.patterns import PATTERNS, partition_of, resolve_pattern
+from vision_attn.patterns.partition import kept_partition
 
 EXAMPLES = {
     **{name: name for name in PATTERNS},
@@ -24,55 +29,66 @@ EXAMPLES = {
     "stripes": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2),
     "all sizes given": va.Pattern("b n d (y p) (r q) -> (b y) n (p r q) d", p=4, q=3, r=4),
 }
-LINES = [pattern for pattern in EXAMPLES.values() if not isinstance(pattern, va.Neighborhood)]
+CPU = torch.device("cpu")
+drawn = [
+    settings(max_examples=60, deadline=None),
+    given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12))),
+]
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    pattern=st.sampled_from(list(EXAMPLES.values())),
-    size=st.tuples(st.integers(1, 12), st.integers(1, 12)),
-    channels_last=st.booleans(),
-)
-def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern, size, channels_last):
-    tiling = resolve_pattern(pattern).tiling(2)
-    x = torch.randn(2, 3 * 4, *size)
-    x = (x.contiguous(memory_format=torch.channels_last) if channels_last else x).unflatten(1, (3, 4))
-    for keys in (False, True):
-        assert torch.equal(tiling.split(x, einx=True, keys=keys), tiling.split(x, keys=keys))
-    tokens = tiling.split(x)
-    for einx_form in (False, True):
-        assert torch.equal(tiling.merge(tokens, size, einx=einx_form), x)
+def partition(pattern, size):
+    return resolve_pattern(pattern).partitioner(len(size)).partition(size, CPU)
 
 
-@settings(max_examples=100, deadline=None)
-@given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12)))
+# --- lines of einx, and their twins in torch --------------------------------------------------------------------------
+
+
+@drawn[0]
+@drawn[1]
+def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern, size):
+    part, x = partition(pattern, size), torch.randn(2, 3 * 4 * 5, *size)
+    for channels_last in (False, True):
+        x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        groups = {}
+        for impl in ("einx", "bmm"):
+            steps = IMPLEMENTATIONS[impl]
+            fitted = part.fit(x, steps.split)
+            groups[impl] = (part.queries(fitted, steps.split), part.keys(fitted, steps.split))
+            assert torch.equal(part.restore(groups[impl][0], steps.merge), x)
+            tokens = steps.heads_apart(groups[impl][0], 1, 12)[0]
+            assert tokens.shape == (2 * part.groups, 12, part.cut.tokens, 5)
+            assert torch.equal(steps.heads_together(tokens, part.cut.window), groups[impl][0])
+        for ours, twin in zip(groups["einx"], groups["bmm"], strict=True):
+            assert torch.equal(ours, twin)
+            apart = [IMPLEMENTATIONS[impl].heads_apart(ours, 3, 4) for impl in ("einx", "bmm")]
+            assert torch.equal(*apart)
+            assert apart[0].shape[:3] == (3, 2 * part.groups, 4)
+
+
+@drawn[0]
+@drawn[1]
 def test_every_position_is_a_query_once_and_the_index_says_where(pattern, size):
-    tiling = resolve_pattern(pattern).tiling(2)
-    queries, keys = tiling.index(size, torch.device("cpu"))
-    real = queries[queries >= 0]
-    assert sorted(real.tolist()) == list(range(size[0] * size[1]))
-    places = torch.arange(size[0] * size[1], dtype=torch.float64).view(1, 1, 1, *size)
-    for index, split in ((queries, tiling.split(places)), (keys, tiling.split(places, keys=True))):
-        assert torch.equal(split[:, 0, :, 0].long()[index >= 0], index[index >= 0])
-    mask = tiling.mask(size, torch.device("cpu"))
-    if mask is not None:  # nothing real looks at padding
-        assert not (mask & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
+    part = partition(pattern, size)
+    queries, keys = part.index()
+    assert sorted(queries[queries >= 0].tolist()) == list(range(size[0] * size[1]))
+    split = IMPLEMENTATIONS["bmm"].split
+    numbered = part.fit(torch.arange(size[0] * size[1], dtype=torch.float64).view(1, 1, *size), split)
+    for index, map in ((queries, part.queries(numbered, split)), (keys, part.keys(numbered, split))):
+        tokens = map.reshape(index.shape).long()
+        assert torch.equal(tokens[index >= 0], index[index >= 0])
+    if part.mask is not None:  # nothing real looks at padding
+        assert not (part.mask & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
 
 
-@pytest.mark.parametrize("pattern", LINES, ids=str)
-def test_the_printed_lines_are_the_code_that_runs(pattern):
-    line = resolve_pattern(pattern).tiling(2).line
-    size = (12, 12)
-    x = torch.randn(2, 3, 4, *size)
-    expected = line.split_bmm(x)
-    assert torch.equal(einx.id(line.einx, x, **line.sizes), expected)
-    names = {"maps": x, "b": 2, "n": 3, "d": 4, **line.lengths(size)}
-    assert torch.equal(eval(line.torch, names), expected)
-
-
-def test_the_lines_are_those_of_the_documentation():
-    lines = {name: resolve_pattern(EXAMPLES[name]).tiling(2).line.einx for name in (*PATTERNS, "window", "grid")}
-    assert lines == {
+def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
+    x = torch.randn(2, 3, 4, 12, 12)
+    for pattern in EXAMPLES.values():
+        if not isinstance(pattern, va.Neighborhood):
+            cut = partition(pattern, (12, 12)).cut
+            expected = IMPLEMENTATIONS["bmm"].heads_apart(cut.split_torch(x.flatten(1, 2)), 1, 3)[0]
+            assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
+            assert torch.equal(eval(cut.line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **cut.lengths}), expected)
+    assert {name: partition(EXAMPLES[name], (12, 12)).cut.line.einx for name in (*PATTERNS, "window", "grid")} == {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
         "columns": "b n d h w -> (b w) n h d",
@@ -81,45 +97,194 @@ def test_the_lines_are_those_of_the_documentation():
     }
 
 
-@pytest.mark.parametrize("size", [(6, 8), (5, 7)])
-def test_queries_and_keys_of_full_attention_are_views_in_channels_last(size):
-    x = torch.randn(2, 3 * 2 * 4, *size).contiguous(memory_format=torch.channels_last)
-    q, k, v = heads_bmm(x, 2, 2, 4, 4)
-    for part in (q, k, v):
-        tokens = resolve_pattern("full").tiling(2).split(part)
-        assert tokens.data_ptr() == part.data_ptr()
-        assert tokens.stride(-1) == 1
-
-
-def test_heads_are_the_same_in_both_forms():
-    qkv = torch.randn(2, 4 * 3 + 2 * 3 + 2 * 5, 3, 6)
-    for ours, twin in zip(heads_einx(qkv, 4, 2, 3, 5), heads_bmm(qkv, 4, 2, 3, 5), strict=True):
-        assert torch.equal(ours, twin)
-    q, kv = qkv[:, :12], qkv[:, 12:]
-    for ours, twin in zip(heads_apart_einx(q, kv, 4, 2, 3, 5), heads_apart_bmm(q, kv, 4, 2, 3, 5), strict=True):
-        assert torch.equal(ours, twin)
-    y = torch.randn(2, 3, 4, 5, 6)
-    assert torch.equal(join_einx(y), join_bmm(y))
-
-
 def test_swins_shift_leaves_an_axis_alone_that_one_window_holds():
-    shifted, plain = va.Window(4, shift=2).tiling(2), va.Window(4).tiling(2)
-    assert shifted.mask((4, 4), torch.device("cpu")) is None
-    assert shifted.shift_on((4, 9)) == (0, 2)
-    x = torch.randn(1, 1, 1, 4, 4)
-    assert torch.equal(shifted.split(x), plain.split(x))
+    part = partition(va.Window(4, shift=2), (4, 4))
+    assert part.mask is None
+    assert part.shift == (0, 0)
+    assert partition(va.Window(4, shift=2), (4, 9)).shift == (0, 2)
 
 
-def test_a_neighborhood_has_as_many_keys_at_the_border():
-    mask = va.Neighborhood(3).tiling(2).mask((7, 5), torch.device("cpu"))
-    queries, _ = va.Neighborhood(3).tiling(2).index((7, 5), torch.device("cpu"))
-    assert set(mask.sum(-1)[queries >= 0].tolist()) == {9}
+def test_a_neighborhood_has_as_many_keys_at_the_border_and_never_more_than_the_map():
+    part = partition(va.Neighborhood(3), (7, 5))
+    assert set(part.mask.sum(-1)[part.index()[0] >= 0].tolist()) == {9}
+    assert partition(va.Neighborhood(31, dilation=3), (7, 7)).key_index.numel() <= 15 * 15
+    for pattern, seen in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1)):
+        weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
+        assert ((weights > 0).sum(-1) == seen).all()
+
+
+def test_a_pattern_without_groups_that_pads_is_full_attention():
+    block = va.Attention2d(8, 2, pattern=va.Pattern("b n d  ( h p )  w->b n ( h p w ) d", p=2))
+    full = va.Attention2d(8, 2)
+    full.load_state_dict(block.state_dict())
+    x, mask = torch.randn(2, 8, 3, 4), torch.rand(12, 12) < 0.7
+    torch.testing.assert_close(block(x, mask), full(x, mask))
+    torch.testing.assert_close(block.attention_weights(x, mask), full.attention_weights(x, mask))
+
+
+def test_one_and_three_axes_are_two_with_axes_of_one():
+    def same(module, other):
+        return module.load_state_dict(
+            {k: v.reshape(module.state_dict()[k].shape) for k, v in other.state_dict().items()}
+        )
+
+    flat, deep = torch.randn(2, 8, 9), torch.randn(2, 8, 3, 4, 5)
+    for pattern, pattern2 in ((va.Window(4, shift=1), va.Window((1, 4), shift=(0, 1))), ("full", "full")):
+        one, two = va.Attention1d(8, 2, pattern=pattern), va.Attention2d(8, 2, pattern=pattern2)
+        same(one, two)
+        torch.testing.assert_close(one(flat), two(flat[:, :, None])[:, :, 0])
+    three, two = va.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), va.Attention2d(8, 2, pattern=va.Window(3))
+    same(three, two)
+    expected = two(deep.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, 3)).transpose(1, 2)
+    for impl in va.IMPLS:
+        with va.use_impl(three, impl):
+            torch.testing.assert_close(three(deep), expected)
+
+
+# --- what is kept of a pattern for a size of map ----------------------------------------------------------------------
+
+SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
+
+
+@pytest.fixture
+def none_kept():
+    kept_partition.cache_clear()
+    yield
+    kept_partition.cache_clear()
+
+
+@pytest.mark.usefixtures("none_kept")
+def test_a_partition_is_made_once_for_a_pattern_a_size_and_a_device():
+    x, block = torch.randn(2, 8, 5, 7), va.Attention2d(8, 2, **SHIFTED)
+    first = partition_of(block.partitioner, x)
+    assert partition_of(va.Window(3, shift=1).partitioner(2), torch.randn(4, 3, 5, 7, dtype=torch.float64)) is first
+    others = [
+        partition_of(va.Window(3).partitioner(2), x),
+        partition_of(block.partitioner, x[..., :5]),
+        partition_of(block.partitioner, x.to("meta")),
+    ]
+    assert len({id(part) for part in (first, *others)}) == 4
+    assert others[2].mask.device.type == "meta"
+    block(x)
+    block.half()(x.half())
+    assert kept_partition.cache_info().misses == 4
+
+
+@pytest.mark.usefixtures("none_kept")
+def test_no_more_than_sixteen_partitions_are_kept():
+    block = va.Attention2d(8, 2, pattern=va.Neighborhood(3))
+    for width in range(1, 41):
+        block(torch.randn(1, 8, 2, width))
+    assert kept_partition.cache_info().currsize == kept_partition.cache_info().maxsize == 16
+
+
+@pytest.mark.usefixtures("none_kept")
+def test_what_is_kept_is_no_part_of_the_block():
+    block = va.Attention2d(8, 2, **SHIFTED)
+
+    def written():
+        file = io.BytesIO()
+        torch.save(block, file)
+        return len(pickle.dumps(block)), len(file.getvalue()), list(block.state_dict()), list(block.__dict__)
+
+    before = written()
+    block(torch.randn(1, 8, 64, 64))
+    assert written() == before
+    x = torch.randn(1, 8, 5, 7)
+    assert torch.equal(copy.deepcopy(block)(x), block(x))
+
+
+def under_inference_mode(block, x):
+    with torch.inference_mode():
+        block(x)
+
+
+def under_fake_tensors(block, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        block(mode.from_tensor(x))
+
+
+def under_grad(block, x):
+    with va.use_impl(block, "bmm"):
+        torch.func.grad(lambda x: block(x).sum())(x)
+
+
+def under_vmap(block, x):
+    torch.func.vmap(block)(torch.stack([x, x]))
+
+
+def under_jvp(block, x):
+    with va.use_impl(block, "bmm"):
+        torch.func.jvp(block, (x,), (x,))
+
+
+def under_the_compiler(block, x):
+    torch.compiler.reset()
+    torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+
+
+def under_export(block, x):
+    torch.export.export(block, (x,))
+
+
+def under_a_trace(block, x):
+    torch.jit.trace(block, x, check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch about its own parts
+@pytest.mark.usefixtures("none_kept")
+@pytest.mark.parametrize(
+    "first",
+    [
+        under_inference_mode,
+        under_fake_tensors,
+        under_grad,
+        under_vmap,
+        under_jvp,
+        under_the_compiler,
+        under_export,
+        under_a_trace,
+    ],
+)
+def test_a_size_first_met_elsewhere_serves_training_afterwards(first):
+    block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(2, 8, 5, 7, requires_grad=True)
+    first(block, x.detach())
+    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    kept_partition.cache_clear()
+    expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert type(one) is torch.Tensor
+
+
+@pytest.mark.usefixtures("none_kept")
+def test_several_threads_share_what_is_kept():
+    block, results = va.Attention2d(8, 2, **SHIFTED), {}
+    maps = [torch.randn(1, 8, 4 + size // 6, 4 + size % 6) for size in range(24)]  # more than are kept
+    expected = [block(x).detach() for x in maps]
+
+    def run(thread):
+        for number in range(96):
+            index = (7 * thread + number) % len(maps)
+            x = maps[index].clone().requires_grad_()
+            y = block(x)
+            torch.autograd.grad(y.sum(), x)
+            results[thread, number] = torch.equal(y, expected[index])
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(results.values()) == [True] * 4 * 96
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("pattern", "code"),
     [
-        (va.Window(7), "Window(size=7, shift=0)"),
         (va.Window((7, 5), shift=(3, 0)), "Window(size=(7, 5), shift=(3, 0))"),
         (va.Grid(7), "Grid(size=7)"),
         (va.Neighborhood(7, dilation=2), "Neighborhood(kernel_size=7, dilation=2)"),
@@ -128,15 +293,13 @@ def test_a_neighborhood_has_as_many_keys_at_the_border():
 )
 def test_a_pattern_prints_as_code_compares_and_pickles(pattern, code):
     assert repr(pattern) == code
-    again = eval(code, {name: getattr(va, name) for name in ("Window", "Grid", "Neighborhood", "Pattern")})
-    for other in (again, pickle.loads(pickle.dumps(pattern))):
+    for other in (eval(code, vars(va)), pickle.loads(pickle.dumps(pattern))):
         assert other == pattern
         assert hash(other) == hash(pattern)
+        assert other.partitioner(2) == pattern.partitioner(2)
+        assert hash(other.partitioner(2)) == hash(pattern.partitioner(2))
     assert pattern != va.Window(2)
-
-
-def test_the_order_of_tokens_is_that_of_the_map_however_it_is_written():
-    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")
+    assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")  # a set of tokens
 
 
 @pytest.mark.parametrize(
@@ -145,25 +308,20 @@ def test_the_order_of_tokens_is_that_of_the_map_however_it_is_written():
         ("b n d h w", {}, "it has no single '->'"),
         ("b n d h w -> b n (h w) d -> b", {}, "it has no single '->'"),
         ("b c h w -> b n (h w) d", {}, "its left side is not 'b n d'"),
-        ("b n d -> b n d", {}, "its left side is not"),
-        ("b n d h w -> (b h w) n () d", {}, "is not names and names in brackets"),
         ("b n d q t h w -> b n (q t h w) d", {}, "one to three axes"),
         ("b n d h w -> b n h w d", {}, "its right side is not"),
-        ("b n d h w -> n b (h w) d", {}, "its right side is not"),
         ("b n d h w -> b n h d", {}, "no permutation of the map, since 'w' stands 1 and 0 times"),
-        ("b n d h w -> (b h) n (h w) d", {}, "no permutation of the map, since 'h' stands 1 and 2 times"),
-        ("b n d h h -> b n (h w) d", {}, "no permutation of the map"),
         ("b n d h h -> b n h d", {}, "no permutation of the map, since 'h' stands 2 and 1 times"),
         ("b n d (h n) w -> b n (h w) d", {}, "'n' has another meaning and cannot name a part of an axis"),
         ("b n d graph w -> b n (graph w) d", {}, "'graph' has another meaning"),
         (")b n d h w( -> b n (h w) d", {}, "is not names and names in brackets"),
         ("b n d h w -> ((b h)) n w d", {}, "is not names and names in brackets"),
         ("b n d gé w -> b n (gé w) d", {}, "is not names and names in brackets"),
+        ("b n d h w -> (b h w) n () d", {}, "is not names and names in brackets"),
+        ("b n d h 2 -> b n (h 2) d", {}, "is not names and names in brackets"),
         ("b n d h (w s) -> (b s) n (h w) d", {}, "give the size of 'w' or 's'"),
         ("b n d h w -> b n (h w) d", {"s": 2}, "there is no 's' in it to have the size 2"),
         ("b n d h (w s) -> (b s) n (h w) d", {"s": 0}, "the size of 's' must be a whole number of at least 1; got 0"),
-        ("b n d h (w s -> (b s) n (h w) d", {"s": 2}, "is not names and names in brackets"),
-        ("b n d h 2 -> b n (h 2) d", {}, "is not names and names in brackets"),
     ],
 )
 def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, message):
@@ -179,73 +337,30 @@ def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, messa
             lambda: va.Window(0),
             r"Window: size must be a whole number of at least 1, or a tuple \(…, …\) of them; got 0",
         ),
-        (lambda: va.Window(7.0), "Window: size must be .* got 7.0"),
         (lambda: va.Window(()), r"Window: size must be .* got \(\)"),
         (lambda: va.Window([7, 7]), r"Window: size must be .* a tuple .* got \[7, 7\]"),
         (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must be for as many axes"),
-        (lambda: va.Pattern(5), "Pattern: line must be a line of einx, .* got 5"),
-        (lambda: va.Window(4, shift=4), "Window: shift must be smaller than size; got size=4 and shift=4"),
         (lambda: va.Window((4, 2), shift=2), "Window: shift must be smaller than size"),
         (lambda: va.Window(4, shift=-1), "Window: shift must be a whole number of at least 0"),
         (lambda: va.Grid(True), "Grid: size must be .* got True"),
-        (lambda: va.Neighborhood(0), "Neighborhood: kernel_size must be .* got 0"),
         (lambda: va.Neighborhood(3, dilation=0), "Neighborhood: dilation must be .* got 0"),
+        (lambda: va.Pattern(5), "Pattern: line must be a line of einx, .* got 5"),
         (lambda: va.Attention2d(8, pattern=va.Window((7, 7, 7))), r"maps with 2 axes; got Window.* is for 3"),
         (lambda: va.Attention1d(8, pattern="columns"), "pattern 'columns' needs a map with 2 axes; got 1"),
         (lambda: va.Attention2d(8, pattern=va.Pattern("b n d w -> b n w d")), "maps with 2 axes; got Pattern.* for 1"),
         (lambda: va.Attention2d(8, pattern=7), r"pattern must be one of 'full', 'rows', 'columns', a Window.* got 7"),
+        (
+            lambda: va.Attention2d(8, pattern=va.Pattern("b n d (h p) w -> b n (h p w) d", p=2), kv_stride=2),
+            "pattern must be 'full' with kv_stride=2",
+        ),
+        (
+            lambda: va.Attention2d(8, pattern=va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3))(
+                torch.ones(1, 8, 7, 4)
+            ),
+            r"x must have at most 6 positions along y p .* got a map of 7×4",
+        ),
     ],
 )
-def test_bad_patterns_are_refused_at_construction(make, message):
+def test_bad_patterns_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("line", ["b n d  ( h p )  w->b n ( h p w ) d", "b n d (h p) w -> b n (h p w) d"])
-def test_a_pattern_without_groups_that_pads_is_full_attention(line):
-    torch.manual_seed(0)
-    block, full = va.Attention2d(8, 2, pattern=va.Pattern(line, p=2)), va.Attention2d(8, 2)
-    full.load_state_dict(block.state_dict())
-    x, mask = torch.randn(2, 8, 3, 4), torch.rand(12, 12) < 0.7
-    torch.testing.assert_close(block(x, mask), full(x, mask))
-    torch.testing.assert_close(block.attention_weights(x, mask), full.attention_weights(x, mask))
-    with pytest.raises(ValueError, match="pattern must be 'full' with kv_stride=2"):
-        va.Attention2d(8, 2, pattern=va.Pattern(line, p=2), kv_stride=2)
-
-
-def test_a_neighborhood_beyond_the_map_is_all_of_it_and_costs_no_more():
-    tiling = va.Neighborhood(31, dilation=3).tiling(2)
-    assert tiling.split(torch.randn(1, 1, 2, 7, 7)).numel() <= 2 * 9 * 9
-    for pattern in (va.Neighborhood(31), va.Neighborhood(7, dilation=64)):
-        block = va.Attention2d(8, 2, pattern=pattern)
-        x = torch.randn(1, 8, 5, 7)
-        weights = block.attention_weights(x)
-        seen = 35 if pattern.dilation == 1 else 1
-        assert ((weights > 0).sum(-1) == seen).all()
-
-
-def test_a_map_larger_than_a_line_with_every_size_given_is_refused():
-    block = va.Attention2d(8, 2, pattern=va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3))
-    assert block(torch.randn(1, 8, 5, 4)).shape == (1, 8, 5, 4)
-    with pytest.raises(ValueError, match=r"x must have at most 6 places along y p .* got a map of 7×4"):
-        block(torch.randn(1, 8, 7, 4))
-
-
-def test_one_and_three_axes_are_two_with_axes_of_one():
-    torch.manual_seed(0)
-    flat, deep = torch.randn(2, 8, 9), torch.randn(2, 8, 3, 4, 5)
-    for pattern, pattern2 in ((va.Window(4, shift=1), va.Window((1, 4), shift=(0, 1))), ("full", "full")):
-        one, two = va.Attention1d(8, 2, pattern=pattern), va.Attention2d(8, 2, pattern=pattern2)
-        one.load_state_dict(
-            {key: value.reshape(one.state_dict()[key].shape) for key, value in two.state_dict().items()}
-        )
-        torch.testing.assert_close(one(flat), two(flat[:, :, None])[:, :, 0])
-    three, two = va.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), va.Attention2d(8, 2, pattern=va.Window(3))
-    three.load_state_dict(
-        {key: value.reshape(three.state_dict()[key].shape) for key, value in two.state_dict().items()}
-    )
-    frames = deep.transpose(1, 2).flatten(0, 1)
-    expected = two(frames).unflatten(0, (2, 3)).transpose(1, 2)
-    for impl in ("sdpa", "einx", "bmm"):
-        with va.use_impl(three, impl):
-            torch.testing.assert_close(three(deep), expected)

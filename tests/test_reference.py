@@ -1,36 +1,248 @@
-"""The definition itself, against torch."""
+"""The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
+import vision_attn as va
 from vision_attn import reference
 
-
-def test_softmax_is_torchs():
-    logits = np.random.default_rng(0).normal(size=(3, 5)) * 100
-    np.testing.assert_allclose(reference.softmax(logits), torch.from_numpy(logits).softmax(-1).numpy(), atol=1e-15)
+# --- the definition itself --------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_nothing_is_zeros():
+def test_the_definition_of_attention_is_torchs():
+    generator = np.random.default_rng(0)
+    q, k, v = generator.normal(size=(5, 4)), generator.normal(size=(7, 4)), generator.normal(size=(7, 3))
+    for mask in (None, generator.random((5, 7)) < 0.7, generator.normal(size=(5, 7))):
+        given_mask = None if mask is None else torch.from_numpy(mask)
+        expected = F.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), attn_mask=given_mask, scale=0.3)
+        np.testing.assert_allclose(reference.attention(q, k, v, 0.3, mask), expected.numpy(), atol=1e-14)
     logits = np.array([[-np.inf, -np.inf], [0.0, -np.inf]])
     np.testing.assert_array_equal(reference.softmax(logits), [[0.0, 0.0], [1.0, 0.0]])
 
 
-def test_attention_is_torchs():
-    generator = np.random.default_rng(0)
-    q, k, v = generator.normal(size=(5, 4)), generator.normal(size=(7, 4)), generator.normal(size=(7, 3))
-    for mask in (None, generator.random((5, 7)) < 0.7, generator.normal(size=(5, 7))):
-        expected = F.scaled_dot_product_attention(
-            *(torch.from_numpy(x) for x in (q, k, v)),
-            attn_mask=None if mask is None else torch.from_numpy(mask),
-            scale=0.3,
-        )
-        np.testing.assert_allclose(reference.attention(q, k, v, 0.3, mask), expected.numpy(), atol=1e-14)
-
-
-def test_conv1x1_is_torchs():
+def test_the_definition_of_a_projection_is_torchs():
     generator = np.random.default_rng(0)
     x, weight, bias = generator.normal(size=(3, 4, 5)), generator.normal(size=(6, 3, 1, 1)), generator.normal(size=6)
-    expected = F.conv2d(torch.from_numpy(x)[None], torch.from_numpy(weight), torch.from_numpy(bias))[0]
+    expected = F.conv2d(*map(torch.from_numpy, (x, weight, bias)))
     np.testing.assert_allclose(reference.conv1x1(x, weight, bias), expected.numpy(), atol=1e-14)
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A pattern as one asks for it, what it means along each axis, and along which its groups grow with the map."""
+
+    pattern: object
+    relations: Callable
+    grows: tuple[bool, bool] = (False, False)
+
+
+R = reference
+PATTERNS = {
+    "full": Case("full", lambda h, w: (R.along(h), R.along(w)), (True, True)),
+    "rows": Case("rows", lambda h, w: (R.alike(h), R.along(w)), (False, True)),
+    "columns": Case("columns", lambda h, w: (R.along(h), R.alike(w)), (True, False)),
+    "window": Case(va.Window(3), lambda h, w: (R.window(h, 3), R.window(w, 3))),
+    "shifted window": Case(va.Window((4, 3), shift=(2, 1)), lambda h, w: (R.window(h, 4, 2), R.window(w, 3, 1))),
+    "grid": Case(va.Grid((2, 3)), lambda h, w: (R.grid(h, 2), R.grid(w, 3))),
+    "neighborhood": Case(va.Neighborhood(3), lambda h, w: (R.neighborhood(h, 3), R.neighborhood(w, 3))),
+    "even, dilated neighborhood": Case(
+        va.Neighborhood((4, 3), dilation=(1, 2)), lambda h, w: (R.neighborhood(h, 4), R.neighborhood(w, 3, 2))
+    ),
+    "stripes": Case(
+        va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2), lambda h, w: (R.along(h), R.alike(w, every=2)), (True,) * 2
+    ),
+    "every other row": Case(
+        va.Pattern("b n d (h q) w -> (b w q) n h d", q=2), lambda h, w: (R.alike(h, every=2), R.alike(w)), (True, False)
+    ),
+}
+POSITIONS = {
+    None: lambda feat_size: None,
+    "decomposed": va.RelPosDecomposed,
+    "table": va.RelPosTable,
+    "rotary": lambda feat_size: va.Rope2d(temperature=100.0, feat_size=feat_size),
+    "waves": lambda feat_size: va.SinCos(temperature=100.0),
+    "convolution": lambda feat_size: va.ConditionalPos(3),
+}
+MASKS = ("none", "bool", "additive", "fully masked rows", "causal")
+CASES = st.fixed_dictionaries(
+    {
+        "pattern": st.sampled_from(sorted(PATTERNS)),
+        "mask": st.sampled_from(MASKS),
+        "size": st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        "batch": st.sampled_from([None, 1, 2]),  # None: one map without an axis for the batch
+        "heads": st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+        "seed": st.integers(0, 2**16),
+    }
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(("qk_norm", "output_gate", "qkv_bias", "proj_bias"), st.booleans()),
+        "scale": st.sampled_from([None, 0.0, -0.7]),
+    }
+)
+
+
+def make(case, position, **options):
+    """A block with random parameters, norms and tables among them, and what the definition needs to know of it."""
+    torch.manual_seed(case["seed"])
+    pattern, size = PATTERNS[case["pattern"]], case["size"]
+    # The tables are for a map that is not the one they meet, and are stretched to it.
+    asked = tuple(length % 4 + 1 for length in size) if any(pattern.grows) else None
+    table = asked and tuple(n if grows else 1 for n, grows in zip(asked, pattern.grows, strict=True))
+    (num_heads, num_kv_heads), causal = case["heads"], case["mask"] == "causal"
+    options = {"num_kv_heads": num_kv_heads, "causal": causal, "dtype": torch.float64, **options}
+    channels = options.pop("channels", 8)
+    block = va.Attention2d(channels, num_heads, pattern=pattern.pattern, position=POSITIONS[position](asked), **options)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    known = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "key_dim": block.key_dim,
+        "value_dim": block.value_dim,
+        "causal": causal,
+        "scale": block.scale,
+        "pattern": pattern.relations(*size),
+        "position": position,
+        "feat_size": {"table": table, "rotary": asked}.get(position),
+        "temperature": 100.0,
+        "mask": make_mask(case),
+    }
+    return block, known
+
+
+def make_mask(case):
+    generator = np.random.default_rng(case["seed"])
+    batch, heads, tokens = case["batch"] or 1, case["heads"][0], case["size"][0] * case["size"][1]
+    if case["mask"] == "additive":
+        return generator.normal(size=(1, heads, tokens, tokens))
+    allowed = generator.random((batch, 1, tokens, tokens)) < 0.6
+    if case["mask"] == "fully masked rows":
+        allowed[:, :, ::2] = False
+    return None if case["mask"] in ("none", "causal") else allowed
+
+
+def make_map(case, channels, dtype=torch.float64, channels_last=False):
+    x = torch.randn(*([] if case["batch"] is None else [case["batch"]]), channels, *case["size"], dtype=dtype)
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if channels_last else x
+
+
+def defined(x, state, known):
+    """What the definition gives for arrays, with a batch or without."""
+    y = reference.attention_map(x if x.ndim == 4 else x[None], state, **known)
+    return y if x.ndim == 4 else y[0]
+
+
+def arrays_of(block):
+    return {key: value.numpy() for key, value in block.state_dict().items()}
+
+
+# --- the three families -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    case=CASES,
+    impl=st.sampled_from(va.IMPLS),
+    position=st.sampled_from(list(POSITIONS)),
+    widths=st.sampled_from([(4, 4), (8, 3), (4, 6)]),
+    options=OPTIONS,
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    channels_last=st.booleans(),
+)
+def test_attention_equals_the_definition_forward_and_backward(
+    case, impl, position, widths, options, dtype, channels_last
+):
+    options = {**options, "key_dim": widths[0], "value_dim": widths[1], "out_channels": 5}
+    block, known = make(case, position, impl=impl, dtype=dtype, **options)
+    x, state = make_map(case, 8, dtype, channels_last), arrays_of(block)
+    mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
+    mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    expected = defined(x.numpy(), state, known)
+    tolerance = (1e-11 if dtype == torch.float64 else 2e-5) * max(1.0, abs(expected).max())
+    leaf = x.clone().requires_grad_()
+    found = block(leaf, mask)
+    assert found.dtype == dtype
+    if x.dim() == 4:
+        assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    np.testing.assert_allclose(found.detach().double().numpy(), expected, rtol=0, atol=tolerance)
+    if dtype != torch.float64:
+        return
+
+    # The gradient along one random direction of the input and of all parameters, against finite differences of NumPy.
+    generator = np.random.default_rng(case["seed"])
+    cotangent = generator.normal(size=expected.shape)
+    step = {key: generator.normal(size=value.shape) for key, value in {"x": x.numpy(), **state}.items()}
+
+    def objective(by):
+        moved = {key: value + by * step[key] for key, value in state.items()}
+        return float((defined(x.numpy() + by * step["x"], moved, known) * cotangent).sum())
+
+    named = {"x": leaf, **dict(block.named_parameters())}
+    gradients = torch.autograd.grad(
+        (found * torch.from_numpy(cotangent)).sum(), list(named.values()), allow_unused=True
+    )
+    slope = sum(
+        float((gradient * torch.from_numpy(step[key])).sum())
+        for key, gradient in zip(named, gradients, strict=True)
+        if gradient is not None
+    )
+    assert slope == pytest.approx((objective(1e-6) - objective(-1e-6)) / 2e-6, rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=CASES, position=st.sampled_from([None, "decomposed", "table", "rotary"]), qk_norm=st.booleans())
+def test_weights_equal_the_definition(case, position, qk_norm):
+    # With the one-hot vectors of positions as values, and nothing after them, what comes out are the weights.
+    case = {**case, "batch": case["batch"] or 1}
+    tokens, (heads, kv_heads) = case["size"][0] * case["size"][1], case["heads"]
+    widths = {"channels": 8 + tokens, "key_dim": 4, "value_dim": tokens, "out_channels": heads * tokens}
+    block, known = make(case, position, qkv_bias=False, proj_bias=False, qk_norm=qk_norm, **widths)
+    with torch.no_grad():
+        values = block.qkv.weight[-kv_heads * tokens :, :, 0, 0]
+        values.zero_()
+        values[:, 8:] = torch.eye(tokens, dtype=torch.float64).repeat(kv_heads, 1)
+        block.proj.weight.copy_(torch.eye(heads * tokens)[:, :, None, None])
+    one_hot = torch.eye(tokens, dtype=torch.float64).view(1, tokens, *case["size"]).expand(case["batch"], -1, -1, -1)
+    x = torch.cat([make_map(case, 8), one_hot], dim=1)
+    expected = defined(x.numpy(), arrays_of(block), known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
+    mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
+    with torch.no_grad():
+        found, some = block.attention_weights(x, mask), torch.tensor([tokens - 1, 0])
+        np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(block.attention_weights(x, mask, some), found[:, :, some], rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from([torch.float64, torch.float32]))
+def test_linear_attention_equals_its_definition(case, impl, dtype):
+    torch.manual_seed(case["seed"])
+    n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
+    block, x = va.LinearAttention2d(8, n, impl=impl, dtype=dtype), make_map(case, 8, dtype)
+    mask = torch.rand(case["batch"] or 1, n, 1, tokens) < 0.6 if case["mask"] in ("bool", "fully masked rows") else None
+    state = {key: value.astype(np.float64) for key, value in arrays_of(block).items()}
+    expected = []
+    for index, one in enumerate(x.numpy().astype(np.float64).reshape(-1, *x.shape[-3:])):
+        rows = reference.conv1x1(one, state["qkv.weight"], state["qkv.bias"])
+        heads = []
+        for head, (q, k, v) in enumerate(zip(*rows.reshape(3, n, -1, tokens), strict=True)):
+            logits = k if mask is None else np.where(mask[index, head].numpy(), k, -np.inf)
+            weights = reference.softmax(q.T) @ reference.softmax(logits)
+            heads.append(v @ weights.T)
+        y = np.concatenate(heads).reshape(one.shape)
+        expected.append(reference.conv1x1(y, state["proj.weight"], state["proj.bias"]))
+    with torch.no_grad():
+        found = block(x, mask)
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-5
+    np.testing.assert_allclose(found.double().numpy(), np.stack(expected).reshape(x.shape), rtol=0, atol=tolerance)
