@@ -213,22 +213,13 @@ def under_vmap(block, x):
     torch.func.vmap(block)(torch.stack([x, x]))
 
 
-def under_jvp(block, x):
-    with va.use_impl(block, "bmm"):
-        torch.func.jvp(block, (x,), (x,))
+def under_functionalize(block, x):
+    torch.func.functionalize(block)(x)
 
 
 def under_the_compiler(block, x):
     torch.compiler.reset()
     torch.compile(block, fullgraph=True, backend="aot_eager")(x)
-
-
-def under_export(block, x):
-    torch.export.export(block, (x,))
-
-
-def under_a_trace(block, x):
-    torch.jit.trace(block, x, check_trace=False)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch about its own parts
@@ -240,15 +231,16 @@ def under_a_trace(block, x):
         under_fake_tensors,
         under_grad,
         under_vmap,
-        under_jvp,
+        under_functionalize,
         under_the_compiler,
-        under_export,
-        under_a_trace,
     ],
 )
 def test_a_size_first_met_elsewhere_serves_training_afterwards(first):
     block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(2, 8, 5, 7, requires_grad=True)
     first(block, x.detach())
+    mask = partition_of(block.partitioner, x).mask
+    assert type(mask) is torch.Tensor
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # of a transform that has ended
     found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     kept_partition.cache_clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
