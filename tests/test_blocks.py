@@ -215,6 +215,14 @@ def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(make, size, 
         close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("block", [va.Attention2d, va.LinearAttention2d])
+def test_a_hook_sees_one_map_without_a_batch_once(block):
+    block, seen = block(8, 2), []
+    block.register_forward_hook(lambda module, args, y: seen.append(tuple(y.shape)))
+    block(torch.randn(8, 3, 5))
+    assert seen == [(8, 3, 5)]
+
+
 @pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4)])
 def test_an_input_that_is_no_map_is_refused(shape):
     for block in (va.Attention2d(8, 2), va.LinearAttention2d(8, 2)):
