@@ -92,7 +92,7 @@ def capture(
         x = args[0] if args else kwargs["x"]
         mask = args[1] if len(args) > 1 else kwargs.get("mask")
         context = args[2] if len(args) > 2 else kwargs.get("context")
-        rows, columns = x.shape[2:]
+        rows, columns = x.shape[-2:]
         if queries is None:
             cells = [(row, column) for row in range(rows) for column in range(columns)]
         else:

@@ -149,7 +149,7 @@ class Attention(nn.Module):
         if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
         if x.dim() == 1 + self.rank:
-            return self(x[None], mask, None if context is None else context[None])[0]
+            return self.forward(x[None], mask, None if context is None else context[None])[0]
         self.check_maps(x, context)
         if x.shape[0] == 0:  # not every implementation can tell the sizes of an empty batch
             return self.proj(x.new_zeros(0, self.proj.in_channels, *x.shape[2:]))
@@ -207,7 +207,8 @@ class Attention(nn.Module):
         if self.context_channels is not None:
             return self.q(x), self.kv(source)
         rows = self.num_heads * self.key_dim
-        if isinstance(self.qkv, Pointwise) and self.groups == 1:  # which nobody wrapped, as LoRA does
+        watched = self.qkv._forward_hooks or self.qkv._forward_pre_hooks
+        if isinstance(self.qkv, Pointwise) and self.groups == 1 and not watched:  # nor wrapped, as LoRA does
             weight, bias = self.qkv.weight, self.qkv.bias
             biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
             return linear(x, weight[:rows], biases[0]), linear(source, weight[rows:], biases[1])
@@ -271,6 +272,8 @@ class Attention(nn.Module):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
+        if x.dim() == 1 + self.rank:
+            x, context = x[None], None if context is None else context[None]
         self.check_maps(x, context)
         part = partition_of(self.partitioner, x)
         check_queries(queries, product(part.size))
@@ -298,7 +301,7 @@ class Attention(nn.Module):
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """The size of the map that keys are taken from, in positions."""
         source = x if context is None else context
-        return tuple(-(-length // self.kv_stride) for length in source.shape[2:])
+        return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
 
     def extra_repr(self) -> str:
         shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]

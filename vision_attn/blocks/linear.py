@@ -88,7 +88,7 @@ class LinearAttention2d(nn.Module):
         if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask), {})
         if x.dim() == 3:
-            return self(x[None], mask)[0]
+            return self.forward(x[None], mask)[0]
         check_map("x", x, self.channels, rank=2)
         impl = LINEAR_IMPLS[self.impl]
         q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads)

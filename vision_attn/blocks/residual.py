@@ -14,10 +14,10 @@ __all__ = ["AttentionBlock2d", "GatedResidual2d", "LayerNorm2d"]
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """Layer normalisation over the channels of ``(b, c, h, w)``, at each position apart."""
+    """Layer normalisation over the channels of ``(b, c, h, w)`` or ``(c, h, w)``, at each position apart."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return super().forward(x.movedim(-3, -1)).movedim(-1, -3)
 
 
 def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class GatedResidual2d(nn.Module):
         check_count("channels", channels)
         check_number("gate_init", gate_init)
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
-        self.gate = nn.Parameter(torch.full((channels,), gate_init, device=device, dtype=dtype))
+        self.gate = nn.Parameter(torch.full((channels,), float(gate_init), device=device, dtype=dtype))
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""

@@ -99,6 +99,8 @@ class TransformerBlock2d(nn.Module):
         Raises:
             ValueError: as :meth:`Attention2d.forward`.
         """
+        if not isinstance(x, torch.fx.Proxy) and x.dim() == 3:
+            return self.forward(x[None], mask, None if context is None else context[None])[0]
         if self.norm_first:
             y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
             y = y + self.mlp(self.norm2(y)).to(x.dtype)

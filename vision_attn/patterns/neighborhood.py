@@ -56,10 +56,7 @@ class NeighborhoodPartition(Partition):
         key_cut = Cut(LINE, (product(groups), product([along.keys.shape[1] for along in tiles])))
         super().__init__(partitioner, size, cut, key_cut, queries)
         self.tiles = tuple(groups)
-        # Keys beyond the kernel are in a tile for other queries: their offset is of no account.
-        self.offsets = tuple(
-            along.offsets.clamp(1 - kernel, kernel - 1) for along, kernel in zip(tiles, partitioner.kernel, strict=True)
-        )
+        self.kernel = partitioner.kernel
         rank = len(tiles)
         allowed = torch.ones((1,) * (3 * rank), dtype=torch.bool, device=device)
         for axis, along in enumerate(tiles):
@@ -74,6 +71,12 @@ class NeighborhoodPartition(Partition):
         tile = row_major([along.tile_of[None] for along in tiles], groups)
         query = row_major([along.query_of[None] for along in tiles], queries)
         self.position_of = (tile * product(queries) + query).flatten()
+
+    def offsets(self) -> tuple[Tensor, ...]:
+        # Keys beyond the kernel are in a tile for other queries: their offset is of no account.
+        return tuple(
+            [tile.offsets.clamp(1 - kernel, kernel - 1) for tile, kernel in zip(self.along, self.kernel, strict=True)]
+        )
 
     def queries(self, q: Tensor, split: ReadLine) -> Tensor:
         return split(self.cut, gather(q, self.query_index))

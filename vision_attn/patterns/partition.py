@@ -63,10 +63,12 @@ class Partition:
         self.groups = cut.groups
         #: queries of a group along each axis of the map
         self.window_shape = tuple(window_shape)
-        #: groups along each axis that :attr:`offsets` tell apart; as many ones where they are the same for all groups
+        #: groups along each axis that :meth:`offsets` tell apart; as many ones where they are the same for all groups
         self.tiles: tuple[int, ...] = (1,) * len(self.size)
-        #: key's index less query's along each axis, ``(tiles, queries, keys)``
-        self.offsets: tuple[Tensor, ...] = ()
+
+    def offsets(self) -> tuple[Tensor, ...]:
+        """Along each axis key's index less query's, ``(tiles, queries, keys)``."""
+        raise NotImplementedError
 
     def fit(self, x: Tensor, split: ReadLine) -> Tensor:
         """A map ``(b, c, *size)`` as it is projected: its groups as maps, ``(b·groups, c, *window)``, or as it is."""
@@ -91,7 +93,8 @@ class Partition:
     def causal_mask(self) -> Tensor:
         """Which keys of its group are no later on the map than the query, ``(groups, queries, keys)``."""
         queries, keys = self.index()
-        return keys[:, None, :] <= queries[:, :, None]
+        # Padding sees everything: it is left out of the result, and a row of nothing would have gradients of NaN.
+        return (keys[:, None, :] <= queries[:, :, None]) | (queries < 0)[:, :, None]
 
     def cut_mask(self, mask: Tensor) -> Tensor:
         """A mask ``(b, n, tokens, tokens)`` of the map as its groups see it, ``(b, groups, n, queries, keys)``."""
@@ -166,8 +169,7 @@ class LinePartition(Partition):
             by if whole > side else 0
             for by, whole, side in zip(partitioner.shift or (0,) * len(padded), padded, line.multiples, strict=True)
         )
-        indices = [torch.arange(side, device=device) for side in cut.window]
-        self.offsets = tuple((along - along[:, None])[None] for along in indices)
+        self.indices = [torch.arange(side, device=device) for side in cut.window]
         if any(self.padding) or any(self.shift):
             # Tokens of one region see each other. Where the map was rolled, its two sides meet in one group: they
             # differ. Padding is a region of its own, so that its rows have keys too, and nothing real looks at it.
@@ -177,6 +179,9 @@ class LinePartition(Partition):
                 region = region + rolled.view([-1 if other == axis else 1 for other in range(len(padded))])
             region = self.in_groups(region)
             self.mask = region[:, :, None] == region[:, None, :]
+
+    def offsets(self) -> tuple[Tensor, ...]:
+        return tuple([(along - along[:, None])[None] for along in self.indices])
 
     def fit(self, x: Tensor, split: ReadLine) -> Tensor:
         return x if self.is_global else split(self.cut, self.padded_and_rolled(x))
@@ -205,7 +210,7 @@ class LinePartition(Partition):
         return y
 
     def index(self) -> tuple[Tensor, Tensor]:
-        tokens = self.in_groups(torch.arange(product(self.size), device=self.offsets[0].device).view(self.size))
+        tokens = self.in_groups(torch.arange(product(self.size), device=self.indices[0].device).view(self.size))
         return tokens, tokens
 
     def in_groups(self, numbers: Tensor) -> Tensor:

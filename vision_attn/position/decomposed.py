@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attend import upcast
 from vision_attn.checks import product
 from vision_attn.patterns import Partition
 from vision_attn.position.tables import check_feat_size, resample, table_lengths
@@ -70,12 +71,13 @@ class DecomposedTerm(PositionTerm):
     def forward(
         self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        keys_shape = [offset.shape[2] for offset in part.offsets]
-        logits = {axis: self.logits(q, axis, part) for axis in self.tables}
+        offsets = part.offsets()
+        keys_shape = [offset.shape[2] for offset in offsets]
+        logits = {axis: self.logits(q, axis, offsets[axis], part) for axis in self.tables}
         # A symbol stands for any size: what is exported with it is folded.
         if all(type(length) is int for length in keys_shape) and product(keys_shape) <= DENSE_KEYS:
             along = [  # b·groups n i (keys of one axis), to be broadcast along the others
-                part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
+                upcast(part_of_bias).unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
                 for axis, part_of_bias in logits.items()
             ]
             bias = reduce(torch.add, along).expand(*q.shape[:3], *keys_shape).flatten(3)
@@ -83,15 +85,14 @@ class DecomposedTerm(PositionTerm):
         one_hot = [key_one_hot(keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
         return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1), 1.0, None
 
-    def logits(self, q: Tensor, axis: int, part: Partition) -> Tensor:
+    def logits(self, q: Tensor, axis: int, offset: Tensor, part: Partition) -> Tensor:
         """Each query's logit against each of its keys' rows (or columns), ``(b·groups, n, i, keys along the axis)``."""
-        offset = part.offsets[axis]
         table = getattr(self, self.tables[axis]).to(q.dtype)
         if not self.fixed[axis]:
             table = resample(table, 2 * offset.shape[2] - 1)
         relative = table[offset + table.shape[0] // 2]  # (tiles, queries, keys, d)
         # One product for each tile and query along the axis: b T H W n t h w d, with the axis' two in front.
-        rank = len(part.offsets)
+        rank = len(part.size)
         x = q.reshape(q.shape[0] // product(part.tiles), *part.tiles, q.shape[1], *part.window_shape, q.shape[3])
         x = x.movedim((1 + axis, 2 + rank + axis), (0, 1))
         rest = x.shape[2:-1]

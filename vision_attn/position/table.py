@@ -62,12 +62,12 @@ class TableTerm(PositionTerm):
     def forward(
         self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        rank = len(part.offsets)
+        offsets = part.offsets()
+        rank = len(offsets)
         table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
-        row = part.offsets[0].new_zeros(
-            ()
-        )  # of every group, query and key: tiles of every axis, then queries, then keys
-        for axis, offset in enumerate(part.offsets):
+        # Of every group, query and key: tiles of every axis, then queries, then keys.
+        row = offsets[0].new_zeros(())
+        for axis, offset in enumerate(offsets):
             if not self.fixed[axis]:
                 table = resample(table, 2 * offset.shape[2] - 1, axis)
             width = table.shape[axis]
