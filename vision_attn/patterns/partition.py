@@ -241,7 +241,7 @@ def partition_of(partitioner: Partitioner, x: Tensor) -> Partition:
     if (
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, nn.Parameter)  # no fake tensor, whose masks would be fake as well
-        or any(type(length) is not int for length in size)  # nor a symbol, or what torch.jit.trace has in its place
+        or set(map(type, size)) != {int}  # nor a symbol, or what torch.jit.trace has in its place
         or torch._C._are_functorch_transforms_active()  # what is made inside one of them ends with it
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     ):

@@ -75,7 +75,7 @@ class DecomposedTerm(PositionTerm):
         keys_shape = [offset.shape[2] for offset in offsets]
         logits = {axis: self.logits(q, axis, offsets[axis], part) for axis in self.tables}
         # A symbol stands for any size: what is exported with it is folded.
-        if all(type(length) is int for length in keys_shape) and product(keys_shape) <= DENSE_KEYS:
+        if set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS:
             along = [  # b·groups n i (keys of one axis), to be broadcast along the others
                 upcast(part_of_bias).unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
                 for axis, part_of_bias in logits.items()
