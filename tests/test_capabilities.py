@@ -402,7 +402,8 @@ def work(rank, family, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model, x = network(family)
-    nn.parallel.DistributedDataParallel(model)(x[rank : rank + 1]).sum().backward()
+    wrapped = nn.parallel.DistributedDataParallel(model)  # which has to outlive the backward pass
+    wrapped(x[rank : rank + 1]).sum().backward()
     torch.save({key: parameter.grad for key, parameter in model.named_parameters()}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
