@@ -415,8 +415,8 @@ def test_feature_extraction_and_features_only_see_the_block():
     va.insert_(features, names="layer3", gate_init=1.0, example_input=(1, 3, 32, 32))
     assert not torch.equal(features(x)[-1], plain)
     va.insert_(model, names="layer3", gate_init=1.0)
-    extractor = torchvision.models.feature_extraction.create_feature_extractor(model, ["layer3.2.inserted.attn.proj"])
-    assert extractor(x)["layer3.2.inserted.attn.proj"].shape == (2, 64, 8, 8)
+    extractor = torchvision.models.feature_extraction.create_feature_extractor(model, ["layer3.2.inserted.attn"])
+    assert extractor(x)["layer3.2.inserted.attn"].shape == (2, 64, 8, 8)
 
 
 def test_removal_needs_no_forward_and_says_what_was_there():
