@@ -96,6 +96,15 @@ def test_the_dense_bias_and_the_folded_form_are_equal_forward_and_backward(optio
     assert results[0][-1].abs().max() > 0
 
 
+def test_a_conditional_position_is_convolved_once_a_map():
+    for options, maps in (({}, 1), ({"kv_stride": 2}, 1), ({"context_channels": 8}, 2)):
+        block, seen = va.Attention2d(8, 2, position=va.ConditionalPos(3), **options), []
+        block.position.conv.register_forward_hook(lambda *call, seen=seen: seen.append(call))
+        x = torch.randn(1, 8, 4, 4)
+        block(x, context=x if "context_channels" in options else None)
+        assert len(seen) == maps
+
+
 def test_the_form_is_chosen_by_the_keys_of_a_group():
     seen = []
     for block, size in (

@@ -176,9 +176,10 @@ class Attention(nn.Module):
         With them comes the partition of the map that keys and values are of.
         """
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
-        source = x if context is None else context
         if self.position is not None:
-            x, source = self.position.add_to_map(x), self.position.add_to_map(source)
+            x = self.position.add_to_map(x)
+            context = None if context is None else self.position.add_to_map(context)
+        source = x if context is None else context
         x = part.fit(x, impl.split)
         if context is None and self.kv_stride == 1:
             keys = part
