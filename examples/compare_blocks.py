@@ -12,6 +12,7 @@ interrupted, and more seeds are added to those that are there.
 """
 
 import argparse
+import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,9 @@ class Outcome:
     multiply_adds: int
     top1: float
     seconds_an_epoch: float
+    share: float | None  # of the branch in the stream, at the end
+    changed: float | None  # part of the predictions that are others with the blocks closed
+    shares: list[float]  # by epoch
 
 
 def run(settings):
@@ -89,7 +93,16 @@ def run(settings):
         result = train(settings, say)
     network = result.network
     work = count_multiply_adds(network.model, (1, len(network.mean), *network.size))
-    return Outcome(network.parameters, work, result.final.top1, result.seconds / settings.epochs)
+    closed, rows = result.closed, list(csv.DictReader((settings.folder / "metrics.csv").open()))
+    return Outcome(
+        network.parameters,
+        work,
+        result.final.top1,
+        result.seconds / settings.epochs,
+        result.final.branch_share,
+        None if closed is None else closed.changed / closed.images,
+        [float(row["branch_share"]) for row in rows if row["branch_share"]],
+    )
 
 
 def recipe_of(settings):
@@ -101,16 +114,26 @@ def recipe_of(settings):
         yield " ".join(map(str, (f"--{name.replace('_', '-')}", *words)))
 
 
+def opened(found):
+    """How far the branches have come after the first, third and last epoch, and what closing them changes."""
+    if found[0].share is None:
+        return "| "
+    epochs = sorted({1, 3, len(found[0].shares)} & set(range(1, 1 + len(found[0].shares))))
+    shares = ", ".join(f"{mean(one.shares[epoch - 1] for one in found):.4f} ({epoch})" for epoch in epochs)
+    return f"{shares} | {100 * mean(one.changed for one in found):.1f}"
+
+
 def table(outcomes, settings, seeds):
-    lines = ["| block | parameters | multiply-adds | top-1 % | seconds an epoch | by seed |"]
-    lines += ["|---|---:|---:|---:|---:|---|"]
+    lines = [
+        "| block | parameters | multiply-adds | top-1 % | branch/stream after epochs | changed when closed % | by seed |"
+    ]
+    lines += ["|---|---:|---:|---:|---:|---:|---|"]
     for name, found in outcomes.items():
         scores = [outcome.top1 for outcome in found]
         spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
         lines.append(
             f"| {name} | {found[0].parameters:,} | {found[0].multiply_adds:,} | {mean(scores):.2f}{spread} "
-            f"| {mean(outcome.seconds_an_epoch for outcome in found):.1f} "
-            f"| {', '.join(f'{score:.2f}' for score in scores)} |"
+            f"| {opened(found)} | {', '.join(f'{score:.2f}' for score in scores)} |"
         )
     machine = (
         torch.cuda.get_device_name() if on_a_gpu(settings.device) else f"{torch.get_num_threads()} threads of a CPU"
@@ -122,12 +145,13 @@ def table(outcomes, settings, seeds):
     return "\n".join(lines)
 
 
-def main(arguments=None):
+def main(arguments=None, arms=arms):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--dataset", choices=tuple(RECIPES), default="cifar100", help="kind of data")
     parser.add_argument("--attention-options", nargs="+", default=[], help="as --block-options, of attention alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of each arm")
     parser.add_argument("--output", default="runs/compare", help="folder of the runs and of table.md")
+    parser.add_argument("--arms", nargs="+", help="some of the arms alone")
     options, flags = parser.parse_known_args(arguments)
 
     site, recipe = RECIPES[options.dataset]
@@ -139,6 +163,7 @@ def main(arguments=None):
     if on_a_gpu(common.get("device")):
         common = {"amp": True, "channels_last": True, **common}
     chosen = arms(common, site, options.attention_options)
+    chosen = {name: chosen[name] for name in options.arms or chosen}
     outcomes = {name: [] for name in chosen}
     for done, seed in enumerate(options.seeds, 1):  # seed by seed: cut short, there are as many of each arm
         for name, alone in chosen.items():
@@ -146,7 +171,7 @@ def main(arguments=None):
             folder = Path(options.output) / f"{name.replace(' ', '-')}-{seed}"
             further = {"seed": seed, "output": str(folder), "resume": "auto"}
             outcomes[name].append(run(Settings(**{**common, **alone, **further})))
-        text = table(outcomes, Settings(**{**common, **chosen["attention"]}), options.seeds[:done])
+        text = table(outcomes, Settings(**{**common, **list(chosen.values())[-1]}), options.seeds[:done])
         write_atomically(Path(options.output) / "table.md", text.encode())
     print(f"\n{text}\nin {options.output}/table.md")
 

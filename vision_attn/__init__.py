@@ -43,9 +43,11 @@ from vision_attn.checkpoints import (
     load_checkpoint,
     save_adapter,
 )
+from vision_attn.contribution import Contribution, closed, contribution
 from vision_attn.insertion import (
     InsertionReport,
     SiteError,
+    check_optimizer,
     freeze_backbone_,
     freeze_gates_,
     gates,
@@ -74,6 +76,7 @@ __all__ = [
     "AugmentedConv2d",
     "CheckpointError",
     "ConditionalPos",
+    "Contribution",
     "ConvBlock2d",
     "Grid",
     "InsertionReport",
@@ -92,6 +95,9 @@ __all__ = [
     "TransformerBlock2d",
     "Window",
     "capture",
+    "check_optimizer",
+    "closed",
+    "contribution",
     "convert",
     "figures",
     "freeze_backbone_",

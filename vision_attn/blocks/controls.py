@@ -20,7 +20,7 @@ class ConvBlock2d(GatedResidual2d):
 
     Args:
         channels: channels of the map.
-        gate_init: initial gate of every channel.
+        gate_init: None for a gate of one and a last convolution of zeros; a number for that gate in every channel.
         device: where the parameters live.
         dtype: type of the parameters.
 
@@ -37,16 +37,18 @@ class ConvBlock2d(GatedResidual2d):
         self,
         channels: int,
         *,
-        gate_init: float = 0.0,
+        gate_init: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, gate_init, device, dtype)
+        super().__init__(channels, 1.0 if gate_init is None else gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
         self.expand = Pointwise2d(channels, hidden, 1, device=device, dtype=dtype)
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
         self.project = Pointwise2d(hidden, channels, 1, device=device, dtype=dtype)
+        if gate_init is None:
+            self.zero_(self.project)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))
@@ -56,8 +58,8 @@ class SqueezeExciteBlock2d(GatedResidual2d):
     """Squeeze and excitation in the place of attention: what of its gain needs no positions to be compared.
 
     ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the
-    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. With the gate at
-    its initial zero the block is the identity, bit for bit.
+    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. The branch ends in
+    no projection that could be zero, so its gate is zero at first, and opens slowly.
 
     Args:
         channels: channels of the map.

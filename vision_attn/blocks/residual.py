@@ -32,7 +32,9 @@ def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) 
 class GatedResidual2d(nn.Module):
     """``x + gate · branch(norm(x))``, with one gate a channel.
 
-    A gate of zero leaves ``x`` as it is, bit for bit.
+    A branch of zeros or a gate of zero leaves ``x`` as it is, bit for bit. Begun at a gate of zero, a block learns far
+    behind its network: what is behind the gate gets no gradient until it opens, and it opens by one number a channel.
+    Behind an open gate, an output projection of zeros is trained as fast as any other matrix of the network.
     """
 
     def __init__(
@@ -48,6 +50,12 @@ class GatedResidual2d(nn.Module):
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.full((channels,), float(gate_init), device=device, dtype=dtype))
 
+    @staticmethod
+    def zero_(projection: nn.Module) -> None:
+        """Let a branch that ends in this projection begin at zero."""
+        for parameter in projection.parameters():
+            nn.init.zeros_(parameter)
+
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
@@ -57,13 +65,14 @@ class GatedResidual2d(nn.Module):
 class AttentionBlock2d(GatedResidual2d):
     """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalised over channels, gated by channel.
 
-    With the gate at its initial zero the block is the identity, bit for bit, so that a pretrained network with the
-    block inserted computes what it computed before. The gate learns first; the attention behind it follows.
+    At first the output projection is zero and the block is the identity, bit for bit, so that a pretrained network with
+    the block inserted computes what it computed before. The projection learns first; the attention before it follows.
 
     Args:
         channels: channels of the map; divisible by ``num_heads``.
         num_heads: number of heads.
-        gate_init: initial gate of every channel.
+        gate_init: None for a gate of one and an output projection of zeros; a number for that gate in every channel and
+            the output projection of :class:`Attention2d`.
         device: where the parameters live.
         dtype: type of the parameters.
         **attention: further arguments of :class:`Attention2d`.
@@ -72,8 +81,8 @@ class AttentionBlock2d(GatedResidual2d):
         ValueError: an argument is out of range; the message says which, what was expected and what came.
 
     Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
-    https://arxiv.org/abs/2103.17239, begun at zero as in Bachlechner et al., *ReZero*, 2020,
-    https://arxiv.org/abs/2003.04887
+    https://arxiv.org/abs/2103.17239; a projection of zeros ends a new branch in Zhang et al., *Adding Conditional
+    Control to Text-to-Image Diffusion Models* (zero convolutions), 2023, https://arxiv.org/abs/2302.05543
 
     >>> x = torch.randn(2, 64, 7, 7)
     >>> torch.equal(AttentionBlock2d(64)(x), x)
@@ -85,15 +94,17 @@ class AttentionBlock2d(GatedResidual2d):
         channels: int,
         num_heads: int = 8,
         *,
-        gate_init: float = 0.0,
+        gate_init: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
         check_count("channels", channels)
         refuse_other_channels("AttentionBlock2d", channels, attention)
-        super().__init__(channels, gate_init, device, dtype)
+        super().__init__(channels, 1.0 if gate_init is None else gate_init, device, dtype)
         self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)
+        if gate_init is None:
+            self.zero_(self.attn.proj)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and add.

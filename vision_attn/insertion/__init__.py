@@ -4,7 +4,7 @@ from vision_attn.insertion.freezing import freeze_backbone_
 from vision_attn.insertion.gates import freeze_gates_, gates, set_gates_
 from vision_attn.insertion.insert import insert_
 from vision_attn.insertion.out import inserted, inserted_keys, keys_of_blocks, records, remove_, replaced
-from vision_attn.insertion.parameter_groups import parameter_groups
+from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
 from vision_attn.insertion.replace import replace_
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.insertion.running import changeable, example_images, plain_network, quiet_eval
@@ -18,6 +18,7 @@ __all__ = [
     "InsertionReport",
     "SiteError",
     "changeable",
+    "check_optimizer",
     "example_images",
     "freeze_backbone_",
     "freeze_gates_",

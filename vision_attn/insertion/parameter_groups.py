@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from vision_attn.checks import check_number
@@ -13,7 +14,7 @@ from vision_attn.insertion.out import inserted_keys
 from vision_attn.insertion.running import plain_network
 from vision_attn.position import PositionTerm
 
-__all__ = ["parameter_groups"]
+__all__ = ["check_optimizer", "parameter_groups"]
 
 #: Norms, whose scales do not decay whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -92,6 +93,34 @@ def parameter_groups(
         }
         groups.setdefault((attends, depth, not decays), group)["params"].append(parameter)
     return [groups[place] for place in sorted(groups)]
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not have every parameter that is to be trained, as one made before :func:`insert_`.
+
+    Args:
+        model: the network; parameters with ``requires_grad`` False are not looked for.
+        optimizer: what trains it.
+
+    Raises:
+        ValueError: a parameter is in no group of the optimizer.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> check_optimizer(model, optimizer)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: optimizer lacks 7 parameters that are to be trained (0.inserted.gate, ...): make it after insert_, ...
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = plain_network(model).named_parameters()
+    lacking = [key for key, parameter in trained if parameter.requires_grad and id(parameter) not in known]
+    if lacking:
+        raise ValueError(
+            f"optimizer lacks {len(lacking)} parameters that are to be trained ({', '.join(lacking[:3])}"
+            f"{', …' if len(lacking) > 3 else ''}): make it after insert_, add them by add_param_group, or freeze them"
+        )
 
 
 def check_rates(lr: float, weight_decay: float, attention_lr: float | None, layer_decay: float | None) -> None:

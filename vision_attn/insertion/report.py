@@ -17,6 +17,10 @@ from vision_attn.insertion.layout import FIRST, Layout
 __all__ = ["InsertedBlock", "InsertionReport", "describe"]
 
 
+#: What is easily forgotten.
+OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
+
+
 @dataclass(frozen=True)
 class InsertedBlock:
     """One block in a backbone: where it is and what it costs for one image.
@@ -69,6 +73,7 @@ class InsertionReport:
     1 block inserted, for an input of 3×16×16
     where  block             channels    map  tokens  parameters  multiply-adds
     0      AttentionBlock2d         8  16×16     256         312      1,114,112
+    Make optimizers now: one that was made before does not train these parameters.
     """
 
     #: in the order of their sites
@@ -109,6 +114,7 @@ class InsertionReport:
             [
                 f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
                 *lines,
+                *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
                 *self.warnings,
             ]
         )

@@ -1,4 +1,4 @@
-"""How a run went, in one picture: loss, accuracy and rate against epochs."""
+"""How a run went, in one picture: loss, accuracy, rate and size of the blocks' branches against epochs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ PAUSE = 30.0
 
 
 def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
-    """Loss of training and evaluation, top-1, and the rate of each epoch, one above the other.
+    """Loss of training and evaluation, top-1, rate, and with blocks the size of their branches, one above the other.
 
     >>> row = {"epoch": 1, "lr": "0.1", "train_loss": "1.2", "eval_loss": "1.1", "eval_top1": "40"}
     >>> [axis.get_ylabel() for axis in curves_figure([row]).axes]
     ['loss', 'top-1 %', 'rate']
     """
     columns = {key: [float(str(row[key])) for row in rows] for key in rows[0] if rows[0][key] != ""}
-    epochs = columns["epoch"]
-    figure = Figure(figsize=(6, 6))
-    loss, top1, rate = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1))
+    epochs, shares = columns["epoch"], columns.get("branch_share")
+    figure = Figure(figsize=(6, 6 if shares is None else 7))
+    heights = (3, 3, 1) if shares is None else (3, 3, 1, 1.4)
+    loss, top1, rate, *more = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     figure.subplots_adjust(left=0.12, right=0.97, top=0.97, bottom=0.09, hspace=0.12)
     # A line of one point is seen by its marker; a long one is clearer without.
     marker = "o" if len(rows) < 40 else ""
@@ -42,11 +43,16 @@ def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
               transform=top1.transAxes, ha="right", fontsize=9)  # fmt: skip
     rate.plot(epochs, columns["lr"], color="tab:orange", **style)
     rate.set_ylim(bottom=0)
-    for axis, label in ((loss, "loss"), (top1, "top-1 %"), (rate, "rate")):
+    labelled = [(loss, "loss"), (top1, "top-1 %"), (rate, "rate")]
+    if shares is not None:
+        more[0].plot(epochs, shares, color="tab:green", **style)
+        more[0].set_ylim(bottom=0)
+        labelled.append((more[0], "branch/\nstream"))
+    for axis, label in labelled:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    rate.set_xlabel("epoch")
+    labelled[-1][0].set_xlabel("epoch")
     rate.set_xlim(0, 1.02 * epochs[-1])
     rate.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     figure.align_ylabels()

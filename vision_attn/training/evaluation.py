@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from vision_attn.contribution import closed, measured, share
 from vision_attn.insertion import quiet_eval
 from vision_attn.training.images import Images
 
-__all__ = ["Evaluation", "Normalize", "evaluate"]
+__all__ = ["Closed", "Evaluation", "Normalize", "evaluate", "evaluate_closed"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class Evaluation:
     top1: float
     #: the right class is among the first five choices; None where there are no more than five
     top5: float | None
+    #: root mean square of what a block adds over that of its map, the mean over the blocks; None where there are none
+    branch_share: float | None = None
 
     def __str__(self) -> str:
         top5 = "" if self.top5 is None else f"top-5 {self.top5:.2f} %, "
-        return f"top-1 {self.top1:.2f} %, {top5}loss {self.loss:.4f}"
+        branch = "" if self.branch_share is None else f", branch/stream {self.branch_share:.4f}"
+        return f"top-1 {self.top1:.2f} %, {top5}loss {self.loss:.4f}{branch}"
 
 
 class Normalize(nn.Module):
@@ -64,22 +68,91 @@ def evaluate(
     batch_size: int = 500,
     accelerator: Accelerator | None = None,
     between: Callable[[int], None] = lambda batch: None,
-) -> Evaluation:
-    """The accuracy and loss over a whole data set; the model is in evaluation mode meanwhile."""
-    share, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+) -> tuple[Evaluation, Tensor]:
+    """The accuracy and loss over a whole data set, and the classes that this process predicted for its images.
+
+    The model is in evaluation mode meanwhile.
+    """
+    process, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
     totals = torch.zeros(3, dtype=torch.float64, device=data.device)
+    predicted = []
     parts = torch.arange(len(data)).split(batch_size)
-    mine = [part[share::processes] for part in parts if len(part) > share]
-    with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext():
+    mine = [part[process::processes] for part in parts if len(part) > process]
+    with (
+        quiet_eval(model),
+        accelerator.autocast() if accelerator else nullcontext(),
+        measured(model) as branches,
+    ):
         for done, (images, labels) in enumerate(data.batches(mine), 1):
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
-            right = logits.topk(min(5, classes)).indices == labels[:, None]
+            first = logits.topk(min(5, classes)).indices
+            right = first == labels[:, None]
+            predicted.append(first[:, 0])
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
             if done <= len(parts) // processes:
                 between(done)
-    loss, top1, top5 = (accelerator.reduce(totals) if accelerator else totals).tolist()
+    squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
+    everything = torch.cat([totals, *squares])
+    if accelerator:
+        everything = accelerator.reduce(everything)
+    loss, top1, top5 = everything[:3].tolist()
+    shares = share(everything[3:].view(-1, 2).T)
     count = len(data)
-    return Evaluation(loss / count, 100 * top1 / count, 100 * top5 / count if classes > 5 else None)
+    evaluation = Evaluation(
+        loss / count,
+        100 * top1 / count,
+        100 * top5 / count if classes > 5 else None,
+        shares.mean().item() if squares else None,
+    )
+    return evaluation, torch.cat(predicted) if predicted else torch.empty(0, device=data.device)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What blocks are worth: the same evaluation with all of them closed."""
+
+    #: with the blocks
+    whole: Evaluation
+    #: with all of them closed
+    without: Evaluation
+    #: predictions that are others then
+    changed: int
+    #: predictions in all
+    images: int
+
+    def __str__(self) -> str:
+        if not self.changed:
+            return (
+                f"closing the blocks changes none of {self.images} predictions: they have learned nothing here; train "
+                "longer or with a higher --attention-lr, or insert them elsewhere"
+            )
+        top1, loss = self.without.top1 - self.whole.top1, self.without.loss - self.whole.loss
+        return (
+            f"with the blocks closed: top-1 {self.without.top1:.2f} % ({top1:+.2f}), loss {self.without.loss:.4f} "
+            f"({loss:+.4f}); {self.changed} of {self.images} predictions change"
+        )
+
+
+def evaluate_closed(
+    model: nn.Module,
+    normalize: Callable[[Tensor], Tensor],
+    data: Images,
+    whole: Evaluation,
+    predicted: Tensor,
+    *,
+    batch_size: int,
+    accelerator: Accelerator,
+    between: Callable[[int], None] = lambda batch: None,
+) -> Closed | None:
+    """What the blocks are worth, beside the evaluation and the predictions of before; None where there are none."""
+    if whole.branch_share is None:
+        return None
+    with closed(model):
+        without, others = evaluate(
+            model, normalize, data, batch_size=batch_size, accelerator=accelerator, between=between
+        )
+    changed = int(accelerator.reduce((predicted != others).sum()))
+    return Closed(whole, without, changed, len(data))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.curves import Curves
 from vision_attn.training.errors import DataError
-from vision_attn.training.evaluation import Evaluation, Normalize, evaluate
+from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed
 from vision_attn.training.images import Images
 from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
@@ -43,6 +44,8 @@ class Result:
     final: Evaluation
     #: of the best epoch
     best: Evaluation
+    #: with all blocks closed, where there are some
+    closed: Closed | None
     #: wall-clock of training, without evaluation
     seconds: float
 
@@ -87,6 +90,8 @@ class Run:
         self.state = TrainingState(self.model, self.ema, self.step.optimizer, accelerator.scaler)
         self.saving = Saving(settings, self.folder, self.state, network, normalize, classes, len(train_data))
         self.watch = Watch(accelerator, self.state, self.saving, self.step)
+        #: of the last evaluation, this process's share
+        self.predicted = torch.empty(0)
 
     def go(self, checkpoint: Path | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last."""
@@ -110,6 +115,11 @@ class Run:
                 loss = self.train_epoch()
                 final = self.evaluate()
                 self.record(loss, final)
+            worth = evaluate_closed(
+                self.state.evaluated, self.normalize, self.eval_data, final, self.predicted, **self.how_to_evaluate
+            )
+            if worth:
+                self.log(str(worth))
         if settings.tensorboard:
             self.accelerator.end_training()
         if self.accelerator.is_main_process:
@@ -117,7 +127,7 @@ class Run:
         best = state.progress.best or final
         self.log(f"best epoch: {best}, in {self.folder.path / 'best.pth'}")
         self.step.unwrap()
-        return Result(self.network, self.state.evaluated, self.normalize, final, best, state.progress.seconds)
+        return Result(self.network, self.state.evaluated, self.normalize, final, best, worth, state.progress.seconds)
 
     def evaluate(self) -> Evaluation:
         """How well the weights that count do on the evaluation images."""
@@ -126,14 +136,16 @@ class Run:
             # are the ones that are saved, are the network's.
             for buffer in (*self.model.buffers(), *(self.ema.module.buffers() if self.ema else ())):
                 torch.distributed.broadcast(buffer, src=0)
-        return evaluate(
-            self.state.evaluated,
-            self.normalize,
-            self.eval_data,
-            batch_size=self.settings.images_at_once(self.accelerator.num_processes),
-            accelerator=self.accelerator,
-            between=self.watch.evaluating,
-        )
+        found, self.predicted = evaluate(self.state.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
+        return found
+
+    @property
+    def how_to_evaluate(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.settings.images_at_once(self.accelerator.num_processes),
+            "accelerator": self.accelerator,
+            "between": self.watch.evaluating,
+        }
 
     def train_epoch(self) -> float:
         """Train on every image once, but for those at the end that are too few for a step."""
@@ -194,6 +206,7 @@ class Run:
                 "eval_loss": f"{score.loss:.6f}",
                 "eval_top1": f"{score.top1:.4f}",
                 "eval_top5": "" if score.top5 is None else f"{score.top5:.4f}",
+                "branch_share": "" if score.branch_share is None else f"{score.branch_share:.6f}",
                 "seconds": f"{seconds:.2f}",
                 "images_per_second": f"{images:.0f}",
             }

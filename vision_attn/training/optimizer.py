@@ -10,13 +10,13 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from vision_attn.insertion import parameter_groups
+from vision_attn.insertion import check_optimizer, parameter_groups
 from vision_attn.training.settings import Settings
 
-__all__ = ["check_optimizer", "make_optimizer", "make_schedule", "optimizer_bytes"]
+__all__ = ["check_optimizer_name", "make_optimizer", "make_schedule", "optimizer_bytes"]
 
 
-def check_optimizer(settings: Settings) -> None:
+def check_optimizer_name(settings: Settings) -> None:
     """Refuse an optimiser that cannot be used, before anything else is done."""
     name = settings.opt
     if name not in list_optimizers():
@@ -49,7 +49,9 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
         layer_decay=settings.layer_decay,
     )
     scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
-    return create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
+    optimizer = create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
+    check_optimizer(model, optimizer)
+    return optimizer
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> CosineLRScheduler:

@@ -29,7 +29,7 @@ class RunFolder:
     =======================  =========================================================================
     ``settings.yaml``        the settings of the run
     ``metrics.csv``          a row for each epoch
-    ``curves.png``           loss, accuracy and rate against epochs
+    ``curves.png``           loss, accuracy, size of the blocks' branches and rate against epochs
     ``last.pth``             everything that is needed to go on after the last epoch, or from the middle of one
     ``best.pth``             the weights of the epoch with the highest accuracy, ready to load
     ``inserted.txt``         what was inserted where, and its cost
@@ -97,7 +97,7 @@ class RunFolder:
         if not rows:
             return
         table = io.StringIO()
-        writer = csv.DictWriter(table, fieldnames=list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(table, fieldnames=list(rows[-1]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         self.write_text("metrics.csv", table.getvalue())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,11 +14,11 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_se
 from vision_attn.training.data import Source, open_data, open_images
 from vision_attn.training.determinism import deterministic_kernels
 from vision_attn.training.errors import DataError
-from vision_attn.training.evaluation import Normalize, evaluate
+from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed
 from vision_attn.training.images import Images
 from vision_attn.training.loop import Result, Run
 from vision_attn.training.network import build_network
-from vision_attn.training.optimizer import check_optimizer
+from vision_attn.training.optimizer import check_optimizer_name
 from vision_attn.training.resume import checkpoint_to_resume
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
@@ -59,7 +60,7 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     set_seed(settings.seed)
     checkpoint = None
     if not settings.test_only:
-        check_optimizer(settings)
+        check_optimizer_name(settings)
         checkpoint = checkpoint_to_resume(settings)
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
@@ -88,9 +89,13 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
         at_once = settings.images_at_once(accelerator.num_processes)
-        score = evaluate(model, normalize, data, batch_size=at_once, accelerator=accelerator)
+        how: dict[str, Any] = {"batch_size": at_once, "accelerator": accelerator}
+        score, predicted = evaluate(model, normalize, data, **how)
         log(str(score))
-        return Result(network, model, normalize, final=score, best=score, seconds=0.0)
+        worth = evaluate_closed(model, normalize, data, score, predicted, **how)
+        if worth:
+            log(str(worth))
+        return Result(network, model, normalize, final=score, best=score, closed=worth, seconds=0.0)
     train_data = open_images(
         train_source,
         network.size,

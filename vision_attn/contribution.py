@@ -1,0 +1,224 @@
+"""What the blocks of a network contribute: how large their branches are, and what changes when they are closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.blocks.residual import GatedResidual2d
+from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
+
+__all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What changes when blocks are closed, so that their map goes on as it came."""
+
+    #: predictions that are others then; None where the model gives no scores of classes
+    changed: int | None
+    #: by how much the mean cross-entropy rises; None without labels
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class BlockContribution:
+    """What one block contributes."""
+
+    #: path of the module at which the block was inserted, or of the block itself
+    site: str
+    #: root mean square of what the block adds, over that of the map that it is added to
+    share: float
+    #: the same for each channel, ``(c,)``
+    by_channel: Tensor
+    #: what changes when this block alone is closed
+    closing: Closing
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What the blocks of a network contribute; prints as a table."""
+
+    #: in the order of the network's modules
+    blocks: tuple[BlockContribution, ...]
+    #: what changes when all of them are closed
+    together: Closing
+    #: how many predictions there are: one an image, or one a position where the scores are a map
+    predictions: int
+
+    def __str__(self) -> str:
+        table = [("where", "branch/stream", "predictions changed", "loss")]
+        rows = [(block.site, f"{block.share:.4f}", block.closing) for block in self.blocks]
+        for site, share, closing in (*rows, ("together", "", self.together)):
+            changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
+            table.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
+            for cells in (list(zip(row, widths, strict=True)) for row in table)
+        ]
+        return "\n".join(["what changes when a block is closed", *(line.rstrip() for line in lines)])
+
+
+def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
+    """What each inserted block contributes to a network, and all of them together.
+
+    Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its map
+    over that of the map. And the network predicts once as it is, and once with the block closed, its map going on as it
+    came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
+
+    Args:
+        model: a network with inserted blocks in it, or with :class:`vision_attn.AttentionBlock2d` of its own. What
+            :func:`vision_attn.replace_` put in the place of another module adds to no map, and is left out.
+        batch: images, or a pair of images and labels. The model gives scores ``(b, classes, …)`` for them.
+
+    Returns:
+        A record for each block, and one of all together. It prints as a table.
+
+    Raises:
+        ValueError: the model has no block that adds to a map, or the batch is neither images nor a pair.
+
+    >>> import vision_attn as va
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
+    what changes when a block is closed
+    where     branch/stream  predictions changed  loss
+    0                0.0000               0 of 4
+    together                              0 of 4
+    """
+    images, labels = (batch, None) if isinstance(batch, Tensor) else parts_of(batch)
+    sites = list(branches(model))
+    if not sites:
+        raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
+
+    def scores(shut: Iterable[str] = ()) -> Tensor | None:
+        with closed(model, shut):
+            output = plain_network(model)(images)
+        output = getattr(output, "logits", output)
+        return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
+
+    with quiet_eval(model):
+        with measured(model) as found:
+            whole = scores()
+
+        def closing(shut: Iterable[str]) -> Closing:
+            others = scores(shut)
+            if whole is None or others is None:
+                return Closing(changed=None, loss=None)
+            changed = int((whole.argmax(1) != others.argmax(1)).sum())
+            rise = None if labels is None else F.cross_entropy(others, labels) - F.cross_entropy(whole, labels)
+            return Closing(changed, None if rise is None else rise.item())
+
+        blocks = tuple(
+            BlockContribution(site, branch.share, branch.by_channel, closing([site])) for site, branch in found.items()
+        )
+        together = closing(sites)
+    return Contribution(blocks, together, 0 if whole is None else whole.argmax(1).numel())
+
+
+def parts_of(batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
+        raise ValueError(f"batch must be images or a pair of images and labels, as tensors; got {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def branches(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
+    taken = replaced(model)
+    found = {site: block for site, block in inserted(model).items() if site not in taken}
+    known = {id(block) for block in found.values()}
+    for path, module in plain_network(model).named_modules():
+        if isinstance(module, GatedResidual2d) and id(module) not in known:
+            found[path] = module
+    return found
+
+
+@contextmanager
+def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[None]:
+    """Close blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
+
+    Args:
+        model: a network with inserted blocks in it.
+        sites: the blocks to close, by the names in :func:`contribution`'s table; all of them when None.
+
+    Raises:
+        ValueError: there is no block at a site.
+
+    >>> import vision_attn as va
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    >>> report = va.insert_(model, names="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
+    >>> images = torch.randn(2, 3, 16, 16)
+    >>> with closed(model):
+    ...     without = model(images)
+    >>> torch.equal(model(images), without), torch.equal(va.remove_(model) and model(images), without)
+    (False, True)
+    """
+    found = branches(model)
+    sites = list(found) if sites is None else list(sites)
+    for site in sites:
+        if site not in found:
+            raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
+    with ExitStack() as stack:
+        for site in sites:
+            handle = found[site].register_forward_hook(
+                lambda block, args, kwargs, y: given(args, kwargs), with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+class Branch:
+    """How large the branch of one block is, and the stream that it is added to, over all images that went through."""
+
+    def __init__(self, channels: int = 1) -> None:
+        #: sums of squares by channel, of the branch and of the stream
+        self.squares = torch.zeros(2, channels)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = x.detach().float(), y.detach().float()
+        beside = [axis for axis in range(x.dim()) if axis != x.dim() - 3]
+        self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(beside), x.square().sum(beside)])
+
+    @property
+    def by_channel(self) -> Tensor:
+        """Root mean squares of the branch over those of the stream, by channel."""
+        return share(self.squares)
+
+    @property
+    def share(self) -> float:
+        """The same over all channels."""
+        return share(self.squares.sum(1)).item()
+
+
+def share(squares: Tensor) -> Tensor:
+    """Of sums of squares ``(2, …)`` the root of the first over the second; zero where the first is."""
+    branch, stream = squares
+    return (branch / stream).where(branch != 0, torch.zeros_like(branch)).sqrt()
+
+
+@contextmanager
+def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
+    """Measure the branch of every block in the forward passes inside a ``with`` block."""
+    found: dict[str, Branch] = {}
+    with ExitStack() as stack:
+        for site, block in branches(model).items():
+            branch = found[site] = Branch()
+
+            def look(
+                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, to: Branch = branch
+            ) -> None:
+                to.add(given(args, kwargs), y)
+
+            stack.callback(block.register_forward_hook(look, with_kwargs=True).remove)
+        yield found
+
+
+def given(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """The map that a block was given."""
+    return args[0] if args else next(iter(kwargs.values()))
