@@ -82,15 +82,14 @@ assert max((top[:, m] == top[:, n]).float().mean() for m in range(4) for n in ra
 figure
 
 # %% [markdown]
-# **Does it matter?** Maps alone do not say so. With the gate of the block closed the same network is left with what
-# each place says by itself, which is nothing: half of the canvases are of either kind.
+# **Does it matter?** Maps alone do not say so. With the block closed the same network is left with what each place says
+# by itself, which is nothing: half of the canvases are of either kind.
 
 # %%
-va.set_gates_(model, 0.0)
-closed = 100 * (model(images).argmax(1) == labels).float().mean()
-print(f"with the gate closed: {closed:.1f} %")
+with va.closed(model):
+    closed = 100 * (model(images).argmax(1) == labels).float().mean()
+print(f"with the block closed: {closed:.1f} %")
 assert 45 < closed < 55
-model = timm.create_model("digit_pairs_attention", pretrained=True).eval()
 
 # %% [markdown]
 # **Are these the weights that the kernel used?** It keeps none to compare with. But weights times values,

@@ -124,10 +124,11 @@ def opened(found):
 
 
 def table(outcomes, settings, seeds):
+    shares = "branch/stream after epochs | changed when closed %"
     lines = [
-        "| block | parameters | multiply-adds | top-1 % | branch/stream after epochs | changed when closed % | by seed |"
+        f"| block | parameters | multiply-adds | top-1 % | {shares} | by seed |",
+        "|---|---:|---:|---:|---:|---:|---|",
     ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|"]
     for name, found in outcomes.items():
         scores = [outcome.top1 for outcome in found]
         spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""

@@ -96,6 +96,6 @@ else:
     score = fit(model, groups, options.epochs[1])
     saved = f"{options.output}.pth"
     accelerator.save(model.state_dict(), saved)
-opened = {site: round(gate.abs().mean().item(), 4) for site, gate in va.gates(model).items()}
-accelerator.print(f"gates of the blocks: {opened}\ntop-1 {score:.2f} %, in {saved}")
+accelerator.print(va.contribution(model, next(iter(val_loader))))
+accelerator.print(f"top-1 {score:.2f} %, in {saved}")
 accelerator.end_training()

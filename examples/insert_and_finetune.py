@@ -90,7 +90,8 @@ assert torch.equal(model(held_out), before)
 assert [name for name in model.state_dict() if ".inserted." not in name] == names
 
 # %% [markdown]
-# **Train** the block and the head, nothing else, and watch the gate that lets attention into the network open.
+# **Train** the block and the head, nothing else, and look at what the block has come to contribute: how large what it
+# adds is against the map that it is added to, and how many predictions change when it is closed.
 
 # %%
 va.freeze_backbone_(model, also_train="fc.*")
@@ -98,9 +99,10 @@ backbone = [name for name in names if not name.startswith("fc.")]
 frozen = {name: model.state_dict()[name].clone() for name in backbone}
 train(model, va.parameter_groups(model, lr=0.01), images, labels, steps=500)
 with_attention = top1(model, held_out, answers)
-for site, gate in va.gates(model).items():
-    print(f"the gate at {site} was 0 and is {gate.abs().mean():.2f} on average")
-    assert gate.abs().max() > 0
+worth = va.contribution(model, (held_out, answers))
+print(worth)
+assert worth.blocks[0].share > 0.1
+assert worth.together.changed > 0.2 * worth.predictions
 print(f"same class or not, with attention: {with_attention:.1f} %")
 assert with_attention > without + 20
 assert all(torch.equal(model.state_dict()[name], value) for name, value in frozen.items())

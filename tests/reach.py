@@ -37,9 +37,9 @@ HEAD = """# Reach
 The smallest model of every model module of timm {timm} and of every classification family of torchvision
 {torchvision}, as `python tests/reach.py` found it with torch {torch} on {threads} threads of a CPU. A block of
 attention, in windows of 8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images
-must be the same bits, and the network's own keys the same in the same order; gradients must reach every gate whose map
-is read and, after one step, every projection; and after removal every module, hook and tensor must be the same object,
-and the output the same bits.
+must be the same bits, and the network's own keys the same in the same order; gradients must reach the output
+projection of every block whose map is read and, after one step, the others; and after removal every module, hook and
+tensor must be the same object, and the output the same bits.
 
 {summary}
 
@@ -59,15 +59,15 @@ class Row:
     read: int = 0
     identical: bool = False
     keys: bool = False
-    gate: bool = False
-    projections: bool = False
+    output: bool = False
+    attention: bool = False
     removed: bool = False
     seconds: float = 0.0
     refusals: list[str] = field(default_factory=list)
 
     HEADER = (
-        "library", "family", "model", "size", "layout", "sites", "identical", "keys kept", "gate learns",
-        "projections learn", "removed", "seconds", "refused",
+        "library", "family", "model", "size", "layout", "sites", "identical", "keys kept", "output learns",
+        "attention learns", "removed", "seconds", "refused",
     )  # fmt: skip
 
     @property
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def unharmed(self) -> bool:
-        learns = (self.gate and self.projections) or not self.read
+        learns = (self.output and self.attention) or not self.read
         return self.identical and self.keys and self.removed and learns
 
     def cells(self) -> list[str]:
@@ -86,7 +86,7 @@ class Row:
 
         return [
             self.library, self.family, f"`{self.model}`", str(self.size), self.layout, f"{self.sites} of {self.stages}",
-            yes(self.identical), yes(self.keys), yes(self.gate), yes(self.projections), yes(self.removed),
+            yes(self.identical), yes(self.keys), yes(self.output), yes(self.attention), yes(self.removed),
             f"{self.seconds:.0f}", "; ".join(self.refusals),
         ]  # fmt: skip
 
@@ -212,8 +212,8 @@ def measure(library: str, family: str, names: list[str]) -> Row:
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()
             if step == 0:
-                row.gate = all(bool(block.gate.grad.any()) for block in blocks)
-            row.projections = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
+                row.output = all(bool(block.attn.proj.weight.grad.any()) for block in blocks)
+            row.attention = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
             optimizer.step()
         va.remove_(model)
         with torch.no_grad():

@@ -27,6 +27,7 @@ ROOMS = (
     "models",
     "inspection",
     "capture",
+    "contribution",
     "figures",
     "training",
     "export",

@@ -57,7 +57,7 @@ def trained(name, num_classes=3):
 
 def open_gates(model):
     for block in va.inserted(model).values():
-        nn.init.normal_(block.gate)
+        nn.init.normal_(block.attn.proj.weight, std=0.1)
 
 
 # --- attention inserted in a network that there is --------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_its_features_are_those_of_its_base(base):
     blocks = [module for module in ours.modules() if isinstance(module, va.AttentionBlock2d)]
     assert len(blocks) == len(SITES[name])
     with torch.no_grad():
-        blocks[-1].gate.fill_(1.0)
+        blocks[-1].attn.proj.weight.normal_(std=0.1)
         assert not torch.equal(ours(x)[-1], plain(x)[-1])
     some = timm.create_model(f"{name}_attention", features_only=True, out_indices=(0, 2))
     assert len(some(x)) == 2

@@ -424,27 +424,38 @@ def test_queries_that_are_no_tokens_are_refused(queries):
 
 
 @RESIDUAL
-def test_a_closed_gate_is_the_identity_bit_for_bit(block):
+def test_a_new_block_is_the_identity_bit_for_bit(block):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.randn(2, 16, 4, 5, dtype=dtype) * 100
-        y = block(16, dtype=dtype)(x)
-        assert y.dtype == dtype
-        assert torch.equal(y, x)
+        for new in (block(16, dtype=dtype), block(16, gate_init=0.0, dtype=dtype)):
+            y = new(x)
+            assert y.dtype == dtype
+            assert torch.equal(y, x)
+    assert not torch.equal(block(16, gate_init=0.1)(torch.ones(1, 16, 2, 2)), torch.ones(1, 16, 2, 2))
     x = torch.randn(1, 16, 4, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert block(16, gate_init=1.0)(x).dtype == torch.bfloat16
 
 
-@RESIDUAL
-def test_the_gate_learns_first_and_the_branch_follows(block):
-    module = block(16)
+@pytest.mark.parametrize(
+    ("module", "first"),
+    [
+        (lambda: va.AttentionBlock2d(16), {"attn.proj.weight", "attn.proj.bias"}),
+        (lambda: va.ConvBlock2d(16), {"project.weight", "project.bias"}),
+        (lambda: va.AttentionBlock2d(16, gate_init=0.0), {"gate"}),
+        (lambda: va.ConvBlock2d(16, gate_init=0.0), {"gate"}),
+        (lambda: va.SqueezeExciteBlock2d(16), {"gate"}),
+    ],
+)
+def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
+    module = module()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     x, target = torch.randn(4, 16, 3, 3), torch.randn(4, 16, 3, 3)
     for step in range(2):
         optimizer.zero_grad()
         (module(x) - target).square().mean().backward()
         reached = {name for name, p in module.named_parameters() if p.grad.abs().max() > 0}
-        assert reached == ({"gate"} if step == 0 else {name for name, _ in module.named_parameters()})
+        assert reached == (first if step == 0 else {name for name, _ in module.named_parameters()})
         optimizer.step()
 
 

@@ -360,20 +360,20 @@ def test_a_moving_average_has_the_blocks(family):
 
 @in_families
 def test_a_network_runs_in_half_precision_and_under_autocast(family):
-    model, x = network(family, gate=0.0)
+    model, x = network(family, gate=None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(x), without_blocks(model)(x))
         for block in va.inserted(model).values():
-            nn.init.ones_(block.gate)
+            nn.init.normal_(block.attn.proj.weight, std=0.1)
         model(x).float().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     for dtype in (torch.float16, torch.bfloat16):
-        model, x = network(family, gate=0.0)
+        model, x = network(family, gate=None)
         model, x = model.to(dtype), x.to(dtype)
         with torch.no_grad():
             assert torch.equal(model(x), without_blocks(model)(x))
             for block in va.inserted(model).values():
-                nn.init.ones_(block.gate)
+                nn.init.normal_(block.attn.proj.weight, std=0.1)
             assert model(x).isfinite().all()
             assert model(x).dtype == dtype
 

@@ -125,7 +125,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(name, tmp_path):
     assert torch.equal(models[0](x), source.eval()(x))
 
     # What was trained with blocks goes into a model with blocks, all of it.
-    nn.init.ones_(va.inserted(models[1])["layer3.2"].gate)
+    nn.init.normal_(va.inserted(models[1])["layer3.2"].attn.proj.weight, std=0.1)
     torch.save(models[1].state_dict(), tmp_path / "inserted.pth")
     assert not va.load_checkpoint(models[0], tmp_path / "inserted.pth").new
     assert torch.equal(models[0](x), models[1](x))

@@ -37,7 +37,7 @@ EXAMPLES = {
     "train_cifar.py": ["--dataset", "folder", "--epochs", "6", "--batch-size", "16", "--device", "cpu"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "2", "4", "--batch-size", "12", "--workers", "0"],
     "compare_blocks.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
-                          "--lr", "0.05", "--device", "cpu", "--block-options", "gate_init=1",
+                          "--lr", "0.05", "--device", "cpu", "--block-options", "gate_init=0.1",
                           "--attention-options", "position=Rope2d()"],
     "trainer_throughput.py": ["--dataset", "folder", "--epochs", "3", "--batch-size", "16", "--device", "cpu"],
     "classify.py": [],
@@ -152,7 +152,7 @@ def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, zoo):
     model = with_attention()
     va.load_checkpoint(model, zoo.parent / "tuned.pth")
     assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
-    assert va.gates(model)["layer3.2"].abs().max() > 0
+    assert va.inserted(model)["layer3.2"].attn.proj.weight.abs().max() > 0
     # All of it was trained, not only what is new.
     given = torch.load(zoo, weights_only=True)
     assert not torch.equal(model.conv1.weight, given["conv1.weight"])
@@ -219,7 +219,8 @@ def compare_blocks():
 def rows(path):
     """The table's cells by arm."""
     lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
-    assert lines[0] == ["block", "parameters", "multiply-adds", "top-1 %", "seconds an epoch", "by seed"]
+    shares = ["branch/stream after epochs", "changed when closed %"]
+    assert lines[0] == ["block", "parameters", "multiply-adds", "top-1 %", *shares, "by seed"]
     return {name: cells for name, *cells in lines[1:]}
 
 
@@ -240,19 +241,20 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
     assert work[3] - work[0] == 1_572_864  # as insert_ reports it
     for cells in whole.values():
         mean, _, spread = cells[2].partition(" ± ")
-        one, two = map(float, cells[4].split(", "))
+        one, two = map(float, cells[5].split(", "))
         assert float(mean) == pytest.approx((one + two) / 2, abs=0.01)
         assert float(spread) == pytest.approx(abs(one - two) / 2**0.5, abs=0.01)
+    assert [bool(cells[3]) for cells in whole.values()] == [False, True, True, True]  # how far blocks have come
     # The accuracy is that of the last epoch, not of the best one.
     for name, cells in whole.items():
-        for seed, score in enumerate(cells[4].split(", ")):
+        for seed, score in enumerate(cells[5].split(", ")):
             with open(tmp_path / "whole" / f"{name.replace(' ', '-')}-{seed}" / "metrics.csv") as file:
                 scores = [float(row["eval_top1"]) for row in csv.DictReader(file)]
             assert float(score) == pytest.approx(scores[-1], abs=0.01)
     note = (tmp_path / "whole" / "table.md").read_text()
     assert "Seeds 0, 1; " in note
     assert "--batch-size 16 --lr 0.05 --label-smoothing 0.1" in note
-    assert "--insert layer3 --num-heads 4 --block-options gate_init=1 position=Rope2d()" in note
+    assert "--insert layer3 --num-heads 4 --block-options gate_init=0.1 position=Rope2d()" in note
     assert str(image_folder) not in note
 
     saved, save = [], RunFolder.save
@@ -270,8 +272,8 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
         compare_blocks.main(arguments)
     compare_blocks.main(arguments)
     parts = rows(tmp_path / "parts" / "table.md")
-    assert {name: cells[4] for name, cells in parts.items()} == {
-        name: cells[4].partition(",")[0] for name, cells in whole.items()
+    assert {name: cells[5] for name, cells in parts.items()} == {
+        name: cells[5].partition(",")[0] for name, cells in whole.items()
     }
     assert saved.count("plain-0") == 2, "what is complete is not trained again"
     assert saved.count("convolution-0") == 3, "what was saved of it is gone on from"

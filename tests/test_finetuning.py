@@ -15,6 +15,7 @@ from torch import nn
 import vision_attn as va
 import vision_attn.models
 from vision_attn.insertion import (
+    check_optimizer,
     freeze_backbone_,
     freeze_gates_,
     gates,
@@ -97,8 +98,24 @@ def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
         set_gates_(model, float("nan"))
 
 
-def test_a_warm_up_holds_the_gates_and_trains_what_is_behind_them():
+def test_a_block_is_closed_and_opened_by_its_gate():
     model = network()
+    with torch.no_grad():
+        for block in inserted(model).values():
+            block.attn.proj.weight.normal_(std=0.1)
+        x = torch.randn(1, 3, 32, 32)
+        opened = model.eval()(x)
+        set_gates_(model, 0.0)
+        closed = model(x)
+        set_gates_(model, 1.0)
+        assert torch.equal(model(x), opened)
+        va.remove_(model)
+        assert torch.equal(model(x), closed)
+        assert not torch.equal(opened, closed)
+
+
+def test_a_warm_up_holds_the_gates_and_trains_what_is_behind_them():
+    model = network(gate_init=0.25)
     freeze_backbone_(model)
     assert freeze_gates_(model) == 2
     set_gates_(model, 0.25)
@@ -435,3 +452,22 @@ def test_nothing_to_train_is_refused():
         parameter_groups(model, 0.1)
     with pytest.raises(ValueError, match="attention_lr applies to inserted blocks, and none is trained"):
         parameter_groups(nn.Linear(3, 3), 0.1, attention_lr=0.2)
+
+
+# Optimizers
+
+
+def test_an_optimizer_made_before_the_blocks_is_refused():
+    model = timm.create_model("resnet20", num_classes=5)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    check_optimizer(model, before)
+    report = va.insert_(model, stages=-1)
+    assert "one that was made before does not train these parameters" in str(report)
+    with pytest.raises(ValueError, match=r"optimizer lacks 7 parameters .*layer3\.2\.inserted\.gate.*insert_"):
+        check_optimizer(model, before)
+    check_optimizer(model, torch.optim.SGD(parameter_groups(model, 0.1, layer_decay=0.5), momentum=0.9))
+    before.add_param_group({"params": list(inserted(model)["layer3.2"].parameters())})
+    check_optimizer(model, before)
+    for parameter in (part := nn.Linear(2, 2)).parameters():
+        parameter.requires_grad_(False)
+    check_optimizer(part, before)

@@ -93,7 +93,7 @@ def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
         report = va.replace_(model, names=names, example_input=x)
         assert len(report) > 1
         assert {type(block) for block in va.inserted(model).values()} == {va.AttentionBlock2d}
-        # Its gate is zero: what is left is the network without the recalibration.
+        # It begins as the identity: what is left is the network without the recalibration.
         without = model(x)
         for site in va.inserted(model):
             parent, _, name = site.rpartition(".")

@@ -140,8 +140,8 @@ def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, siz
         assert torch.equal(model(x), before)
         assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            for gate in (block.gate for block in va.inserted(twin).values()):
-                nn.init.ones_(gate)
+            for block in va.inserted(twin).values():
+                nn.init.normal_(block.attn.proj.weight, std=0.1)
             assert not torch.equal(twin(x), before)
             assert torch.equal(model(x), before)
             va.remove_(twin)
@@ -160,7 +160,7 @@ def test_a_dense_block_has_its_block_held_further_in():
         "features.denseblock2.denselayer1.inserted_features_denseblock2",
     }
     assert torch.equal(model(x), before)
-    nn.init.ones_(va.inserted(model)["features.denseblock1"].gate)
+    nn.init.normal_(va.inserted(model)["features.denseblock1"].attn.proj.weight, std=0.1)
     assert not torch.equal(model(x), before)
     # A part on its own takes its block along.
     part = copy.deepcopy(model.features.denseblock1)
@@ -249,12 +249,12 @@ def test_before_a_site_is_what_it_takes():
     (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
     assert (block.site, block.at, block.channels, block.height) == ("layer3.0", "before", 128, 8)
     assert torch.equal(model(x), before)
-    nn.init.ones_(va.inserted(model)["layer3.0"].gate)
+    nn.init.normal_(va.inserted(model)["layer3.0"].attn.proj.weight, std=0.1)
     opened = model(x)
     va.remove_(model)
     assert torch.equal(model(x), before)
     va.insert_(model, names="layer2", example_input=x)
-    va.inserted(model)["layer2.1"].load_state_dict({**va.AttentionBlock2d(128).state_dict(), "gate": torch.ones(128)})
+    va.inserted(model)["layer2.1"].load_state_dict(va.AttentionBlock2d(128, gate_init=0.5).state_dict())
     assert opened.shape == model(x).shape
 
 
@@ -335,7 +335,7 @@ def test_a_block_in_a_branch_leaves_the_shortcut_alone():
     assert torch.equal(model(x), before)
     block = va.inserted(model)["layer3.1.bn2"]
     with torch.no_grad():
-        block.gate.fill_(1.0)
+        block.attn.proj.weight.normal_(std=0.1)
         y = torch.randn(1, 256, 4, 4)
         site = model.layer3[1]
         branch = block(site.bn2._forward_hooks and nn.Module.__call__(BatchNormOf(site.bn2), inner(site, y)))
@@ -435,7 +435,7 @@ def test_a_model_stays_in_its_state(state):
             model(x)
             assert features[0].is_contiguous(memory_format=torch.channels_last)
         for block in va.inserted(model).values():
-            block.gate.fill_(0.5)
+            block.attn.proj.weight.normal_(std=0.1)
         assert not torch.equal(model(x), before)
         va.remove_(model)
         assert torch.equal(model(x), before)

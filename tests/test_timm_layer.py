@@ -58,7 +58,7 @@ def test_a_network_with_the_layer_computes_what_it_does_without(name, options, l
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-        nn.init.ones_(blocks[0].gate)
+        nn.init.normal_(blocks[0].attn.proj.weight, std=0.1)
         assert not torch.equal(model(x), plain(x))
 
 

@@ -1,5 +1,6 @@
 """The trainer on small data: what it learns, what it leaves behind, and that a resumed run is the run."""
 
+import copy
 import csv
 import math
 import os
@@ -15,6 +16,7 @@ import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
+from vision_attn.training.data import open_data, open_images
 from vision_attn.training.errors import DataError, TrainingError
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.images import ImageSet
@@ -82,11 +84,27 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
     assert (tmp_path / "run" / "inserted.txt").read_text().startswith("1 block inserted")
     assert sum(line.startswith("epoch ") for line in lines) == 6
 
+    # What the block contributes is said as it grows, and what closing it changes in the end.
+    shares = [float(row["branch_share"]) for row in rows]
+    assert 0 < shares[0] < shares[-1]
+    assert f"branch/stream {shares[-1]:.4f}" in next(line for line in lines if line.startswith("epoch 6"))
+    (worth,) = [line for line in lines if "closed" in line or "closing" in line]
+    assert worth == str(result.closed)
+    twin = copy.deepcopy(result.model)
+    va.set_gates_(twin, 0.0)
+    source = open_data(base, train=False)
+    images = open_images(source, (32, 32), torch.device("cpu"), workers=0)
+    without, _ = evaluate(twin, result.normalize, images)
+    assert without.top1 == pytest.approx(result.closed.without.top1)
+    assert without.loss == pytest.approx(result.closed.without.loss, rel=1e-4)
+    assert without.branch_share == 0
+
     # The best weights, loaded by what a user has at hand, give the accuracy that was logged.
     evaluated = train(
         replace(base, weights=str(tmp_path / "run" / "best.pth"), test_only=True, output=str(tmp_path / "none")), quiet
     )
     assert evaluated.final == result.best
+    assert evaluated.closed.whole == result.best
     assert not (tmp_path / "none").exists()
 
 
@@ -195,7 +213,7 @@ def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_ag
     assert "the backbone is frozen: 16,832 parameters are trained" in lines
     given, last = read_checkpoint(tmp_path / "base.pth"), weights_of(tmp_path / "run")
     assert equal({key: last[key] for key in given}, given)
-    assert last["layer3.2.inserted.gate"].abs().max() > 0
+    assert last["layer3.2.inserted.attn.proj.weight"].abs().max() > 0
 
     # The adapter is the best epoch, and needs no more than the network that the run began with.
     model = create_model("resnet20", num_classes=3)
@@ -458,8 +476,10 @@ def test_evaluation_counts_every_image_once():
     data = ImageSet(torch.randint(0, 256, (37, 3, 4, 4), dtype=torch.uint8), torch.randint(0, 8, (37,)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 8)).train()
     normalize = Normalize((0.5,) * 3, (0.2,) * 3, channels=3)
-    score = evaluate(model, normalize, data, batch_size=10)
+    score, predicted = evaluate(model, normalize, data, batch_size=10)
     logits = model((data.images / 255 - 0.5) / 0.2).detach()
+    assert torch.equal(predicted, logits.argmax(1))
+    assert score.branch_share is None
     assert score.top1 == pytest.approx(100 * float((logits.argmax(1) == data.labels).float().mean()))
     top5 = (logits.argsort(1, descending=True)[:, :5] == data.labels[:, None]).any(1)
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))

@@ -319,7 +319,7 @@ def test_evaluation_by_worker_processes_is_that_in_memory(source):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 3))
     normalize = Normalize((0.5,) * 3, (0.2,) * 3, channels=3)
     one, other = (
-        evaluate(model, normalize, open_images(source, (16, 16), CPU, workers=workers), batch_size=50)
+        evaluate(model, normalize, open_images(source, (16, 16), CPU, workers=workers), batch_size=50)[0]
         for workers in (None, 1)
     )
     assert one == other

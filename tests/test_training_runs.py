@@ -36,7 +36,7 @@ from vision_attn.training.train import train
 from vision_attn.training.watch import Watch
 
 #: Of each row of metrics.csv what does not depend on the clock.
-RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1")
+RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1", "branch_share")
 #: Settings of a run that keeps no moving average.
 NO_AVERAGE = {"model_ema": False, "model_ema_decay": 0.999}
 
@@ -770,11 +770,14 @@ def test_the_curves_are_those_of_the_metrics(base, tmp_path):
     train(base, quiet)
     rows = read_checkpoint(tmp_path / "run" / "last.pth")["rows"]
     with Image.open(tmp_path / "run" / "curves.png") as picture:
-        assert (picture.width, picture.height) == (900, 900)
-    loss, top1, rate = curves_figure(rows).axes
-    for axis, line, key in ((loss, 0, "train_loss"), (loss, 1, "eval_loss"), (top1, 0, "eval_top1"), (rate, 0, "lr")):
+        assert (picture.width, picture.height) == (900, 1050)
+    loss, top1, rate, share = curves_figure(rows).axes
+    columns = ((loss, 0, "train_loss"), (loss, 1, "eval_loss"), (top1, 0, "eval_top1"), (rate, 0, "lr"))
+    for axis, line, key in (*columns, (share, 0, "branch_share")):
         assert list(axis.lines[line].get_xdata()) == [1, 2, 3]
         assert list(axis.lines[line].get_ydata()) == [float(row[key]) for row in rows]
+    without_blocks = [{**row, "branch_share": ""} for row in rows]
+    assert len(curves_figure(without_blocks).axes) == 3
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

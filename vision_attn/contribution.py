@@ -42,7 +42,13 @@ class BlockContribution:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What the blocks of a network contribute; prints as a table."""
+    """What the blocks of a network contribute; prints as a table.
+
+    >>> print(Contribution((), together=Closing(changed=3, loss=None), predictions=64))
+    what changes when a block is closed
+    where     branch/stream  predictions changed  loss
+    together                             3 of 64
+    """
 
     #: in the order of the network's modules
     blocks: tuple[BlockContribution, ...]
@@ -68,9 +74,9 @@ class Contribution:
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
     """What each inserted block contributes to a network, and all of them together.
 
-    Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its map
-    over that of the map. And the network predicts once as it is, and once with the block closed, its map going on as it
-    came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
+    Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its
+    map over that of the map. And the network predicts once as it is, and once with the block closed, its map going on
+    as it came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
 
     Args:
         model: a network with inserted blocks in it, or with :class:`vision_attn.AttentionBlock2d` of its own. What

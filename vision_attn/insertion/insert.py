@@ -1,4 +1,4 @@
-"""Into a backbone: blocks at sites of a model that is there already, behind a gate that begins at zero.
+"""Into a backbone: blocks at sites of a model that is there already, which begin as the identity.
 
 A block becomes a child of the module at its site, under the name :data:`CHILD`, and a hook applies it to what that
 module gives or takes. No module of the model is renamed or wrapped, so its checkpoints fit before and after.
@@ -37,7 +37,7 @@ def insert_(
 ) -> InsertionReport:
     """Insert a block at chosen modules of a model, in place.
 
-    The output of the module at a site becomes ``block(output)``. With the default block and its gate at zero the
+    The output of the module at a site becomes ``block(output)``. The default block begins as the identity: the
     network computes what it did before, bit for bit; its own keys and checkpoints stay valid; :func:`remove_` takes
     the blocks out. A site that is a ``Sequential`` means the end of it.
 

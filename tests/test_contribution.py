@@ -1,0 +1,133 @@
+"""What blocks contribute: against the same computed by hand, and against networks that they were taken out of."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+import vision_attn as va
+import vision_attn.models
+
+SITES = ["layer2.2", "layer3.2"]
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(64, 3, 32, 32, generator=generator), torch.arange(64) % 10
+
+
+@pytest.fixture
+def model(batch):
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20", num_classes=10)
+    va.insert_(model, names=["layer2", "layer3"], num_heads=2, gate_init=1.0)
+    with torch.no_grad():  # an untrained network says the same class of everything
+        model.fc.bias -= model.eval()(batch[0]).mean(0)
+    return model.train()
+
+
+def rms(x, axes=None):
+    return x.square().mean(axes).sqrt() if axes else x.square().mean().sqrt()
+
+
+def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
+    seen = {}
+    for site, block in va.inserted(model).items():
+        block.register_forward_hook(lambda block, args, y, site=site: seen.update({site: (args[0], y - args[0])}))
+    found = va.contribution(model, batch[0])
+    assert [block.site for block in found.blocks] == SITES
+    with torch.no_grad():
+        model.eval()(batch[0])
+    for block in found.blocks:
+        stream, branch = seen[block.site]
+        assert block.share == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
+        assert block.share > 0.01
+        torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
+
+
+def test_closing_is_taking_out(model, batch):
+    images, labels = batch
+    found = va.contribution(model, batch)
+    assert found.predictions == 64
+    with torch.no_grad():
+        whole = model.eval()(images)
+        without = {}
+        for site in SITES:
+            other = copy.deepcopy(model)
+            va.inserted(other)[site].gate.zero_()
+            without[site] = other(images)
+        va.remove_(other := copy.deepcopy(model))
+        none = other(images)
+    for block in (*found.blocks, None):
+        closing, scores = (found.together, none) if block is None else (block.closing, without[block.site])
+        assert closing.changed == int((scores.argmax(1) != whole.argmax(1)).sum())
+        rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
+        assert closing.loss == pytest.approx(rise.item(), rel=1e-4)
+    assert found.together.changed > 0
+    assert str(found).splitlines()[-1].split() == [
+        *("together", str(found.together.changed), "of", "64", f"{found.together.loss:+.4f}"),
+    ]
+
+
+def test_it_leaves_the_model_as_it_was(model, batch):
+    state = copy.deepcopy(model.state_dict())
+    model.layer1.eval()
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    va.contribution(model, batch[0])
+    with pytest.raises(RuntimeError), va.closed(model):
+        model(torch.randn(1, 4, 32, 32))
+    assert (model.training, model.layer1.training) == (True, False)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_a_new_block_contributes_nothing_and_a_broken_one_is_no_zero(batch):
+    model = timm.create_model("resnet20", num_classes=10)
+    va.insert_(model, names="layer3")
+    found = va.contribution(model, batch)
+    assert (found.blocks[0].share, found.together.changed, found.together.loss) == (0.0, 0, 0.0)
+    nn.init.constant_(va.inserted(model)["layer3.2"].gate, float("nan"))
+    assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].share))
+
+
+def test_blocks_of_a_networks_own_and_in_tokens_count_and_replacements_do_not(batch):
+    own = nn.Sequential(
+        nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    assert [block.site for block in va.contribution(own, batch[0]).blocks] == ["1"]
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5)
+    va.insert_(vit, names="blocks.0", num_heads=3, gate_init=1.0, example_input=(1, 3, 64, 64))
+    assert va.contribution(vit, torch.randn(4, 3, 64, 64)).blocks[0].share > 0.01
+    model = timm.create_model("resnet20", num_classes=10)
+    va.replace_(model, names="layer3.2.conv2", num_heads=2)
+    with pytest.raises(ValueError, match="model has no block that adds to a map"):
+        va.contribution(model, batch[0])
+
+
+def test_scores_may_be_maps_or_missing(batch):
+    images = torch.randn(2, 3, 64, 64)
+    segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
+    va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
+    found = va.contribution(segmenter, images)
+    assert (found.together.changed, found.predictions) == (None, 0)
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2, gate_init=1.0))
+    assert va.contribution(dense, images[:, :, :8, :8]).predictions == 2 * 8 * 8
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], "images", (torch.zeros(1),)])
+def test_what_is_no_batch_is_refused(model, wrong):
+    with pytest.raises(ValueError, match="batch must be images or a pair"):
+        va.contribution(model, wrong)
+
+
+def test_a_site_without_a_block_is_refused(model):
+    with (
+        pytest.raises(ValueError, match=r"sites must be among 'layer2.2', 'layer3.2'; got 'layer1'"),
+        va.closed(model, ["layer1"]),
+    ):
+        pass

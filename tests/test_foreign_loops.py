@@ -1,0 +1,135 @@
+"""Blocks learn in loops that are not ours: after a hundred steps at usual rates they weigh in the network's maps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import vision_attn as va
+
+pytestmark = pytest.mark.slow
+
+BATCH, STEPS = 64, 20
+#: Of a run of twenty epochs the first five, a hundred steps, are made.
+EPOCHS, MADE = 20, 5
+
+
+@pytest.fixture(scope="module")
+def digits():
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return TensorDataset(torch.tensor(found.images).float()[:, None] / 8 - 1, torch.tensor(found.target))
+
+
+@pytest.fixture
+def loader(digits):
+    return DataLoader(digits, BATCH, sampler=RandomSampler(digits, num_samples=STEPS * BATCH))
+
+
+@pytest.fixture
+def model(digits):
+    """A small network that reads digits already, and then gets a block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for images, labels in DataLoader(digits, BATCH, sampler=RandomSampler(digits, num_samples=200 * BATCH)):
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    va.insert_(model, names="5", num_heads=4, example_input=(1, 1, 8, 8))
+    return model
+
+
+def timms(model, loader):
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, "cosine", num_epochs=EPOCHS, warmup_epochs=1, warmup_lr=1e-4, step_on_epochs=False,
+        updates_per_epoch=len(loader),
+    )  # fmt: skip
+    for epoch in range(MADE):
+        for step, (images, labels) in enumerate(loader):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step_update(epoch * len(loader) + step + 1)
+
+
+def torchvisions(model, loader):
+    """As torchvision's references train classifiers: everything decays, warm-up by epochs, clipped gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS - 1)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    for _ in range(MADE):
+        for images, labels in loader:
+            loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        scheduler.step()
+
+
+def accelerates(model, loader):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(MADE):
+        for images, labels in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(F.cross_entropy(wrapped(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+
+
+class ForTrainer(nn.Module):
+    """What Hugging Face's Trainer asks of a model: arguments by name, and its loss first."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, labels):
+        logits = self.model(images)
+        return F.cross_entropy(logits, labels), logits
+
+
+def hugging_faces(model, loader, folder):
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=MADE * STEPS, per_device_train_batch_size=BATCH, learning_rate=5e-4, weight_decay=0.01,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+
+    def together(samples):
+        images, labels = zip(*samples, strict=True)
+        return {"images": torch.stack(images), "labels": torch.stack(labels)}
+
+    trainer = transformers.Trainer(ForTrainer(model), arguments, data_collator=together, train_dataset=loader.dataset)
+    trainer.train()
+
+
+@pytest.mark.parametrize("loop", [timms, torchvisions, accelerates, hugging_faces])
+def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(model, loader, digits, tmp_path, loop):
+    images = digits.tensors[0][:256]
+    with torch.no_grad():
+        assert va.contribution(model, images).blocks[0].share == 0
+    loop(model, loader, *([tmp_path] if loop is hugging_faces else []))
+    (block,) = va.contribution(model, images).blocks
+    assert block.share > 0.01
+    assert (block.by_channel > 0.001).all()  # not a few channels alone
