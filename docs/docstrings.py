@@ -35,6 +35,7 @@ class Docstrings(griffe.Extension):
 def markdown(text: str) -> str:
     """A docstring as Markdown: its tables, examples and roles."""
     text = re.sub(r"^(=+  .*)\n((?:.+\n)+?)\1(?:\n((?:.+\n)+?)\1)?$", table, text, flags=re.MULTILINE)
+    text = re.sub(r"^::\n\n", "", text, flags=re.MULTILINE)  # an indented block is code as it is
     text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.MULTILINE)
     return re.sub(r":(?:class|func|meth|attr|data|mod):`~?([^`]+)`", reference, text)
 

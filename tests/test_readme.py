@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -230,6 +231,21 @@ def test_the_api_reference_is_complete():
     wanted = {thing for thing in public if inspect.isfunction(thing) or inspect.isclass(thing)}
     found = documented()
     assert {thing for path, thing in found.items() if not path.startswith("vision_attn.models.")} == wanted
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe")
+    markdown = runpy.run_path(str(ROOT / "docs/docstrings.py"))["markdown"]
+    assert markdown("By :func:`insert_` and :meth:`Attention2d.forward`, not :func:`nothing`.") == (
+        "By [`insert_`][vision_attn.insert_] and [`Attention2d.forward`][vision_attn.Attention2d], not `nothing`."
+    )
+    assert markdown("Such as:\n\n>>> 1 + 1\n2\n\nAnd") == "Such as:\n\n```pycon\n>>> 1 + 1\n2\n```\n\nAnd"
+    assert (
+        markdown("===  =====\nb    batch\nh w  sides\n===  =====\n")
+        == "|  |  |\n|---|---|\n| b | batch |\n| h w | sides |\n"
+    )
+    with_header = "=====  ====\nname   what\n=====  ====\n``a``  x y\n=====  ====\n"
+    assert markdown(with_header) == "| name | what |\n|---|---|\n| ``a`` | x y |\n"
 
 
 def test_the_converters_of_the_table_are_there():
