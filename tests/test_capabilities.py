@@ -1,4 +1,4 @@
-"""What of torch works with a block, by implementation (the table in the README), and with a network that has blocks."""
+"""What of torch works with a block, by implementation (a table in the docs), and with a network that has blocks."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.insertion import inserted_keys
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[1] / "docs/implementations.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def drops_weights(block):
     assert not torch.equal(dropping(example()), dropping(example()))
 
 
-#: By their names in the README.
+#: By their names in the table.
 CAPABILITIES = {
     "gradients on the CPU": has_a_backward_pass,
     "`attn_drop`": drops_weights,
@@ -166,9 +166,9 @@ CAPABILITIES = {
 }
 
 
-def table_of_the_readme():
-    """What the README says works: ``{(capability, impl): bool}``."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line[:2] == "| "]
+def table_of_the_page():
+    """What the table says works: ``{(capability, impl): bool}``."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:2] == "| "]
     heads = next(row[1:] for row in rows if row[:2] == ["", "`einx`"])
     cells = {
         (row[0], impl.strip("`")): cell
@@ -192,13 +192,13 @@ def works(capability, *arguments):
 
 @pytest.mark.parametrize("impl", va.IMPLS)
 @pytest.mark.parametrize("name", CAPABILITIES)
-def test_the_table_of_the_readme_is_so(name, impl):
+def test_the_table_is_so(name, impl):
     error = works(CAPABILITIES[name], make(impl))
-    assert (error is None) == table_of_the_readme()[name, impl], error
+    assert (error is None) == table_of_the_page()[name, impl], error
 
 
-def test_the_table_of_the_readme_is_whole():
-    assert set(table_of_the_readme()) == {(name, impl) for name in CAPABILITIES for impl in va.IMPLS}
+def test_the_table_is_whole():
+    assert set(table_of_the_page()) == {(name, impl) for name in CAPABILITIES for impl in va.IMPLS}
 
 
 OPTIONS = {

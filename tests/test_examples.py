@@ -348,8 +348,8 @@ def test_comparing_blocks_says_what_is_missing(run_here, tmp_path):
 
 
 def five_commands():
-    page = (ROOT / "README.md").read_text()
-    (block,) = re.findall(r"^## Train\n.*?^```text\n(vision-attn inspect.*?)^```", page, re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/training.md").read_text()
+    (block,) = re.findall(r"^# Train\n.*?^```text\n(vision-attn inspect.*?)^```", page, re.MULTILINE | re.DOTALL)
     return [shlex.split(line) for line in block.splitlines()]
 
 
