@@ -1,16 +1,17 @@
 """The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
 
+import math
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
 from vision_attn import cli
 from vision_attn.models import create_model
-from vision_attn.training.settings import Settings
+from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
 
 
 def run(capsys, *arguments):
@@ -47,31 +48,43 @@ def test_the_issue_of_the_library_in_one_command(capsys, image_folder, tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_every_flag_sets_what_it_names():
-    arguments = {
-        "--data": "folder", "--dataset": "cifar10", "--dataset-download": None, "--img-size": "64",
-        "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--train-crop": "resized", "--crop-padding": "1",
-        "--crop-scale": "0.35", "--hflip": "0.25",
-        "--cutout": "8", "--mixup": "0.2", "--cutmix": "1.0", "--mixup-switch-prob": "0.25", "--workers": "2",
-        "--model": "resnet32", "--pretrained": None, "--weights": "w.pth", "--weights-ema": None, "--reset-head": None,
-        "--freeze-backbone": None, "--freeze-epochs": "2", "--grad-accum-steps": "2", "--attention-lr": "0.5",
-        "--layer-decay": "0.75",
-        "--insert": "layer1 layer2", "--at": "before",
-        "--block-options": "gate_init=1 position=Rope2d()", "--block": "conv", "--num-heads": "2", "--impl": "bmm",
-        "--epochs": "7", "--batch-size": "10", "--opt": "adamw", "--lr": "0.5", "--momentum": "0.8",
-        "--weight-decay": "0.1", "--warmup-epochs": "1.5", "--min-lr": "0.01", "--clip-grad": "2.0",
-        "--label-smoothing": "0.2", "--model-ema": None, "--model-ema-decay": "0.5", "--seed": "3",
-        "--device": "cpu", "--amp": None, "--amp-dtype": "float16", "--sync-bn": None, "--deterministic": None,
-        "--channels-last": None, "--compile": None,
-        "--output": "out", "--overwrite": None, "--resume": "last.pth", "--tensorboard": None, "--test-only": None,
-    }  # fmt: skip
-    assert {flag.lstrip("-").replace("-", "_") for flag in arguments} == {field.name for field in fields(Settings)}
-    for flag, value in arguments.items():
-        line = ["train", flag, *(value.split() if value else [])]
-        options = vars(cli.parser().parse_args(line))
-        name = flag.lstrip("-").replace("-", "_")
-        assert options[name] != getattr(Settings(data=""), name)
-        assert set(options) == {"command", "traceback", name}, "a flag that is not given sets nothing"
+def test_every_setting_is_a_flag_that_sets_it_and_has_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in FIELDS.items():
+        flag, (kind, many), rules = f"--{name.replace('_', '-')}", type_of(name), field.metadata
+        assert rules["text"], name
+        assert f"{flag} " in shown.partition("options:")[2], name
+        assert rules["text"] in shown.replace("- ", "-"), name
+        assert rules["needs"].keys() <= FIELDS.keys()
+        value = True if kind is bool else "any" if kind is str else max(rules["allowed"])
+        value = [*CHOICES.get(name, ())][-1] if CHOICES.get(name) else value
+        words = [] if kind is bool else [str(value)] * (1 + many)
+        options = vars(cli.parser().parse_args(["train", flag, *words]))
+        assert options.keys() == {"command", "traceback", name}, "a flag that is not given sets nothing"
+        assert options[name] == ([value, value] if many else value)
+        if kind is bool:
+            assert vars(cli.parser().parse_args(["train", f"--no-{flag[2:]}"]))[name] is False
+
+
+def test_a_value_that_a_setting_cannot_be_is_refused_by_name():
+    for name in FIELDS:
+        kind, many = type_of(name)
+        wrong = {bool: [1, "yes"], int: [-(10**9), 10**12, 2.5, True, "8"], str: [3, b"x"]}
+        wrong[float] = [-(10.0**300), 1e300, math.nan, math.inf, True, "0.1"]
+        for value in [*wrong[kind], {}, object()]:
+            for given in [value, (value,)] if many else [value, [value]]:
+                with pytest.raises(ValueError, match=f"^{name} must be .*; got "):
+                    Settings(**{"data": "images", name: given})
+        if CHOICES.get(name):
+            with pytest.raises(ValueError, match=f"^{name} must be one of .*; got 'other'"):
+                Settings(**{"data": "images", name: "other"})
+    least = {"lr": 1e-300, "layer_decay": 1e-300, "batch_size": 1, "num_heads": 0, "std": (0.0,), "seed": -1}
+    for name, value in least.items():
+        with pytest.raises(ValueError, match=f"^{name} must be a .*number from"):
+            Settings(**{"data": "images", name: value})
+    assert Settings(data=Path("images"), insert=["layer3"]) == Settings(data="images", insert=("layer3",))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +95,7 @@ def test_every_flag_sets_what_it_names():
         (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
         (["--insert", "fc"], "'fc' returns a tensor of shape"),
         (["--insert", "layer3", "--num-heads", "7"], "num_heads must divide channels"),
-        (["--lr", "0"], "lr must be positive; got 0.0"),
+        (["--lr", "0"], "lr must be a number from 1e-12 to 1,000; got 0.0"),
         (["--batch-size", "1000"], "batch_size must be at most the 72 training images"),
         (["--mean", "0.5"], "mean and std go together"),
     ],
