@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from vision_attn import cli
 from vision_attn.models import create_model
+from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
 
 
@@ -85,6 +87,48 @@ def test_a_value_that_a_setting_cannot_be_is_refused_by_name():
         with pytest.raises(ValueError, match=f"^{name} must be a .*number from"):
             Settings(**{"data": "images", name: value})
     assert Settings(data=Path("images"), insert=["layer3"]) == Settings(data="images", insert=("layer3",))
+
+
+def test_a_run_begins_from_the_settings_of_another_and_flags_override_them(tmp_path):
+    other = Settings(
+        data="images", insert=("layer3", "layer2"), lr=0.3, amp=True, mean=(0.1,), std=(1e-5,), seed=3,
+        output="elsewhere", overwrite=True,
+    )  # fmt: skip
+    RunFolder(tmp_path).write_settings(other.as_dict())
+    line = ["train", "--config", str(tmp_path / "settings.yaml"), "--insert", "layer1", "--no-amp", "--seed", "0"]
+    begun = Settings(**cli.given(Settings, cli.parser().parse_args(line)))
+    assert begun == replace(other, insert=("layer1",), amp=False, seed=0, output=None, overwrite=False)
+    (tmp_path / "by_hand.yaml").write_text("lr: 1e-3\nepochs: 5")
+    options = cli.parser().parse_args(["train", "--config", str(tmp_path / "by_hand.yaml")])
+    assert cli.given(Settings, options) == {"lr": 0.001, "epochs": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3", "there is no setting 'epoch'"),
+        ("epochs: three", "epochs must be a whole number from 1 to 1,000,000; got 'three'"),
+        ("epochs: 5\nlr: 1.0e+300", "lr must be a number from 1e-12 to 1,000; got 1e+300"),
+        ("insert: layer3", "insert must be a list; got 'layer3'"),
+        ("- lr", "settings must be names with values; got ['lr']"),
+        ("", "settings must be names with values; got None"),
+        ("lr: [", "is no file of settings: while parsing"),
+        ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
+        ("data: &a [x]\ninsert: [*a, *a]", "it has an anchor or an alias"),
+        ("[" * 20_000, "is no file of settings"),
+        ("#" * 70_000, "it has more than 65,536 bytes"),
+        ("\0", "is no file of settings"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_not_one_of_settings_exits_with_2(capsys, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "settings.yaml").write_text(text)
+    code, out, err = run(capsys, "train", "--config", tmp_path / "settings.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith("vision-attn: error: config: ")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

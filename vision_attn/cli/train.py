@@ -18,6 +18,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
     command.set_defaults(command=run)
     command.argument_default = argparse.SUPPRESS
+    command.add_argument(
+        "--config",
+        metavar="SETTINGS.YAML",
+        help="take the settings of another run, all but --output, --overwrite, --resume and --test-only; flags "
+        "override them, and --no-amp and the like turn off what is on there",
+    )
     add = adder(Settings(data=""))
     group: argparse._ActionsContainer = command
     for name, field in FIELDS.items():
