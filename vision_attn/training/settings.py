@@ -24,7 +24,8 @@ USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 SHARE, RATE, UP_TO_1000 = (0, 1), (1e-12, 1000), (0, 1000)
 SIZE, COUNT, EPOCHS = (1, 65_536), (1, 1_000_000), (0, 1_000_000)
 #: What settings apply to: other settings, as one of these texts, or as anything where there are none.
-FOLDER, IMAGES = {"dataset": ("folder",)}, {"dataset": ("folder", "cifar10", "cifar100")}
+FOLDER, CIFAR = {"dataset": ("folder",)}, {"dataset": ("cifar10", "cifar100")}
+IMAGES = {"dataset": FOLDER["dataset"] + CIFAR["dataset"]}
 INSERTED: dict[str, tuple[str, ...]] = {"insert": ()}
 ATTENTION = {**INSERTED, "block": ("attention",)}
 
@@ -61,10 +62,7 @@ class Settings:
     )
     dataset: str = setting("folder", "kind of data", (*IMAGES["dataset"], "digit-pairs"))
     dataset_download: bool = setting(
-        False,
-        "fetch CIFAR into --data if it is not there",
-        needs={"dataset": ("cifar10", "cifar100")},
-        concerns="machine",
+        False, "fetch CIFAR into --data if it is not there", needs=CIFAR, concerns="machine"
     )
     img_size: int | None = setting(
         None, "side of the images in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES
