@@ -1,16 +1,19 @@
 """The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
 
+import math
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from vision_attn import cli
 from vision_attn.models import create_model
-from vision_attn.training.settings import Settings
+from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
 
 
 def run(capsys, *arguments):
@@ -47,31 +50,85 @@ def test_the_issue_of_the_library_in_one_command(capsys, image_folder, tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_every_flag_sets_what_it_names():
-    arguments = {
-        "--data": "folder", "--dataset": "cifar10", "--dataset-download": None, "--img-size": "64",
-        "--mean": "0.1 0.2 0.3", "--std": "0.4 0.5 0.6", "--train-crop": "resized", "--crop-padding": "1",
-        "--crop-scale": "0.35", "--hflip": "0.25",
-        "--cutout": "8", "--mixup": "0.2", "--cutmix": "1.0", "--mixup-switch-prob": "0.25", "--workers": "2",
-        "--model": "resnet32", "--pretrained": None, "--weights": "w.pth", "--weights-ema": None, "--reset-head": None,
-        "--freeze-backbone": None, "--freeze-epochs": "2", "--grad-accum-steps": "2", "--attention-lr": "0.5",
-        "--layer-decay": "0.75",
-        "--insert": "layer1 layer2", "--at": "before",
-        "--block-options": "gate_init=1 position=Rope2d()", "--block": "conv", "--num-heads": "2", "--impl": "bmm",
-        "--epochs": "7", "--batch-size": "10", "--opt": "adamw", "--lr": "0.5", "--momentum": "0.8",
-        "--weight-decay": "0.1", "--warmup-epochs": "1.5", "--min-lr": "0.01", "--clip-grad": "2.0",
-        "--label-smoothing": "0.2", "--model-ema": None, "--model-ema-decay": "0.5", "--seed": "3",
-        "--device": "cpu", "--amp": None, "--amp-dtype": "float16", "--sync-bn": None, "--deterministic": None,
-        "--channels-last": None, "--compile": None,
-        "--output": "out", "--overwrite": None, "--resume": "last.pth", "--tensorboard": None, "--test-only": None,
-    }  # fmt: skip
-    assert {flag.lstrip("-").replace("-", "_") for flag in arguments} == {field.name for field in fields(Settings)}
-    for flag, value in arguments.items():
-        line = ["train", flag, *(value.split() if value else [])]
-        options = vars(cli.parser().parse_args(line))
-        name = flag.lstrip("-").replace("-", "_")
-        assert options[name] != getattr(Settings(data=""), name)
-        assert set(options) == {"command", "traceback", name}, "a flag that is not given sets nothing"
+def test_every_setting_is_a_flag_that_sets_it_and_has_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in FIELDS.items():
+        flag, (kind, many), rules = f"--{name.replace('_', '-')}", type_of(name), field.metadata
+        assert rules["text"], name
+        assert f"{flag} " in shown.partition("options:")[2], name
+        assert rules["text"] in shown.replace("- ", "-"), name
+        assert rules["needs"].keys() <= FIELDS.keys()
+        value = True if kind is bool else "any" if kind is str else max(rules["allowed"])
+        value = [*CHOICES.get(name, ())][-1] if CHOICES.get(name) else value
+        words = [] if kind is bool else [str(value)] * (1 + many)
+        options = vars(cli.parser().parse_args(["train", flag, *words]))
+        assert options.keys() == {"command", "traceback", name}, "a flag that is not given sets nothing"
+        assert options[name] == ([value, value] if many else value)
+        if kind is bool:
+            assert vars(cli.parser().parse_args(["train", f"--no-{flag[2:]}"]))[name] is False
+
+
+def test_a_value_that_a_setting_cannot_be_is_refused_by_name():
+    for name in FIELDS:
+        kind, many = type_of(name)
+        wrong = {bool: [1, "yes"], int: [-(10**9), 10**12, 2.5, True, "8"], str: [3, b"x"]}
+        wrong[float] = [-(10.0**300), 1e300, math.nan, math.inf, True, "0.1"]
+        for value in [*wrong[kind], {}, object()]:
+            for given in [value, (value,)] if many else [value, [value]]:
+                with pytest.raises(ValueError, match=f"^{name} must be .*; got "):
+                    Settings(**{"data": "images", name: given})
+        if CHOICES.get(name):
+            with pytest.raises(ValueError, match=f"^{name} must be one of .*; got 'other'"):
+                Settings(**{"data": "images", name: "other"})
+    least = {"lr": 1e-300, "layer_decay": 1e-300, "batch_size": 1, "num_heads": 0, "std": (0.0,), "seed": -1}
+    for name, value in least.items():
+        with pytest.raises(ValueError, match=f"^{name} must be a .*number from"):
+            Settings(**{"data": "images", name: value})
+    assert Settings(data=Path("images"), insert=["layer3"]) == Settings(data="images", insert=("layer3",))
+
+
+def test_a_run_begins_from_the_settings_of_another_and_flags_override_them(tmp_path):
+    other = Settings(
+        data="images", insert=("layer3", "layer2"), lr=0.3, amp=True, mean=(0.1,), std=(1e-5,), seed=3,
+        output="elsewhere", overwrite=True,
+    )  # fmt: skip
+    RunFolder(tmp_path).write_settings(other.as_dict())
+    line = ["train", "--config", str(tmp_path / "settings.yaml"), "--insert", "layer1", "--no-amp", "--seed", "0"]
+    begun = Settings(**cli.given(Settings, cli.parser().parse_args(line)))
+    assert begun == replace(other, insert=("layer1",), amp=False, seed=0, output=None, overwrite=False)
+    (tmp_path / "by_hand.yaml").write_text("lr: 1e-3\nepochs: 5")
+    options = cli.parser().parse_args(["train", "--config", str(tmp_path / "by_hand.yaml")])
+    assert cli.given(Settings, options) == {"lr": 0.001, "epochs": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3", "there is no setting 'epoch'"),
+        ("epochs: three", "epochs must be a whole number from 1 to 1,000,000; got 'three'"),
+        ("epochs: 5\nlr: 1.0e+300", "lr must be a number from 1e-12 to 1,000; got 1e+300"),
+        ("insert: layer3", "insert must be a list; got 'layer3'"),
+        ("- lr", "settings must be names with values; got ['lr']"),
+        ("", "settings must be names with values; got None"),
+        ("lr: [", "is no file of settings: while parsing"),
+        ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
+        ("data: &a [x]\ninsert: [*a, *a]", "it has an anchor or an alias"),
+        ("[" * 20_000, "is no file of settings"),
+        ("#" * 70_000, "it has more than 65,536 bytes"),
+        ("\0", "is no file of settings"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_not_one_of_settings_exits_with_2(capsys, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "settings.yaml").write_text(text)
+    code, out, err = run(capsys, "train", "--config", tmp_path / "settings.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith("vision-attn: error: config: ")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,7 +139,7 @@ def test_every_flag_sets_what_it_names():
         (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
         (["--insert", "fc"], "'fc' returns a tensor of shape"),
         (["--insert", "layer3", "--num-heads", "7"], "num_heads must divide channels"),
-        (["--lr", "0"], "lr must be positive; got 0.0"),
+        (["--lr", "0"], "lr must be a number from 1e-12 to 1,000; got 0.0"),
         (["--batch-size", "1000"], "batch_size must be at most the 72 training images"),
         (["--mean", "0.5"], "mean and std go together"),
     ],

@@ -44,7 +44,7 @@ def test_the_demo_shows_its_point_and_leaves_what_it_promises(capsys, tmp_path):
 @pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--epochs", "-1"]])
 def test_bad_usage_exits_with_2(capsys, tmp_path, arguments):
     assert cli.main(["demo", *arguments, "--output", str(tmp_path / "demo")]) == 2
-    assert "epochs must be at least 1" in capsys.readouterr().err
+    assert "epochs must be a whole number from 1" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
 
 

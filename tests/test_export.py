@@ -428,10 +428,10 @@ def test_the_format_may_be_named(checkpoint, tmp_path):
     ("change", "message"),
     [
         (lambda content: content.pop("settings"), "is no checkpoint of a run of vision-attn train (it lacks settings)"),
-        (
-            lambda content: content["settings"].update(depth=3),
-            "was written by another version of vision_attn, whose settings depth this one",
-        ),
+        (lambda content: content["settings"].update(depth=3), "to be exported with that: there is no setting 'depth'"),
+        (lambda content: content["settings"].update(lr="fast"), "lr must be a number from 1e-12 to 1,000; got 'fast'"),
+        (lambda content: content["settings"].update(num_heads=torch.ones(2)), "num_heads must be a whole number from"),
+        (lambda content: content.update(settings=["lr"]), "settings must be names with values; got ['lr']"),
         (lambda content: content["model"].pop("fc.bias"), "does not fit the model"),
     ],
 )

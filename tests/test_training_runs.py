@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from vision_attn.training.loop import Run
 from vision_attn.training.network import build_network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
+from vision_attn.training.state import Progress
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import train
 from vision_attn.training.watch import Watch
@@ -511,6 +512,30 @@ def test_other_data_is_not_gone_on_with(base, image_folder, tmp_path, monkeypatc
     assert base.differences(settings) == []
 
 
+@pytest.mark.parametrize(
+    ("crafted", "message"),
+    [
+        ({"lr": torch.ones(2)}, "lr must be a number from"),
+        ({"insert": "layer3"}, "insert must be a list; got 'layer3'"),
+        (["lr"], "settings must be names with values; got ['lr']"),
+    ],
+    ids=str,
+)
+def test_settings_of_a_checkpoint_that_cannot_be_are_refused_in_words(base, crafted, message, tmp_path, capsys):
+    last = tmp_path / "crafted.pth"
+    model = create_model("resnet20", num_classes=3).state_dict()
+    about = {"model": model, "classes": ["blue", "green", "red"], "input_size": [3, 32, 32], "train_images": 72}
+    about |= {"mean": [0.5] * 3, "std": [0.5] * 3, "optimizer": {}, "model_ema": model}
+    about |= dict.fromkeys((part.name for part in fields(Progress)), 0)
+    settings = {**base.as_dict(), **crafted} if isinstance(crafted, dict) else crafted
+    torch.save({**about, "settings": settings}, last)
+    for options in ({"resume": str(last), "output": None}, {"weights": str(last), "test_only": True}):
+        assert cli.main(flags(replace(base, **options))) == 1
+        err = capsys.readouterr().err
+        assert message in err
+        assert "Traceback" not in err
+
+
 def test_a_run_that_is_not_begun_leaves_the_old_one(base, tmp_path, monkeypatch):
     events = tmp_path / "run" / "tensorboard"
     events.mkdir(parents=True)
@@ -707,11 +732,9 @@ def test_what_cannot_train_here_is_refused_before_anything_is_written(base, opti
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grad_accum_steps": 0}, "grad_accum_steps must be at least 1; got 0"),
         ({"grad_accum_steps": 3}, "batch_size must be a multiple of grad_accum_steps=3; got 16"),
-        ({"amp_dtype": "float16"}, "amp_dtype applies to half precision: give amp too"),
-        ({"freeze_epochs": -1}, "freeze_epochs must be at least 0"),
-        ({"freeze_epochs": 3, "weights": "a.pth"}, "freeze_epochs must be fewer than epochs=3, or use freeze_backbone"),
+        ({"amp_dtype": "float16"}, "amp_dtype applies to amp: give amp too"),
+        ({"freeze_epochs": 3, "weights": "a.pth"}, "freeze_epochs must be fewer than epochs=3; got 3"),
         ({"freeze_epochs": 1}, "freeze_epochs keeps weights as they are, and none are given"),
         ({"freeze_epochs": 1, "weights": "a.pth", "insert": ()}, "freeze_epochs leaves nothing to train"),
         (

@@ -23,11 +23,16 @@ def adder(defaults: object) -> Callable[..., None]:
 
 
 def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that flags were given for.
+    """The settings that flags were given for, and beside them those of the file that ``--config`` names.
 
     >>> from vision_attn.training.settings import Settings
     >>> given(Settings, argparse.Namespace(lr=0.1, insert=["layer3"], traceback=False))
     {'insert': ('layer3',), 'lr': 0.1}
     """
     values = {field.name: getattr(options, field.name) for field in fields(settings) if hasattr(options, field.name)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if "config" not in options:
+        return values
+    from vision_attn.training.settings_file import read_config
+
+    return {**read_config(options.config), **values}

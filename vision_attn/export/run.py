@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,14 @@ def refuse_larger(settings: Settings, source: Source, content: dict[str, Any], f
         )
 
 
-def settings_of(saved: dict[str, Any], file: Path) -> Settings:
-    unknown = sorted(saved.keys() - {field.name for field in fields(Settings)})
-    if unknown:
+def settings_of(saved: object, file: Path) -> Settings:
+    try:
+        return Settings(**Settings.values_in(saved))
+    except ValueError as error:
         raise CheckpointError(
-            f"{file} was written by another version of vision_attn, whose settings {', '.join(unknown)} this one "
-            f"({__version__}) does not know: export it with that version"
-        )
-    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in saved.items()}
-    return Settings(**values)
+            f"{file} is damaged, or was written by another version of vision_attn than this one, {__version__}, and is "
+            f"to be exported with that: {error}"
+        ) from error
 
 
 def no_images(size: tuple[int, int]) -> ImageSet:

@@ -140,12 +140,17 @@ def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
     notes: dict[str, Any] = {key: content[key] for key in NOTES if key in content}
     if len(notes) < len(NOTES):
         return {}
-    others = notes["settings"]
-    differing = settings.differences(others)
+    try:
+        others, differing = (
+            settings.values_in(notes["settings"], known_alone=True),
+            settings.differences(notes["settings"]),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{settings.weights}: {error}: it is damaged, or of another version") from error
     for name in ("at", "block", "num_heads", "block_options"):
-        if settings.insert and others["insert"] and name in differing:
-            given, word = others[name], f"--{name.replace('_', '-')}"
-            words = " ".join(map(shlex.quote, given)) if isinstance(given, list) else given
+        if settings.insert and others.get("insert") and name in differing:
+            given, word = others.get(name), f"--{name.replace('_', '-')}"
+            words = " ".join(map(shlex.quote, given)) if isinstance(given, tuple) else given
             raise CheckpointError(
                 f"{settings.weights} has other blocks than are to be inserted: they were made with "
                 + (f"{word} {words}" if words else f"no {word}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from vision_attn.checkpoints import CheckpointError
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 
@@ -32,13 +33,16 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     if left.files and left.read_settings() is None:
         left.refuse_another_run()
     elif left.files:
-        refuse_other_settings(settings, left.read_settings() or {}, left.path)
+        refuse_other_settings(settings, left.read_settings(), left.path)
     return None
 
 
-def refuse_other_settings(settings: Settings, others: Mapping[str, Any], place: Path) -> None:
+def refuse_other_settings(settings: Settings, others: object, place: Path) -> None:
     """Refuse to go on with a run that would have come to something else."""
-    differences = settings.differences(dict(others))
+    try:
+        differences = settings.differences(others)
+    except ValueError as error:
+        raise CheckpointError(f"{place} is damaged, or of another version of vision_attn: {error}") from error
     if differences:
         raise ValueError(
             f"resume goes on with the same run, but {', '.join(differences)} differ from {place}: give the same "

@@ -8,13 +8,13 @@ import io
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 
 from vision_attn.checkpoints import write_atomically
 from vision_attn.training.errors import TrainingError
+from vision_attn.training.settings_file import read_yaml
 
 __all__ = ["RunFolder"]
 
@@ -79,10 +79,10 @@ class RunFolder:
                 "another --output"
             )
 
-    def read_settings(self) -> dict[str, Any] | None:
-        """The settings of the run that lies in the folder, by name; None where they are not known."""
+    def read_settings(self) -> object:
+        """The settings of the run that lies in the folder, as its file has them; None where they are not known."""
         path = self.path / "settings.yaml"
-        return yaml.safe_load(path.read_text()) if path.exists() else None
+        return read_yaml(path) if path.exists() else None
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text."""
