@@ -29,7 +29,7 @@ def test_a_public_name_says_what_it_takes_and_shows_how_it_is_used():
 
 
 def test_what_a_docstring_leaves_unsaid_is_found():
-    def documented(x, y):
+    def documented(x, y):  # noqa: D417
         """Add.
 
         Args:
