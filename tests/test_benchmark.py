@@ -13,10 +13,10 @@ import torch
 from vision_attn import Attention2d, RelPosDecomposed, cli
 from vision_attn.benchmark import contestants, measure, run
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Contestant, contestant, make_map
-from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
 from vision_attn.benchmark.report import Result, table
 from vision_attn.benchmark.settings import Settings
+from vision_attn.errors import BenchmarkError
 
 CPU = torch.device("cpu")
 QUICK = ("--heads", 2, "--device", "cpu", "--rounds", 2)

@@ -2,8 +2,11 @@
 
 import importlib
 import inspect
+import pickle
 
 import pytest
+
+from vision_attn import errors
 
 PUBLIC = {
     (module, name): getattr(importlib.import_module(module), name)
@@ -26,3 +29,19 @@ def test_a_public_name_says_what_it_takes_and_shows_how_it_is_used(where):
         missing = [name for name in parameters if f"{name}: " not in doc]
         assert not missing, f"{where[1]} does not say what {', '.join(missing)} are"
     assert ">>>" in doc, f"{where[1]} has no example"
+
+
+def test_an_error_comes_whole_out_of_another_process():
+    made = [
+        errors.Interrupted(2, "saved"),
+        *(kind("first", "second") for kind in errors.VisionAttnError.__subclasses__()),
+    ]
+    for error in made:
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_every_error_has_one_base():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.VisionAttnError) != (kind is errors.Interrupted)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Shape, make_map
-from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.benchmark.measure import count_calls, peak_memory, quartiles, ratio, time_in_turns
 from vision_attn.benchmark.report import BEST, Result, as_json, chart, header, table
 from vision_attn.benchmark.settings import DTYPES, Settings
 from vision_attn.checkpoints import write_atomically
+from vision_attn.errors import BenchmarkError
 
 __all__ = ["run_benchmark"]
 

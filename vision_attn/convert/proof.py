@@ -13,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SIZES", "TOLERANCE", "ConversionError", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
+from vision_attn.errors import ConversionError
+
+__all__ = ["SIZES", "TOLERANCE", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
 
 Source = TypeVar("Source")
 Block = TypeVar("Block", bound=nn.Module)
@@ -27,19 +29,6 @@ TOLERANCE = 1e-5
 
 #: What is left to whoever has a source that cannot be proven.
 REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
-
-
-class ConversionError(RuntimeError):
-    """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
-
-    >>> from vision_attn.convert import from_torch_mha
-    >>> class Halved(nn.MultiheadAttention):
-    ...     def forward(self, *args, **kwargs):
-    ...         return super().forward(*args, **kwargs)[0] / 2, None
-    >>> from_torch_mha(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    ConversionError: the Attention2d made of this Halved does not compute what it does
-    """
 
 
 class Run(Protocol):

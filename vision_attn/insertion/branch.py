@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import SiteError
 
 __all__ = ["branch_end"]
 
