@@ -14,7 +14,7 @@ from vision_attn import Attention2d, RelPosDecomposed, cli
 from vision_attn.benchmark import contestants, measure, run
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Contestant, contestant, make_map
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
-from vision_attn.benchmark.report import Result, table
+from vision_attn.benchmark.report import Result, as_text
 from vision_attn.benchmark.settings import Settings
 from vision_attn.errors import BenchmarkError
 
@@ -349,7 +349,7 @@ def test_the_table_is_aligned_whatever_stands_in_it():
         "ours": {"forward ms": (1.0, 2.0, 3.456), "forward ratio": None, "gradients ms": (10.0, 1234.5, 9999.0)},
         "a long name of somebody": {"forward ms": (1.0, 2.0, 3.0), "forward ratio": 0.5, "gradients ms": None},
     }
-    lines = table(Result("x", "x", (1, 8, 4, 4), 8, "nchw", rows, "done")).splitlines()
+    lines = as_text(Result("x", "x", (1, 8, 4, 4), 8, "nchw", rows, "done")).splitlines()
     assert lines[0] == "--- x: batch 1, 8 channels, 4×4, 8 heads, nchw"
     assert len({len(line) for line in lines[1:5]}) == 1
     assert "2.00 (1.00–3.46)" in lines[3]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Shape, make_map
 from vision_attn.benchmark.measure import count_calls, peak_memory, quartiles, ratio, time_in_turns
-from vision_attn.benchmark.report import BEST, Result, as_json, chart, header, table
+from vision_attn.benchmark.report import BEST, Result, as_json, as_text, chart, header
 from vision_attn.benchmark.settings import DTYPES, Settings
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import BenchmarkError
@@ -49,7 +49,7 @@ def run_benchmark(settings: Settings, say: Callable[[str], None] = print) -> lis
             for shape, heads in settings.shapes_of(name).items():
                 for layout in settings.layouts or COMPARISONS[name].layouts:
                     for result in measure(name, shape, heads, layout, settings, device):
-                        say("\n" + table(result))
+                        say("\n" + as_text(result))
                         results.append(result)
     if settings.output:
         write_atomically(Path(settings.output), as_json(machine, asdict(settings), results).encode())
