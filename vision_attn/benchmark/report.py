@@ -14,7 +14,7 @@ from vision_attn.text import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BEST", "Result", "as_json", "as_text", "chart", "header"]
+__all__ = ["BEST", "ResultTable", "as_json", "as_text", "chart", "header"]
 
 #: The row of the fastest of the other libraries.
 BEST = "best of the others"
@@ -24,7 +24,7 @@ Value = float | Spread | None
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultTable:
     """One table: the rows have the same columns, named by what was run and by what was measured of it."""
 
     comparison: str
@@ -54,7 +54,7 @@ def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
     )
 
 
-def as_text(result: Result) -> str:
+def as_text(result: ResultTable) -> str:
     b, c, h, w = result.shape
     title = f"--- {result.title}: batch {b}, {c} channels, {h}×{w}, {result.heads} heads, {result.layout}"
     columns = list(next(iter(result.rows.values())))
@@ -84,12 +84,12 @@ def written(value: Value) -> str:
     return f"{value:.{places}f}"
 
 
-def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[Result]) -> str:
+def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[ResultTable]) -> str:
     document = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2)
 
 
-def chart(results: Sequence[Result]) -> Figure:
+def chart(results: Sequence[ResultTable]) -> Figure:
     """Time and memory against tokens, a line for each contestant; the tables differ in the sides of their maps."""
     from matplotlib.figure import Figure
 

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
 
 
-class Run(Protocol):
+class RunSource(Protocol):
     """How a source takes a map, and maybe another to attend to, channels second as all maps here."""
 
     def __call__(self, source: Any, x: Tensor, context: Tensor | None = None, /) -> Tensor: ...
@@ -40,7 +40,7 @@ class Run(Protocol):
 def proven(
     source: Source,
     convert: Callable[[Source], Block],
-    run: Run,
+    run: RunSource,
     *,
     shape: tuple[int, ...],
     stand_in: Callable[[Source], Source] | None = None,
@@ -59,7 +59,9 @@ def proven(
         return convert(source)
 
 
-def check_equal(source: Any, block: nn.Module, run: Run, shape: tuple[int, ...], tolerance: float = TOLERANCE) -> None:
+def check_equal(
+    source: Any, block: nn.Module, run: RunSource, shape: tuple[int, ...], tolerance: float = TOLERANCE
+) -> None:
     """Refuse a block that gives other numbers than its source for a random map, and another to attend to if need be."""
     kind = type(source).__name__
     generator = torch.Generator("cpu").manual_seed(0)
