@@ -16,6 +16,8 @@ ROOMS = (
     "reference",
     "version",
     "checks",
+    "text",
+    "errors",
     "patterns",
     "equations",
     "attend",

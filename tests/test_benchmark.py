@@ -13,10 +13,10 @@ import torch
 from vision_attn import Attention2d, RelPosDecomposed, cli
 from vision_attn.benchmark import contestants, measure, run
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Contestant, contestant, make_map
-from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
-from vision_attn.benchmark.report import Result, table
-from vision_attn.benchmark.settings import Settings
+from vision_attn.benchmark.plan import Plan
+from vision_attn.benchmark.report import ResultTable, as_text
+from vision_attn.errors import BenchmarkError
 
 CPU = torch.device("cpu")
 QUICK = ("--heads", 2, "--device", "cpu", "--rounds", 2)
@@ -97,7 +97,7 @@ def test_rows_on_cuda(capsys, name):
 
 
 def test_all_rows_but_the_compiled_ones_and_each_once():
-    assert Settings(rows=("calls", "all")).comparisons == (
+    assert Plan(rows=("calls", "all")).comparisons == (
         "calls", "implementations", "attention", "backbone", "positions", "windows", "einx", "memory",
     )  # fmt: skip
 
@@ -127,11 +127,11 @@ def test_every_flag_sets_what_it_names():
         "--rows": "calls", "--shapes": "1,8,4,4 2,8,4,4", "--heads": "4", "--layouts": "nchw", "--device": "cpu",
         "--dtype": "float16", "--threads": "3", "--rounds": "2", "--output": "all.json", "--chart": "all.png",
     }  # fmt: skip
-    assert {flag.lstrip("-") for flag in arguments} == {field.name for field in fields(Settings)}
+    assert {flag.lstrip("-") for flag in arguments} == {field.name for field in fields(Plan)}
     for flag, value in arguments.items():
         options = vars(cli.parser().parse_args(["bench", flag, *value.split()]))
         name = flag.lstrip("-")
-        assert options[name] != getattr(Settings(), name)
+        assert options[name] != getattr(Plan(), name)
         assert set(options) == {"command", "traceback", name}, "a flag that is not given sets nothing"
 
 
@@ -241,7 +241,7 @@ def test_another_network_position_or_scale_is_far_outside_of_what_is_allowed(nam
             value.data.zero_()
     case = Case("", {"theirs": theirs})
     with pytest.raises(BenchmarkError, match="theirs, here: its output differs"):
-        run.check_equal(case, x, "here", "float32")
+        run.check_outputs(case, x, "here", "float32")
 
 
 def test_memory_that_does_not_suffice_is_said(capsys, monkeypatch):
@@ -349,7 +349,7 @@ def test_the_table_is_aligned_whatever_stands_in_it():
         "ours": {"forward ms": (1.0, 2.0, 3.456), "forward ratio": None, "gradients ms": (10.0, 1234.5, 9999.0)},
         "a long name of somebody": {"forward ms": (1.0, 2.0, 3.0), "forward ratio": 0.5, "gradients ms": None},
     }
-    lines = table(Result("x", "x", (1, 8, 4, 4), 8, "nchw", rows, "done")).splitlines()
+    lines = as_text(ResultTable("x", "x", (1, 8, 4, 4), 8, "nchw", rows, "done")).splitlines()
     assert lines[0] == "--- x: batch 1, 8 channels, 4×4, 8 heads, nchw"
     assert len({len(line) for line in lines[1:5]}) == 1
     assert "2.00 (1.00–3.46)" in lines[3]

@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 import vision_attn as va
 from vision_attn import cli
+from vision_attn.errors import ExportError
 from vision_attn.export import formats
 from vision_attn.export.classifier import Classifier
-from vision_attn.export.errors import ExportError
 from vision_attn.export.export import export_classifier
-from vision_attn.export.run import open_run
+from vision_attn.export.from_run import open_run
 from vision_attn.models import create_model
 from vision_attn.training.data import open_data
 from vision_attn.training.image_files import ImageFiles

@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import pickle
+
+from vision_attn import errors
 
 PUBLIC = {
     (module, name): getattr(importlib.import_module(module), name)
@@ -37,3 +40,19 @@ def test_what_a_docstring_leaves_unsaid_is_found():
         """
 
     assert undocumented(documented) == ["y", "an example"]
+
+
+def test_an_error_comes_whole_out_of_another_process():
+    made = [
+        errors.Interrupted(2, "saved"),
+        *(kind("first", "second") for kind in errors.VisionAttnError.__subclasses__()),
+    ]
+    for error in made:
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_every_error_has_one_base():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.VisionAttnError) != (kind is errors.Interrupted)

@@ -263,7 +263,7 @@ def test_the_table_of_implementations_is_complete():
 
 
 def test_the_table_of_rows_of_the_benchmark_is_complete():
-    from vision_attn.benchmark.settings import ROWS
+    from vision_attn.benchmark.plan import ROWS
 
     table = page("speed").partition("| `--rows` |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == list(ROWS)

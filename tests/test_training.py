@@ -14,10 +14,10 @@ import yaml
 
 import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
+from vision_attn.errors import DataError, TrainingError
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
 from vision_attn.training.data import open_data, open_images
-from vision_attn.training.errors import DataError, TrainingError
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Run

@@ -18,12 +18,12 @@ from torchvision.transforms.v2 import functional as v2
 
 from vision_attn import cli
 from vision_attn.checkpoints import read_checkpoint
+from vision_attn.errors import DataError
 from vision_attn.training import data as data_room
 from vision_attn.training import train as train_room
 from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, draw_mixing, mix, share
 from vision_attn.training.data import Source, container_limit, open_images
 from vision_attn.training.data import image_folder as open_folder
-from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.image_files import ImageFiles
 from vision_attn.training.image_loader import ImageLoader

@@ -21,10 +21,10 @@ from PIL import Image
 
 from vision_attn import cli
 from vision_attn.checkpoints import read_checkpoint
+from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.models import create_model
 from vision_attn.training import train as train_room
 from vision_attn.training.curves import curves_figure
-from vision_attn.training.errors import DataError, Interrupted, TrainingError
 from vision_attn.training.images import ImageSet
 from vision_attn.training.interruption import Interruption
 from vision_attn.training.loop import Run

@@ -35,18 +35,11 @@ from vision_attn.blocks import (
     use_impl,
 )
 from vision_attn.capture import AttentionMap, capture
-from vision_attn.checkpoints import (
-    AdapterReport,
-    CheckpointError,
-    LoadReport,
-    load_adapter,
-    load_checkpoint,
-    save_adapter,
-)
+from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter
 from vision_attn.contribution import Contribution, closed, contribution
+from vision_attn.errors import CheckpointError, SiteError, VisionAttnError
 from vision_attn.insertion import (
     InsertionReport,
-    SiteError,
     check_optimizer,
     freeze_backbone_,
     freeze_gates_,
@@ -93,6 +86,7 @@ __all__ = [
     "SqueezeExciteBlock2d",
     "StridedAttention2d",
     "TransformerBlock2d",
+    "VisionAttnError",
     "Window",
     "capture",
     "check_optimizer",

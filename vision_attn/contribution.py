@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.blocks.residual import GatedResidual2d
 from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
+from vision_attn.text import table
 
 __all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
 
@@ -58,17 +59,12 @@ class Contribution:
     predictions: int
 
     def __str__(self) -> str:
-        table = [("where", "branch/stream", "predictions changed", "loss")]
+        lines = [("where", "branch/stream", "predictions changed", "loss")]
         rows = [(block.site, f"{block.share:.4f}", block.closing) for block in self.blocks]
         for site, share, closing in (*rows, ("together", "", self.together)):
             changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
-            table.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
-            for cells in (list(zip(row, widths, strict=True)) for row in table)
-        ]
-        return "\n".join(["what changes when a block is closed", *(line.rstrip() for line in lines)])
+            lines.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
+        return f"what changes when a block is closed\n{table(lines)}"
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:

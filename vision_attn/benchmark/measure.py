@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Call", "count_calls", "peak_memory", "quartiles", "ratio", "time_in_turns"]
+__all__ = ["Action", "count_calls", "peak_memory", "quartiles", "ratio", "time_in_turns"]
 
 #: A measurement takes at least this long, in seconds: a call that is shorter is repeated in it.
 SHORTEST = 5e-3
@@ -28,13 +28,14 @@ WARM_UP_ROUNDS = 2
 
 PACKAGE = Path(__file__).parents[1]
 
-Call = Callable[[], object]
+#: What is measured, ready to be called.
+Action = Callable[[], object]
 #: First quartile, median, third quartile.
 Spread = tuple[float, float, float]
 
 
 def time_in_turns(
-    calls: Mapping[str, Sequence[Call]],
+    calls: Mapping[str, Sequence[Action]],
     *,
     rounds: int,
     device: torch.device,
@@ -62,13 +63,13 @@ def time_in_turns(
     return {name: tuple(values) for name, values in times.items()}
 
 
-def enough_repeats(call: Call, device: torch.device) -> int:
+def enough_repeats(call: Action, device: torch.device) -> int:
     for _ in range(WARM_UP_ROUNDS):  # what the first ones prepare is not counted
         last = seconds(call, 1, device)
     return max(1, math.ceil(SHORTEST / last))
 
 
-def seconds(call: Call, repeats: int, device: torch.device) -> float:
+def seconds(call: Action, repeats: int, device: torch.device) -> float:
     """Seconds of one call, the mean of some in a row: by the device's own clock on CUDA, by the wall's on the CPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -105,7 +106,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], base: Sequence[float] 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def peak_memory(call: Call, device: torch.device) -> int:
+def peak_memory(call: Action, device: torch.device) -> int:
     """The most bytes of tensors that a call holds at one moment, its result included, what it is given not.
 
     Run the call once before, so that what is made once and kept is not counted. On CUDA torch's allocator counts. On
@@ -124,7 +125,7 @@ def peak_memory(call: Call, device: torch.device) -> int:
     return max(accumulate(allocations(call)), default=0)
 
 
-def allocations(call: Call) -> list[int]:
+def allocations(call: Action) -> list[int]:
     """The bytes of each allocation of a call on the CPU, in order; negative where they are given back."""
     # Without acc_events some versions of torch warn that the events of earlier cycles, of which there are none, go.
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -152,7 +153,7 @@ def quiet_profiler() -> Iterator[None]:
 # --- Python calls -----------------------------------------------------------------------------------------------------
 
 
-def count_calls(call: Call, package: Path = PACKAGE) -> Counter[tuple[str, str]]:
+def count_calls(call: Action, package: Path = PACKAGE) -> Counter[tuple[str, str]]:
     """How often a call enters each function of a package, by file and name; each step of a generator is one."""
     found: Counter[tuple[str, str]] = Counter()
     folder = f"{package}{os.sep}"

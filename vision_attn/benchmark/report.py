@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from vision_attn.benchmark.contestants import Shape
 from vision_attn.benchmark.measure import Spread
+from vision_attn.text import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BEST", "Result", "as_json", "chart", "header", "table"]
+__all__ = ["BEST", "ResultTable", "as_json", "as_text", "chart", "header"]
 
 #: The row of the fastest of the other libraries.
 BEST = "best of the others"
@@ -23,7 +24,7 @@ Value = float | Spread | None
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultTable:
     """One table: the rows have the same columns, named by what was run and by what was measured of it."""
 
     comparison: str
@@ -53,7 +54,7 @@ def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
     )
 
 
-def table(result: Result) -> str:
+def as_text(result: ResultTable) -> str:
     b, c, h, w = result.shape
     title = f"--- {result.title}: batch {b}, {c} channels, {h}×{w}, {result.heads} heads, {result.layout}"
     columns = list(next(iter(result.rows.values())))
@@ -63,18 +64,7 @@ def table(result: Result) -> str:
         ["", *("ours ÷ it" if name == "ratio" else name for name in names)],
         *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
     ]
-    return "\n".join([title, *aligned(cells if any(passes) else cells[1:]), result.note])
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the first column at the left and the others at the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    ]
+    return "\n".join([title, table(cells if any(passes) else cells[1:]), result.note])
 
 
 def written(value: Value) -> str:
@@ -94,12 +84,12 @@ def written(value: Value) -> str:
     return f"{value:.{places}f}"
 
 
-def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[Result]) -> str:
+def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[ResultTable]) -> str:
     document = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
     return json.dumps(document, indent=2)
 
 
-def chart(results: Sequence[Result]) -> Figure:
+def chart(results: Sequence[ResultTable]) -> Figure:
     """Time and memory against tokens, a line for each contestant; the tables differ in the sides of their maps."""
     from matplotlib.figure import Figure
 

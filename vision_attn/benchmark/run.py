@@ -1,4 +1,4 @@
-"""A benchmark from its settings: contestants are made, compared, measured in turns, and reported."""
+"""A benchmark from its plan: contestants are made, compared, measured in turns, and reported."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ import torch
 from torch import Tensor
 
 from vision_attn.benchmark.contestants import COMPARISONS, Case, Shape, make_map
-from vision_attn.benchmark.errors import BenchmarkError
 from vision_attn.benchmark.measure import count_calls, peak_memory, quartiles, ratio, time_in_turns
-from vision_attn.benchmark.report import BEST, Result, as_json, chart, header, table
-from vision_attn.benchmark.settings import DTYPES, Settings
+from vision_attn.benchmark.plan import DTYPES, Plan
+from vision_attn.benchmark.report import BEST, ResultTable, as_json, as_text, chart, header
 from vision_attn.checkpoints import write_atomically
+from vision_attn.errors import BenchmarkError
 
 __all__ = ["run_benchmark"]
 
 MEBI = 2**20
 
 
-def run_benchmark(settings: Settings, say: Callable[[str], None] = print) -> list[Result]:
+def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[ResultTable]:
     """Compare ours with the others: outputs first, then time, forward and with gradients, and memory.
 
-    >>> settings = Settings(shapes=((1, 8, 4, 4),), heads=2, device="cpu", rounds=1)
-    >>> (result,) = run_benchmark(settings, say=lambda text: None)
+    >>> plan = Plan(shapes=((1, 8, 4, 4),), heads=2, device="cpu", rounds=1)
+    >>> (result,) = run_benchmark(plan, say=lambda text: None)
     >>> result.tokens
     16
     """
-    if settings.device == "cuda" and not torch.cuda.is_available():
+    if plan.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for path in filter(None, (settings.output, settings.chart)):
+    device = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for path in filter(None, (plan.output, plan.chart)):
         check_writable(Path(path))
     results = []
-    with prepared(settings.threads, device):
-        machine = describe(device)
-        say(header(machine, settings.dtype, settings.rounds))
-        for name in settings.comparisons:
-            for shape, heads in settings.shapes_of(name).items():
-                for layout in settings.layouts or COMPARISONS[name].layouts:
-                    for result in measure(name, shape, heads, layout, settings, device):
-                        say("\n" + table(result))
+    with prepared(plan.threads, device):
+        machine = describe_machine(device)
+        say(header(machine, plan.dtype, plan.rounds))
+        for name in plan.comparisons:
+            for shape, heads in plan.shapes_of(name).items():
+                for layout in plan.layouts or COMPARISONS[name].layouts:
+                    for result in measure(name, shape, heads, layout, plan, device):
+                        say("\n" + as_text(result))
                         results.append(result)
-    if settings.output:
-        write_atomically(Path(settings.output), as_json(machine, asdict(settings), results).encode())
-        say(f"\nAll of it is in {settings.output}.")
-    if settings.chart:
+    if plan.output:
+        write_atomically(Path(plan.output), as_json(machine, asdict(plan), results).encode())
+        say(f"\nAll of it is in {plan.output}.")
+    if plan.chart:
         from vision_attn.figures import save_figure
 
-        save_figure(chart(results), settings.chart)
-        say(f"\nThe chart is {settings.chart}.")
+        save_figure(chart(results), plan.chart)
+        say(f"\nThe chart is {plan.chart}.")
     return results
 
 
 def measure(
-    name: str, shape: Shape, heads: int, layout: str, settings: Settings, device: torch.device
-) -> Iterator[Result]:
+    name: str, shape: Shape, heads: int, layout: str, plan: Plan, device: torch.device
+) -> Iterator[ResultTable]:
     place = f"{name} at {','.join(map(str, shape))}"
     try:
-        x = make_map(shape, layout, device, getattr(torch, settings.dtype))
+        x = make_map(shape, layout, device, getattr(torch, plan.dtype))
         for case in COMPARISONS[name].cases(x, heads):
-            rows, note, details = MEASURES.get(name, times)(case, x, place, settings)
-            yield Result(name, case.title, shape, heads, layout, rows, note, details)
+            rows, note, details = MEASURES.get(name, times)(case, x, place, plan)
+            yield ResultTable(name, case.title, shape, heads, layout, rows, note, details)
     except RuntimeError as error:
         # On the CPU the allocator of torch raises a plain RuntimeError.
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -84,9 +84,9 @@ def measure(
 Measured = tuple[dict[str, dict[str, Any]], str, dict[str, Any]]
 
 
-def times(case: Case, x: Tensor, place: str, settings: Settings) -> Measured:
+def times(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Time, ratios of the first contestant to each, and peak memory, forward and with gradients."""
-    worst = check_equal(case, x, place, settings.dtype)
+    worst = check_outputs(case, x, place, plan.dtype)
     rows: dict[str, dict[str, Any]] = {name: {} for name in (*case.contestants, *((BEST,) if case.rivals else ()))}
     seconds = {}
     for what in ("forward", "gradients")[: 1 + case.gradients]:
@@ -95,7 +95,7 @@ def times(case: Case, x: Tensor, place: str, settings: Settings) -> Measured:
             for name, one in case.contestants.items()
         }
         progress = partial(show_progress, f"{place}, {what}")
-        taken = time_in_turns(calls, rounds=settings.rounds, device=x.device, progress=progress)
+        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device, progress=progress)
         seconds[what] = dict(taken)
         if case.rivals:
             taken[BEST] = min((taken[name] for name in case.rivals), key=lambda values: quartiles(values)[1])
@@ -109,13 +109,13 @@ def times(case: Case, x: Tensor, place: str, settings: Settings) -> Measured:
                 f"{what} ratio": None if name == ours else ratio(taken[ours], values, base),
                 f"{what} MiB": peak_memory(calls[name][0], x.device) / MEBI if whole else None,
             }
-    note = f"Outputs agree to {worst:.0e} of the largest value ({DTYPES[settings.dtype]:.0e} is allowed)."
+    note = f"Outputs agree to {worst:.0e} of the largest value ({DTYPES[plan.dtype]:.0e} is allowed)."
     if case.base:
         note = f"Ratios are of what is added to the {case.base}; beside the {case.base} itself, of the whole. {note}"
     return rows, note, {"seconds": seconds}
 
 
-def check_equal(case: Case, x: Tensor, place: str, dtype: str) -> float:
+def check_outputs(case: Case, x: Tensor, place: str, dtype: str) -> float:
     """The largest difference of an output from its twin's, in parts of the twin's largest value."""
     worst = 0.0
     for name, one in case.contestants.items():
@@ -135,7 +135,7 @@ def check_equal(case: Case, x: Tensor, place: str, dtype: str) -> float:
     return worst
 
 
-def memory_growth(case: Case, x: Tensor, place: str, settings: Settings) -> Measured:
+def memory_growth(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """The peak at a map and at one with twice its sides."""
     rows: dict[str, dict[str, Any]] = {name: {} for name in case.contestants}
     for name, one in case.contestants.items():
@@ -151,7 +151,7 @@ def memory_growth(case: Case, x: Tensor, place: str, settings: Settings) -> Meas
     return rows, "times: the peak with four times the tokens, in parts of that before.", {}
 
 
-def python_calls(case: Case, x: Tensor, place: str, settings: Settings) -> Measured:
+def python_calls(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Calls of functions of ours in a forward that is not the first."""
     rows, walks = {}, {}
     for name, one in case.contestants.items():
@@ -164,7 +164,7 @@ def python_calls(case: Case, x: Tensor, place: str, settings: Settings) -> Measu
 
 
 #: How a comparison is measured, where it is not timed.
-MEASURES: dict[str, Callable[[Case, Tensor, str, Settings], Measured]] = {
+MEASURES: dict[str, Callable[[Case, Tensor, str, Plan], Measured]] = {
     "memory": memory_growth,
     "calls": python_calls,
 }
@@ -186,7 +186,7 @@ def prepared(threads: int | None, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[1:]
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """What is measured on."""
     info = Path("/proc/cpuinfo")  # which calls the processor by its name, on Linux
     lines = info.read_text().splitlines() if info.exists() else []

@@ -15,10 +15,10 @@ from vision_attn import blocks
 from vision_attn.blocks import use_impl
 from vision_attn.checkpoints.adapter_base import network_of, verify_network
 from vision_attn.checkpoints.adapter_file import Adapter, Placement, read_adapter, write_adapter
-from vision_attn.checkpoints.errors import CheckpointError, escaped, shorten
 from vision_attn.checkpoints.fingerprint import fingerprint
 from vision_attn.checkpoints.load import kind, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
+from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
     InsertedBlock,
     InsertionReport,
@@ -32,6 +32,7 @@ from vision_attn.insertion import (
     replace_,
 )
 from vision_attn.insertion.exchange import REPLACED
+from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
 __all__ = ["AdapterReport", "load_adapter", "save_adapter"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import Adapter
-from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.fingerprint import Fingerprint, fingerprint
+from vision_attn.errors import CheckpointError
+from vision_attn.text import shorten
 
 __all__ = ["network_of", "verify_network"]
 

@@ -25,11 +25,12 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from vision_attn.checkpoints.errors import CheckpointError, escaped
 from vision_attn.checkpoints.fingerprint import Fingerprint, fingerprint, hash_of
 from vision_attn.checkpoints.read import open_safetensors, read_safetensors
 from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
+from vision_attn.errors import CheckpointError
+from vision_attn.text import escaped
 
 __all__ = ["LARGEST_IMAGES", "Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
 

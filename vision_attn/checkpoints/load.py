@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import is_adapter
-from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.locate import find_file
 from vision_attn.checkpoints.read import content_of
 from vision_attn.checkpoints.report import LoadReport, Shapes, advise
 from vision_attn.checkpoints.weights import Weights, find_weights, fitting_prefix
+from vision_attn.errors import CheckpointError
 from vision_attn.insertion import keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
+from vision_attn.text import shorten
 
 __all__ = ["kind", "load_checkpoint", "refuse_meta"]
 

@@ -6,7 +6,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from vision_attn.checkpoints.errors import CheckpointError, escaped, shorten
+from vision_attn.errors import CheckpointError
+from vision_attn.text import escaped, shorten
 
 __all__ = ["check_hash", "find_file"]
 

@@ -9,9 +9,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vision_attn.checkpoints.archive import LONGEST_LIST, read_archive
-from vision_attn.checkpoints.errors import CheckpointError
 from vision_attn.checkpoints.locate import check_hash, find_file
 from vision_attn.checkpoints.pickled import NotAllowedError
+from vision_attn.errors import CheckpointError
 
 __all__ = ["content_of", "open_safetensors", "read_checkpoint", "read_safetensors"]
 

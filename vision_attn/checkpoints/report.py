@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.checkpoints.errors import escaped, shorten
 from vision_attn.checkpoints.weights import AVERAGED
 from vision_attn.insertion import CHILD
+from vision_attn.text import escaped, shorten
 
 __all__ = ["LoadReport", "advise"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vision_attn.checkpoints.errors import CheckpointError, shorten
 from vision_attn.checkpoints.read import read_checkpoint
+from vision_attn.errors import CheckpointError
+from vision_attn.text import shorten
 
 __all__ = ["AVERAGED", "Weights", "find_weights", "fitting_prefix", "read_weights"]
 

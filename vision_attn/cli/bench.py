@@ -13,9 +13,9 @@ HELP = "time and memory of attention beside other libraries'"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The flags of :class:`vision_attn.benchmark.settings.Settings`; one that is not given keeps its default there."""
+    """The flags of :class:`vision_attn.benchmark.plan.Plan`; one that is not given keeps its default there."""
     from vision_attn.benchmark.contestants import COMPARISONS, LAYOUTS
-    from vision_attn.benchmark.settings import DEVICES, DTYPES, ROWS, Settings
+    from vision_attn.benchmark.plan import DEVICES, DTYPES, ROWS, Plan
 
     command.set_defaults(command=run)
     command.argument_default = argparse.SUPPRESS
@@ -24,7 +24,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         [f"  {name:<16} {comparison.text}" for name, comparison in COMPARISONS.items()]
         + ["  all              all of these but compiled, which takes minutes"]
     )
-    add = adder(Settings())
+    add = adder(Plan())
     add(command, "--rows", "what is measured, by name; see below", nargs="+", choices=ROWS, metavar="NAME")
     text = "batch,channels,height,width of the maps; of the images for backbone (default: some for each of the rows)"
     add(command, "--shapes", text, nargs="+", metavar="B,C,H,W")
@@ -40,10 +40,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from vision_attn.benchmark.plan import Plan, parse_shape
     from vision_attn.benchmark.run import run_benchmark
-    from vision_attn.benchmark.settings import Settings, parse_shape
 
-    values = given(Settings, options)
+    values = given(Plan, options)
     if "shapes" in values:
         values["shapes"] = tuple(map(parse_shape, values["shapes"]))
-    run_benchmark(Settings(**values))
+    run_benchmark(Plan(**values))

@@ -36,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from vision_attn.export.export import export_classifier
-    from vision_attn.export.run import open_run
+    from vision_attn.export.from_run import open_run
 
     classifier = open_run(options.checkpoint)
     print(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))

@@ -6,10 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from vision_attn.benchmark.errors import BenchmarkError
-from vision_attn.checkpoints import CheckpointError
-from vision_attn.export.errors import ExportError
-from vision_attn.training.errors import DataError, Interrupted, TrainingError
+from vision_attn.errors import Interrupted, VisionAttnError
 
 __all__ = ["run_program"]
 
@@ -55,9 +52,7 @@ def exit_code(error: Exception) -> int | None:
     """What an error means; None where it is a fault of the program's own."""
     if isinstance(error, ValueError):
         return BAD_USAGE
-    if isinstance(
-        error, (BenchmarkError, CheckpointError, DataError, ExportError, TrainingError, OSError)
-    ) or missing_extra(error):
+    if isinstance(error, (VisionAttnError, OSError)) or missing_extra(error):
         return FAILURE
     return None
 

@@ -7,7 +7,6 @@ block does not do, and proves itself on random weights before it returns.
 
 from vision_attn.convert.keras_layers import from_keras_gqa, from_keras_mha
 from vision_attn.convert.linear_layers import from_linear_projections
-from vision_attn.convert.proof import ConversionError
 from vision_attn.convert.timm_layers import (
     from_timm_attention,
     from_timm_attention2d,
@@ -17,6 +16,7 @@ from vision_attn.convert.timm_layers import (
 from vision_attn.convert.timm_maxxvit import from_timm_maxxvit_attention
 from vision_attn.convert.torch_layers import from_torch_encoder_layer, from_torch_mha
 from vision_attn.convert.torchvision_layers import from_torchvision_maxvit, from_torchvision_swin
+from vision_attn.errors import ConversionError
 
 __all__ = [
     "ConversionError",

@@ -13,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SIZES", "TOLERANCE", "ConversionError", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
+from vision_attn.errors import ConversionError
+
+__all__ = ["SIZES", "TOLERANCE", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
 
 Source = TypeVar("Source")
 Block = TypeVar("Block", bound=nn.Module)
@@ -29,20 +31,7 @@ TOLERANCE = 1e-5
 REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
 
 
-class ConversionError(RuntimeError):
-    """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
-
-    >>> from vision_attn.convert import from_torch_mha
-    >>> class Halved(nn.MultiheadAttention):
-    ...     def forward(self, *args, **kwargs):
-    ...         return super().forward(*args, **kwargs)[0] / 2, None
-    >>> from_torch_mha(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    ConversionError: the Attention2d made of this Halved does not compute what it does
-    """
-
-
-class Run(Protocol):
+class RunSource(Protocol):
     """How a source takes a map, and maybe another to attend to, channels second as all maps here."""
 
     def __call__(self, source: Any, x: Tensor, context: Tensor | None = None, /) -> Tensor: ...
@@ -51,7 +40,7 @@ class Run(Protocol):
 def proven(
     source: Source,
     convert: Callable[[Source], Block],
-    run: Run,
+    run: RunSource,
     *,
     shape: tuple[int, ...],
     stand_in: Callable[[Source], Source] | None = None,
@@ -70,7 +59,9 @@ def proven(
         return convert(source)
 
 
-def check_equal(source: Any, block: nn.Module, run: Run, shape: tuple[int, ...], tolerance: float = TOLERANCE) -> None:
+def check_equal(
+    source: Any, block: nn.Module, run: RunSource, shape: tuple[int, ...], tolerance: float = TOLERANCE
+) -> None:
     """Refuse a block that gives other numbers than its source for a random map, and another to attend to if need be."""
     kind = type(source).__name__
     generator = torch.Generator("cpu").manual_seed(0)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from vision_attn.checkpoints import write_atomically
+from vision_attn.errors import ExportError
 from vision_attn.export.classifier import Classifier
-from vision_attn.export.errors import ExportError
 from vision_attn.export.formats import FOLDER, FORMATS, Format
 
 __all__ = ["ExportReport", "export_classifier"]

@@ -38,7 +38,7 @@ ENTRY = "classifier"
 #: What a folder of timm's holds.
 FOLDER = frozenset({"config.json", "model.safetensors"})
 #: What makes logits of images.
-Run = Callable[[Tensor], Tensor]
+Classify = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Format:
     #: writes a classifier to a path, given whether it normalises
     write: Callable[[Classifier, bool, Path], None]
     #: reads it back
-    reopen: Callable[[Classifier, Path], Run]
+    reopen: Callable[[Classifier, Path], Classify]
 
 
 def network_to_write(classifier: Classifier, normalize: bool) -> tuple[nn.Module, tuple[Tensor]]:
@@ -86,7 +86,7 @@ def write_onnx(classifier: Classifier, normalize: bool, path: Path) -> None:
     program.save(path, external_data=False)
 
 
-def open_onnx(classifier: Classifier, path: Path) -> Run:
+def open_onnx(classifier: Classifier, path: Path) -> Classify:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -102,7 +102,7 @@ def write_program(classifier: Classifier, normalize: bool, path: Path) -> None:
     torch.export.save(program, path, extra_files={ENTRY: notes(classifier, normalize)})
 
 
-def open_program(classifier: Classifier, path: Path) -> Run:
+def open_program(classifier: Classifier, path: Path) -> Classify:
     return torch.export.load(path).module()
 
 
@@ -128,7 +128,7 @@ def write_folder(classifier: Classifier, normalize: bool, path: Path) -> None:
     write_atomically(path / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def open_folder(classifier: Classifier, path: Path) -> Run:
+def open_folder(classifier: Classifier, path: Path) -> Classify:
     return timm.create_model(f"local-dir:{path}", pretrained=True).eval()
 
 
@@ -173,7 +173,7 @@ def write_weights(classifier: Classifier, normalize: bool, path: Path) -> None:
     write_atomically(path, save(tensors, {ENTRY: notes(classifier, normalize)}))
 
 
-def open_weights(classifier: Classifier, path: Path) -> Run:
+def open_weights(classifier: Classifier, path: Path) -> Classify:
     model = copy.deepcopy(classifier.model)
     model.load_state_dict(load_file(path), strict=True)
     return model

@@ -1,5 +1,6 @@
 """Into a backbone and out again."""
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.freezing import freeze_backbone_
 from vision_attn.insertion.gates import freeze_gates_, gates, set_gates_
 from vision_attn.insertion.insert import insert_
@@ -8,7 +9,7 @@ from vision_attn.insertion.parameter_groups import check_optimizer, parameter_gr
 from vision_attn.insertion.replace import replace_
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.insertion.running import changeable, example_images, plain_network, quiet_eval
-from vision_attn.insertion.sites import CHILD, SiteError, parse_sites
+from vision_attn.insertion.sites import CHILD, parse_sites
 from vision_attn.insertion.stages import stage_names
 from vision_attn.insertion.timm_layer import timm_layer
 

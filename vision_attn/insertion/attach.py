@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.elements import change
 from vision_attn.insertion.exchange import REPLACED
 from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import CHILD, SiteError
+from vision_attn.insertion.sites import CHILD
 
 __all__ = ["RECORD", "attach", "block_at", "detach", "find_holders", "is_host"]
 

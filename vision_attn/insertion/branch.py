@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import SiteError
 
 __all__ = ["branch_end"]
 
@@ -56,7 +56,7 @@ def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
 
 
 @dataclass
-class Step:
+class Origin:
     """How a tensor came about."""
 
     #: the tensor itself, kept so that its identity is not given to another
@@ -73,8 +73,8 @@ class Following(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.watching = False
-        self.steps: dict[int, Step] = {}
-        self.last: tuple[Step, Step] | None = None
+        self.origins: dict[int, Origin] = {}
+        self.last: tuple[Origin, Origin] | None = None
 
     def watch(self, on: bool) -> None:
         self.watching = on
@@ -82,12 +82,12 @@ class Following(TorchFunctionMode):
     def give(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                self.step(output).module = name
+                self.origin(output).module = name
 
         return hook
 
-    def step(self, tensor: Tensor) -> Step:
-        return self.steps.setdefault(id(tensor), Step(tensor, 0))
+    def origin(self, tensor: Tensor) -> Origin:
+        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -95,15 +95,15 @@ class Following(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.watching:
             return func(*args, **kwargs)
-        taken = [self.step(tensor) for tensor in tensors_of((*args, *kwargs.values()))]
+        taken = [self.origin(tensor) for tensor in tensors_of((*args, *kwargs.values()))]
         if func in ADDITIONS and len(taken) == 2:
             one, other = taken
             if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
-                self.last = Step(one.tensor, one.depth, one.module), Step(other.tensor, other.depth, other.module)
+                self.last = Origin(one.tensor, one.depth, one.module), Origin(other.tensor, other.depth, other.module)
         output = func(*args, **kwargs)
         if isinstance(output, Tensor):
             # In place or not, this is no longer what a module returned.
-            self.steps[id(output)] = Step(output, 1 + max((step.depth for step in taken), default=0))
+            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
         return output
 
 

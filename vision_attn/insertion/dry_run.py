@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.alignment import misaligned
 from vision_attn.insertion.elements import Element, FeatureMap, change, tensors_in
 from vision_attn.insertion.layout import Layout, consistent_layouts
 from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import SiteError, declared_stages, last_of_sequential
+from vision_attn.insertion.sites import declared_stages, last_of_sequential
 
 __all__ = ["DryRun", "modules_around"]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import RECORD, block_at, detach, is_host
 from vision_attn.insertion.exchange import REPLACED, put_back
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.insertion.running import changeable, plain_network
-from vision_attn.insertion.sites import SiteError
 
 __all__ = ["forget_compiled_graphs", "inserted", "inserted_keys", "keys_of_blocks", "records", "remove_", "replaced"]
 

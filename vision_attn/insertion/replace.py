@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vision_attn.blocks import AttentionBlock2d, StridedAttention2d
+from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import RECORD
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.exchange import put_in_place
@@ -17,7 +18,7 @@ from vision_attn.insertion.out import forget_compiled_graphs
 from vision_attn.insertion.report import InsertionReport, describe
 from vision_attn.insertion.running import changeable, example_images
 from vision_attn.insertion.selection import select_sites
-from vision_attn.insertion.sites import Names, SiteError
+from vision_attn.insertion.sites import Names
 
 __all__ = ["replace_"]
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
 from vision_attn.insertion.layout import FIRST, Layout
+from vision_attn.text import table
 
 __all__ = ["InsertedBlock", "InsertionReport", "describe"]
 
@@ -99,21 +100,12 @@ class InsertionReport:
             for block in self.blocks
         ]
         total = ("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}")
-        table = [header, *rows, *([total] if len(rows) > 1 else [])]
-        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
         sizes = dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks)
         noun = "block" if len(self) == 1 else "blocks"
         return "\n".join(
             [
                 f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
-                *lines,
+                table([header, *rows, *([total] if len(rows) > 1 else [])], left=(0, 1)),
                 *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
                 *self.warnings,
             ]

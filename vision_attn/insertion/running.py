@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from vision_attn.insertion.sites import SiteError
+from vision_attn.errors import SiteError
 
 __all__ = ["changeable", "example_images", "plain_network", "quiet_eval", "run_quietly"]
 

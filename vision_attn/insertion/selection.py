@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import is_host
 from vision_attn.insertion.branch import branch_end
 from vision_attn.insertion.dry_run import DryRun
@@ -15,7 +16,6 @@ from vision_attn.insertion.exchange import REPLACED
 from vision_attn.insertion.out import inserted
 from vision_attn.insertion.sites import (
     Names,
-    SiteError,
     first_of_sequential,
     last_of_sequential,
     match_names,

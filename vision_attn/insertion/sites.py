@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from vision_attn.errors import SiteError
+
 __all__ = [
     "CHILD",
     "Names",
-    "SiteError",
     "declared_stages",
     "first_of_sequential",
     "last_of_sequential",
@@ -27,16 +28,6 @@ CHILD = "inserted"
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
-
-
-class SiteError(ValueError):
-    """A site does not exist or cannot take a block; the model is as it was.
-
-    >>> from vision_attn.insertion import insert_
-    >>> insert_(nn.Sequential(nn.ReLU()), names="layer4", example_input=(1, 3, 16, 16))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    vision_attn.insertion.sites.SiteError: names: 'layer4' matches no module; ...
-    """
 
 
 def parse_sites(words: Iterable[str]) -> dict[str, Any]:

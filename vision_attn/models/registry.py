@@ -13,8 +13,9 @@ import torch
 from timm.models import get_arch_pretrained_cfgs
 from torch import nn
 
-from vision_attn.checkpoints import save_weights, shorten, write_atomically
+from vision_attn.checkpoints import save_weights, write_atomically
 from vision_attn.insertion import inserted, plain_network
+from vision_attn.text import shorten
 
 __all__ = ["config_of", "create_model", "save_model"]
 

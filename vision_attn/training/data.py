@@ -14,8 +14,8 @@ import torch
 from torchvision import datasets
 from torchvision.transforms import functional as transforms
 
+from vision_attn.errors import DataError
 from vision_attn.training import digits
-from vision_attn.training.errors import DataError
 from vision_attn.training.image_files import ImageFiles
 from vision_attn.training.image_loader import ImageLoader
 from vision_attn.training.images import Images, ImageSet

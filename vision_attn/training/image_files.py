@@ -15,7 +15,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as transforms
 from tqdm import tqdm
 
-from vision_attn.training.errors import DataError
+from vision_attn.errors import DataError
 from vision_attn.training.images import ImageSet
 
 __all__ = ["ImageFiles"]

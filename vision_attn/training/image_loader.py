@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vision_attn.training.errors import DataError
+from vision_attn.errors import DataError
 from vision_attn.training.image_files import ImageFiles
 
 __all__ = ["ImageLoader", "refuse_lost_worker"]

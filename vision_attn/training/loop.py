@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from vision_attn.errors import DataError
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.curves import Curves
-from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed
 from vision_attn.training.images import Images
 from vision_attn.training.network import Network

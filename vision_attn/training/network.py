@@ -13,10 +13,12 @@ from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.checkpoints import CheckpointError, load_checkpoint, read_checkpoint, read_weights, shorten
+from vision_attn.checkpoints import load_checkpoint, read_checkpoint, read_weights
 from vision_attn.checkpoints.specification import from_word
+from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.models.registry import config_of, create_model
+from vision_attn.text import shorten
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from vision_attn.checkpoints import CheckpointError
+from vision_attn.errors import CheckpointError
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from vision_attn.checkpoints import write_atomically
-from vision_attn.training.errors import TrainingError
+from vision_attn.errors import TrainingError
 from vision_attn.training.settings_file import read_yaml
 
 __all__ = ["RunFolder"]

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vision_attn.checkpoints import CheckpointError
+from vision_attn.errors import CheckpointError
 from vision_attn.insertion import plain_network
 from vision_attn.training.evaluation import Evaluation
 

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 
+from vision_attn.errors import DataError
 from vision_attn.training.data import Source, open_data, open_images
 from vision_attn.training.determinism import deterministic_kernels
-from vision_attn.training.errors import DataError
 from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed
 from vision_attn.training.images import Images
 from vision_attn.training.loop import Result, Run

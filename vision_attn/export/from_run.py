@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from vision_attn.checkpoints import CheckpointError, read_checkpoint
+from vision_attn.checkpoints import read_checkpoint
 from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES, is_adapter
+from vision_attn.errors import CheckpointError
 from vision_attn.export.classifier import Classifier
 from vision_attn.training.data import Source
 from vision_attn.training.images import ImageSet

@@ -1,4 +1,4 @@
-"""The settings of a benchmark: what is measured, on what, and how often."""
+"""The plan of a benchmark: what is measured, on what, and how often."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vision_attn.benchmark.contestants import COMPARISONS, LAYOUTS, Shape
 
-__all__ = ["DEVICES", "DTYPES", "ROWS", "Settings", "parse_shape"]
+__all__ = ["DEVICES", "DTYPES", "ROWS", "Plan", "parse_shape"]
 
 #: The largest difference of an output from ours, in parts of ours' largest value, by the type of the numbers.
 DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -17,10 +17,10 @@ IN_ALL = tuple(name for name in COMPARISONS if name != "compiled")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Plan:
     """What a benchmark does.
 
-    >>> Settings(rows=("windows",)).comparisons
+    >>> Plan(rows=("windows",)).comparisons
     ('windows',)
     """
 

@@ -1,0 +1,112 @@
+"""The errors of the library, by what a caller would do about them.
+
+An argument that is wrong in itself is a plain :class:`ValueError`, as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+from vision_attn.text import escaped
+
+__all__ = [
+    "BenchmarkError",
+    "CheckpointError",
+    "ConversionError",
+    "DataError",
+    "ExportError",
+    "Interrupted",
+    "SiteError",
+    "TrainingError",
+    "VisionAttnError",
+]
+
+
+class VisionAttnError(Exception):
+    """Every error of this library's own; an argument that is wrong in itself is a plain ``ValueError``.
+
+    The kinds are in ``vision_attn.errors``: :class:`SiteError`, :class:`CheckpointError`, :class:`ConversionError`,
+    and ``DataError``, ``TrainingError``, ``ExportError`` and ``BenchmarkError`` of the commands.
+
+    >>> import torch, vision_attn as va
+    >>> model = torch.nn.Sequential(torch.nn.ReLU())
+    >>> try:
+    ...     va.insert_(model, names="layer4", example_input=(1, 3, 16, 16))
+    ... except va.VisionAttnError as error:
+    ...     print(type(error).__name__, isinstance(error, ValueError))
+    SiteError True
+    """
+
+
+class SiteError(VisionAttnError, ValueError):
+    """A site does not exist or cannot take a block; the model is as it was.
+
+    >>> import torch
+    >>> from vision_attn import insert_
+    >>> model = torch.nn.Sequential(torch.nn.ReLU())
+    >>> insert_(model, names="layer4", example_input=(1, 3, 16, 16))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    vision_attn.errors.SiteError: names: 'layer4' matches no module; ...
+    """
+
+
+class CheckpointError(VisionAttnError, RuntimeError):
+    """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
+
+    Args:
+        *lines: of the message, in which what a file says of itself is escaped.
+
+    >>> import tempfile, pathlib
+    >>> from vision_attn.checkpoints import read_checkpoint
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.pth"
+    >>> file.write_bytes(b"a part of it")
+    12
+    >>> read_checkpoint(file)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    vision_attn.errors.CheckpointError: ...net.pth is truncated or no checkpoint: fetch or save it again...
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)  # as they came, so that a pickle of the error gives the same one
+
+    def __str__(self) -> str:
+        return "\n".join(map(escaped, self.args))
+
+
+class ConversionError(VisionAttnError, RuntimeError):
+    """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
+
+    >>> from torch import nn
+    >>> from vision_attn.convert import from_torch_mha
+    >>> class Halved(nn.MultiheadAttention):
+    ...     def forward(self, *args, **kwargs):
+    ...         return super().forward(*args, **kwargs)[0] / 2, None
+    >>> from_torch_mha(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    ConversionError: the Attention2d made of this Halved does not compute what it does
+    """
+
+
+class DataError(VisionAttnError, RuntimeError):
+    """The data is not there, is damaged or does not fit."""
+
+
+class TrainingError(VisionAttnError, RuntimeError):
+    """Training cannot go on; what was saved before is whole."""
+
+
+class ExportError(VisionAttnError, RuntimeError):
+    """What was written does not compute what the network computes, or could not be made; no file is left of it."""
+
+
+class BenchmarkError(VisionAttnError, RuntimeError):
+    """The benchmark cannot go on: contestants do not compute the same, or the memory does not suffice."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM stopped a run, which was saved before it left; no error, as Ctrl-C is none in Python."""
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(signal, message)
+        self.signal = signal
+
+    def __str__(self) -> str:
+        return str(self.args[1])
