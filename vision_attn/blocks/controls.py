@@ -41,14 +41,16 @@ class ConvBlock2d(GatedResidual2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, 1.0 if gate_init is None else gate_init, device, dtype)
+        super().__init__(channels, gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + 11·hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 11)))
         self.expand = Pointwise2d(channels, hidden, 1, device=device, dtype=dtype)
         self.depthwise = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, device=device, dtype=dtype)
         self.project = Pointwise2d(hidden, channels, 1, device=device, dtype=dtype)
-        if gate_init is None:
-            self.zero_(self.project)
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.project
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))

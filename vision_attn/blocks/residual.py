@@ -40,21 +40,35 @@ class GatedResidual2d(nn.Module):
     def __init__(
         self,
         channels: int,
-        gate_init: float,
+        gate_init: float | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         check_count("channels", channels)
-        check_number("gate_init", gate_init)
+        gate = 1.0 if gate_init is None else gate_init
+        check_number("gate_init", gate)
+        self.begins_open = gate_init is None
         self.norm = LayerNorm2d(channels, device=device, dtype=dtype)
-        self.gate = nn.Parameter(torch.full((channels,), float(gate_init), device=device, dtype=dtype))
+        self.gate = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
 
-    @staticmethod
-    def zero_(projection: nn.Module) -> None:
-        """Let a branch that ends in this projection begin at zero."""
-        for parameter in projection.parameters():
-            nn.init.zeros_(parameter)
+    def last_projection(self) -> nn.Module:
+        """What the branch ends in."""
+        raise NotImplementedError
+
+    def zero_init_last(self) -> None:
+        """Begin with a branch of zeros, if the gate is open.
+
+        timm gives every convolution of a new network its first weights, and then calls a method of this name, in some
+        families ``init_weights``.
+        """
+        if self.begins_open:
+            for parameter in self.last_projection().parameters():
+                nn.init.zeros_(parameter)
+
+    def init_weights(self, zero_init_last: bool = True) -> None:
+        """As :meth:`zero_init_last`."""
+        self.zero_init_last()
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
@@ -101,10 +115,12 @@ class AttentionBlock2d(GatedResidual2d):
     ) -> None:
         check_count("channels", channels)
         refuse_other_channels("AttentionBlock2d", channels, attention)
-        super().__init__(channels, 1.0 if gate_init is None else gate_init, device, dtype)
+        super().__init__(channels, gate_init, device, dtype)
         self.attn = Attention2d(channels, num_heads, device=device, dtype=dtype, **attention)
-        if gate_init is None:
-            self.zero_(self.attn.proj)
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.attn.proj
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and add.
