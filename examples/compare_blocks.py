@@ -93,7 +93,8 @@ def run(settings):
         result = train(settings, say)
     network = result.network
     work = count_multiply_adds(network.model, (1, len(network.mean), *network.size))
-    closed, rows = result.closed, list(csv.DictReader((settings.folder / "metrics.csv").open()))
+    rows = csv.DictReader((settings.folder / "metrics.csv").read_text().splitlines())
+    closed = result.closed
     return Outcome(
         network.parameters,
         work,
@@ -117,7 +118,7 @@ def recipe_of(settings):
 def opened(found):
     """How far the branches have come after the first, third and last epoch, and what closing them changes."""
     if found[0].share is None:
-        return "| "
+        return "— | —"
     epochs = sorted({1, 3, len(found[0].shares)} & set(range(1, 1 + len(found[0].shares))))
     shares = ", ".join(f"{mean(one.shares[epoch - 1] for one in found):.4f} ({epoch})" for epoch in epochs)
     return f"{shares} | {100 * mean(one.changed for one in found):.1f}"

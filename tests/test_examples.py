@@ -24,7 +24,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.models import create_model
-from vision_attn.training import digits
+from vision_attn.training import digits, network, settings
 from vision_attn.training.image_files import ImageFiles
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
@@ -39,6 +39,8 @@ EXAMPLES = {
     "compare_blocks.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
                           "--lr", "0.05", "--device", "cpu", "--block-options", "gate_init=0.1",
                           "--attention-options", "position=Rope2d()"],
+    "compare_openings.py": ["--dataset", "folder", "--epochs", "1", "--warmup-epochs", "0", "--batch-size", "16",
+                            "--lr", "0.05", "--device", "cpu", "--seeds", "0"],
     "trainer_throughput.py": ["--dataset", "folder", "--epochs", "3", "--batch-size", "16", "--device", "cpu"],
     "classify.py": [],
 }  # fmt: skip
@@ -244,7 +246,7 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
         one, two = map(float, cells[5].split(", "))
         assert float(mean) == pytest.approx((one + two) / 2, abs=0.01)
         assert float(spread) == pytest.approx(abs(one - two) / 2**0.5, abs=0.01)
-    assert [bool(cells[3]) for cells in whole.values()] == [False, True, True, True]  # how far blocks have come
+    assert [cells[3] != "—" for cells in whole.values()] == [False, True, True, True]  # how far blocks have come
     # The accuracy is that of the last epoch, not of the best one.
     for name, cells in whole.items():
         for seed, score in enumerate(cells[5].split(", ")):
@@ -336,6 +338,31 @@ def test_comparing_blocks_on_the_digit_pairs(compare_blocks, tmp_path, monkeypat
     assert all("±" not in cells[2] for cells in found.values())  # one seed has no spread
     saved = torch.load(tmp_path / "attention-3" / "last.pth", weights_only=True)["settings"]
     assert (saved["num_heads"], saved["opt"], saved["seed"]) == (4, "adamw", 3)
+
+
+def test_beginnings_of_a_block_are_compared(compare_blocks, image_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    compare_openings = importlib.import_module("compare_openings")
+    monkeypatch.setitem(settings.CHOICES, "block", settings.CHOICES["block"])
+    monkeypatch.setattr(network, "BLOCKS", dict(network.BLOCKS))
+    arguments = [*EXAMPLES["compare_openings.py"], "--data", str(image_folder), "--output", str(tmp_path)]
+    compare_blocks.main(arguments, arms=compare_openings.arms)
+    shares = [cells[3] for cells in rows(tmp_path / "table.md").values()]
+    assert shares[0] == "—"
+    faster, slower, begun, zeroed = (float(shares[arm].partition(" ")[0]) for arm in (2, 1, 3, 4))
+    assert slower < faster < 1
+    assert slower < zeroed < 1
+    assert 0.005 < begun < 0.1
+
+    monkeypatch.setattr(compare_openings, "LOOPS", {"SGD": compare_openings.LOOPS["SGD 0.01"]})
+    capsys.readouterr()
+    compare_openings.digits(seeds=[0])
+    lines = capsys.readouterr().out.splitlines()
+    cells = {name: cell for _, name, cell, _ in (map(str.strip, line.split("|")) for line in lines[2:])}
+    assert list(cells) == list(compare_openings.ARMS)
+    assert (
+        float(cells["projection 0 behind gate 1"].partition(",")[0]) > 0.01 > float(cells["gate 0"].partition(",")[0])
+    )
 
 
 def test_comparing_blocks_says_what_is_missing(run_here, tmp_path):
