@@ -47,7 +47,7 @@ def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
     if shares is not None:
         more[0].plot(epochs, shares, color="tab:green", **style)
         more[0].set_ylim(bottom=0)
-        labelled.append((more[0], "branch/\nstream"))
+        labelled.append((more[0], "branch/stream"))
     for axis, label in labelled:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
