@@ -15,6 +15,16 @@ BATCH, STEPS = 64, 20
 EPOCHS, MADE = 20, 5
 
 
+@pytest.fixture(autouse=True)
+def no_accelerator_of_before():
+    """A process keeps the precision of its first Accelerator."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="module")
 def digits():
     from sklearn.datasets import load_digits
