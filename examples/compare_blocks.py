@@ -75,10 +75,8 @@ class Outcome:
     parameters: int
     multiply_adds: int
     top1: float
-    seconds_an_epoch: float
-    share: float | None  # of the branch in the stream, at the end
+    shares: list[float]  # of the branch in the stream, by epoch; empty without blocks
     changed: float | None  # part of the predictions that are others with the blocks closed
-    shares: list[float]  # by epoch
 
 
 def run(settings):
@@ -99,10 +97,8 @@ def run(settings):
         network.parameters,
         work,
         result.final.top1,
-        result.seconds / settings.epochs,
-        result.final.branch_share,
-        None if closed is None else closed.changed / closed.images,
         [float(row["branch_share"]) for row in rows if row["branch_share"]],
+        None if closed is None else closed.changed / closed.images,
     )
 
 
@@ -117,7 +113,7 @@ def recipe_of(settings):
 
 def opened(found):
     """How far the branches have come after the first, third and last epoch, and what closing them changes."""
-    if found[0].share is None:
+    if not found[0].shares:
         return "— | —"
     epochs = sorted({1, 3, len(found[0].shares)} & set(range(1, 1 + len(found[0].shares))))
     shares = ", ".join(f"{mean(one.shares[epoch - 1] for one in found):.4f} ({epoch})" for epoch in epochs)
@@ -165,6 +161,9 @@ def main(arguments=None, arms=arms):
     if on_a_gpu(common.get("device")):
         common = {"amp": True, "channels_last": True, **common}
     chosen = arms(common, site, options.attention_options)
+    unknown = [name for name in options.arms or () if name not in chosen]
+    if unknown:
+        raise ValueError(f"--arms must be among {', '.join(map(repr, chosen))}; got {unknown[0]!r}")
     chosen = {name: chosen[name] for name in options.arms or chosen}
     outcomes = {name: [] for name in chosen}
     for done, seed in enumerate(options.seeds, 1):  # seed by seed: cut short, there are as many of each arm

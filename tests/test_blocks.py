@@ -583,6 +583,7 @@ def augmented(**options):
         (lambda: va.AttentionBlock2d(8, 2, out_channels=4), "out_channels must be left out of AttentionBlock2d"),
         (lambda: va.AttentionBlock2d(0, 2), "channels must be a whole number of at least 1; got 0"),
         (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must be a finite number; got 'x'"),
+        (lambda: va.SqueezeExciteBlock2d(8, gate_init=None), "gate_init must be a finite number; got None"),
         (transformer(out_channels=4), "out_channels must be left out of TransformerBlock2d"),
         (transformer(mlp_ratio=0), "mlp_ratio must be a finite number above 0; got 0"),
         (transformer(activation="silu"), "activation must be one of 'gelu', 'relu'; got 'silu'"),

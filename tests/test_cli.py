@@ -344,7 +344,8 @@ def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
     """Batch norms see other images in each process; what is evaluated is what the first one has, and saves."""
     # Without a GPU they find one another though no --device is given.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = ["vision_attn", "train", "--data", image_folder, "--model", "resnet20"]
+    arguments = ["vision_attn", "train", "--data", image_folder, "--model", "resnet20", "--insert", "layer3"]
+    arguments += ["--block-options", "gate_init=1"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--epochs", "1", "--batch-size", "16", "--output", tmp_path / "run"]
     done = subprocess.run([*launch, *arguments, *options], capture_output=True, text=True, env=environment)
@@ -356,6 +357,10 @@ def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
         [sys.executable, "-m", *arguments, *options], capture_output=True, text=True, env=environment
     )
     assert f"loss {float(saved['eval_loss']):.4f}" in alone.stdout
+    assert f"branch/stream {float(saved['branch_share']):.4f}" in alone.stdout
+    # What the blocks contribute is counted over the images of both.
+    (worth,) = [line for line in done.stdout.splitlines() if "predictions" in line]
+    assert worth in alone.stdout
 
 
 @pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("psutil", "train"), ("matplotlib", "train")])

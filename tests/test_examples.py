@@ -289,6 +289,7 @@ def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, image
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--arms", "attention", "conv"], "--arms must be among 'plain', 'convolution', 'squeeze and excitation', "),
         (["--seed", "1"], "--seed does not apply to a comparison: give --seeds"),
         (["--block", "se"], "--block does not apply to a comparison: each arm has its own"),
         (["--resume", "auto"], "--resume does not apply to a comparison: the same command goes on"),

@@ -237,5 +237,5 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
     before = train(plain, lambda line: None)
     after = train(replace(plain, insert=("layer1", "layer2", "layer3")), lambda line: None)
     assert np.round(before.final.top1, 2) == top1
-    assert after.final == before.final
+    assert after.final == replace(before.final, branch_share=0.0)  # the blocks are there, and add nothing yet
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vision_attn.blocks.projection import Pointwise2d
 from vision_attn.blocks.residual import GatedResidual2d
+from vision_attn.checks import check_number
 
 __all__ = ["ConvBlock2d", "SqueezeExciteBlock2d"]
 
@@ -89,6 +90,7 @@ class SqueezeExciteBlock2d(GatedResidual2d):
     ) -> None:
         from timm.layers import SqueezeExcite
 
+        check_number("gate_init", gate_init)  # None is for blocks that end in a projection
         super().__init__(channels, gate_init, device, dtype)
         # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vision_attn.errors import DataError
@@ -90,8 +90,6 @@ class Run:
         self.state = TrainingState(self.model, self.ema, self.step.optimizer, accelerator.scaler)
         self.saving = Saving(settings, self.folder, self.state, network, normalize, classes, len(train_data))
         self.watch = Watch(accelerator, self.state, self.saving, self.step)
-        #: of the last evaluation, this process's share
-        self.predicted = torch.empty(0)
 
     def go(self, checkpoint: Path | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last."""
@@ -108,15 +106,15 @@ class Run:
             self.accelerator.init_trackers("tensorboard")
 
         with self.watch.watching():
-            final = self.evaluate()
+            final, predicted = self.evaluate()
             self.log(f"before epoch {state.progress.epoch + 1}: {final}")
             while state.progress.epoch < settings.epochs:
                 self.step.enter_epoch(state.progress.epoch, self.log)
                 loss = self.train_epoch()
-                final = self.evaluate()
+                final, predicted = self.evaluate()
                 self.record(loss, final)
             worth = evaluate_closed(
-                self.state.evaluated, self.normalize, self.eval_data, final, self.predicted, **self.how_to_evaluate
+                self.state.evaluated, self.normalize, self.eval_data, final, predicted, **self.how_to_evaluate
             )
             if worth:
                 self.log(str(worth))
@@ -129,15 +127,14 @@ class Run:
         self.step.unwrap()
         return Result(self.network, self.state.evaluated, self.normalize, final, best, worth, state.progress.seconds)
 
-    def evaluate(self) -> Evaluation:
-        """How well the weights that count do on the evaluation images."""
+    def evaluate(self) -> tuple[Evaluation, Tensor]:
+        """How well the weights that count do on the evaluation images, and what this process predicts for its share."""
         if self.accelerator.num_processes > 1:
             # Each process has seen other images, and its batch norms have other statistics: those of the first, which
             # are the ones that are saved, are the network's.
             for buffer in (*self.model.buffers(), *(self.ema.module.buffers() if self.ema else ())):
                 torch.distributed.broadcast(buffer, src=0)
-        found, self.predicted = evaluate(self.state.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
-        return found
+        return evaluate(self.state.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
 
     @property
     def how_to_evaluate(self) -> dict[str, Any]:
