@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn.position import decomposed, resample
+from vision_attn.position import relative, resample
 
 TERMS = {
     "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),
@@ -86,7 +86,7 @@ def test_the_dense_bias_and_the_folded_form_are_equal_forward_and_backward(optio
     results, seen = [], []
     block.position.register_forward_hook(lambda module, args, output: seen.append(output[3] is None))
     for most in (0, 10**9):
-        monkeypatch.setattr(decomposed, "DENSE_KEYS", most)
+        monkeypatch.setattr(relative, "DENSE_KEYS", most)
         leaf = x.clone().requires_grad_()
         y = block(leaf, mask)
         results.append((y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])))

@@ -6,10 +6,8 @@ on the logits (:class:`RelPosTable`).
 """
 
 from vision_attn.position.absolute import CONVOLUTIONS, ConditionalPos, SinCos
-from vision_attn.position.decomposed import RelPosDecomposed
+from vision_attn.position.relative import RelPosDecomposed, RelPosTable, resample
 from vision_attn.position.rotary import Rope2d
-from vision_attn.position.table import RelPosTable
-from vision_attn.position.tables import resample
 from vision_attn.position.term import AnyPosition, BlockShape, PositionTerm
 
 __all__ = [

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vision_attn.attend import upcast
 from vision_attn.patterns import Partition
-from vision_attn.position.tables import check_feat_size
-from vision_attn.position.term import BlockShape, PositionTerm
+from vision_attn.position.term import BlockShape, PositionTerm, check_feat_size
 
 __all__ = ["Rope2d"]
 
