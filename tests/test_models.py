@@ -15,8 +15,7 @@ from timm.models import group_parameters
 
 import vision_attn as va
 from vision_attn.models import CifarResNet, WideResNet, create_model
-from vision_attn.models.registry import save_model
-from vision_attn.models.weights import weights_folder
+from vision_attn.models.registry import save_model, weights_folder
 from vision_attn.training.data import image_folder
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.settings import Settings

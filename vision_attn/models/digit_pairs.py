@@ -11,7 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_
-from vision_attn.models.weights import weights_file
+from vision_attn.models.registry import weights_file
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
