@@ -32,6 +32,7 @@ BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
 #: A later timm has gated attention.
 HAS_GATE = "gated" in inspect.signature(TimmAttention).parameters
+GATED = {"gated": True} if HAS_GATE else {}
 
 
 def randomised(module, seed=0):
@@ -124,17 +125,19 @@ def vit_norm(width, **options):
 REL_POS = [None, partial(RelPosBias, window_size=(3, 5)), partial(RelPosBiasTf, window_size=(3, 5))]
 
 
-def timm_partition(kind, partition, rel_pos):
+def maxvit(kind, **options):
+    return getattr(maxxvit, kind)(8, 12, dim_head=4, **options)
+
+
+def maxvit_partition(kind, partition, rel_pos):
     """timm's layer that cuts a map into windows or grids, and puts it together again."""
-    return kind(8, partition, maxxvit.MaxxVitTransformerCfg(4, rel_pos_type=rel_pos, window_size=(3, 5)))
+    config = maxxvit.MaxxVitTransformerCfg(4, rel_pos_type=rel_pos, window_size=(3, 5))
+    return getattr(maxxvit, kind)(8, partition, config)
 
 
-def run_partition(layer, x):
-    return on_map(layer._partition_attn, x)
-
-
-def run_partition_cl(layer, x):
-    return channels_last(layer._partition_attn, x)
+def run_maxvit(layer, x):
+    run = channels_last if type(layer).__name__.endswith("Cl") else on_map
+    return run(getattr(layer, "_partition_attn", layer), x)
 
 
 def torchvision_partition(kind):
@@ -142,7 +145,7 @@ def torchvision_partition(kind):
     return torchvision_maxvit.PartitionAttentionLayer(*args)
 
 
-def run_torchvision_partition(layer, x):
+def run_torchvision(layer, x):
     y = layer.partition_swap(layer.partition_op(x, layer.p))
     y = layer.departition_swap(layer.attn_layer[1](y))
     return layer.departition_op(y, layer.p, 6 // layer.p, 6 // layer.p)
@@ -166,104 +169,72 @@ def rows(name, make, run, *variants, shapes=((8, 3, 5),), part="", **options):
     return [(name, make, variant, part, run, shapes, options) for variant in variants or [{}]]
 
 
-other = {"kdim": 6, "vdim": 6}
-multihead_layer = partial(nn.MultiheadAttention, 8, 2)
+other, whole, yes_no = {"kdim": 6, "vdim": 6}, [(8, 9, 10)], [True, False]
+mha = partial(nn.MultiheadAttention, 8, 2)
+normed_first = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
 activations = ["relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu]
+map_attention = partial(TimmAttention2d, 8, 12, num_heads=4)
+queries = partial(MultiQueryAttention2d, 8, num_heads=4)
+bottleneck = partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
+kinds, partitions, tables = (
+    ["Attention2d", "AttentionCl"],
+    ["PartitionAttention2d", "PartitionAttentionCl"],
+    ["bias", "bias_tf", ""],
+)
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
+in_a_grid = partial(in_groups, kind="grid")
+in_windows = partial(in_groups, kind="window")
+given_groups = partial(TorchvisionMaxVit, 8, head_dim=2, max_seq_len=9)
 PARITY = [
-    *rows("from_torch_mha", multihead_layer, multihead, shapes=[(8, 7)], rank=1),
-    *rows("from_torch_mha", multihead_layer, multihead, shapes=[(8, 2, 3, 4)], rank=3),
-    *rows("from_torch_mha", multihead_layer, multihead, other, shapes=[(8, 7), (6, 14)], rank=1),
-    *rows("from_torch_mha", multihead_layer, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)]),
-    *rows("from_torch_mha", multihead_layer, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3),
+    *rows("from_torch_mha", mha, multihead, *each(bias=yes_no, batch_first=yes_no)),
+    *rows("from_torch_mha", mha, multihead, shapes=[(8, 7)], rank=1),
+    *rows("from_torch_mha", mha, multihead, shapes=[(8, 2, 3, 4)], rank=3),
+    *rows("from_torch_mha", mha, multihead, other, shapes=[(8, 7), (6, 14)], rank=1),
+    *rows("from_torch_mha", mha, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)]),
+    *rows("from_torch_mha", mha, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3),
     *rows(
-        "from_torch_encoder_layer",
-        partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01),
-        encoder,
-        *each(norm_first=[True, False], activation=activations, bias=[True, False]),
-        {"batch_first": True},
+        "from_torch_encoder_layer", normed_first, encoder, *each(norm_first=yes_no, activation=activations, bias=yes_no)
     ),
-    *rows("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=[True, False])),
+    *rows("from_torch_encoder_layer", normed_first, encoder, {"batch_first": True}),
+    *rows("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=yes_no)),
     *rows("from_timm_attention", vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}),
     *rows("from_timm_attention", vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm])),
-    *rows("from_timm_attention", vit, on_tokens, *each(gated=[True][:HAS_GATE], qkv_bias=[True, False])),
+    *rows("from_timm_attention", vit, on_tokens, *each(gated=[True][:HAS_GATE], qkv_bias=yes_no)),
     *rows("from_timm_attention", attention_of_vit, on_tokens, shapes=[(192, 5)], rank=1),
-    *rows(
-        "from_timm_attention2d",
-        partial(TimmAttention2d, 8, 12, num_heads=4, head_first=True),
-        on_map,
-        *each(expand_first=[True, False]),
-    ),
-    *rows(
-        "from_timm_multi_query_attention2d",
-        partial(MultiQueryAttention2d, 8, num_heads=4),
-        on_map,
-        *({}, {"use_bias": True}, {"key_dim": 3, "value_dim": 5, "dim_out": 6}),
-    ),
-    *rows(
-        "from_timm_bottleneck_attn",
-        partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2),
-        on_map,
-        *({}, {"qkv_bias": True}, {"dim_head": 5}, {"dim_out": 12, "dim_head": 5}, {"scale_pos_embed": True}),
-    ),
+    *rows("from_timm_attention2d", map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no)),
+    *rows("from_timm_multi_query_attention2d", queries, on_map, {}, {"use_bias": True}),
+    *rows("from_timm_multi_query_attention2d", queries, on_map, {"key_dim": 3, "value_dim": 5, "dim_out": 6}),
+    *rows("from_timm_bottleneck_attn", bottleneck, on_map, {}, {"qkv_bias": True}, {"scale_pos_embed": True}),
+    *rows("from_timm_bottleneck_attn", bottleneck, on_map, {"dim_head": 5}, {"dim_out": 12, "dim_head": 5}),
+    *rows("from_timm_maxxvit_attention", maxvit, run_maxvit, *each(kind=kinds, head_first=yes_no, rel_pos_cls=REL_POS)),
     *(
         row
-        for kind, run in ((maxxvit.Attention2d, on_map), (maxxvit.AttentionCl, channels_last))
-        for row in rows(
-            "from_timm_maxxvit_attention",
-            partial(kind, 8, 12, dim_head=4),
-            run,
-            *each(head_first=[True, False], rel_pos_cls=REL_POS),
-        )
-    ),
-    *(
-        row
-        for kind, run in (
-            (maxxvit.PartitionAttention2d, run_partition),
-            (maxxvit.PartitionAttentionCl, run_partition_cl),
-        )
         for partition, pattern in (("block", va.Window((3, 5))), ("grid", va.Grid((3, 5))))
+        for variants in [each(kind=partitions, partition=[partition], rel_pos=tables)]
         for row in rows(
             "from_timm_maxxvit_attention",
-            partial(timm_partition, kind, partition),
-            run,
-            *each(rel_pos=["bias", "bias_tf", ""]),
-            shapes=[(8, 9, 10)],
+            maxvit_partition,
+            run_maxvit,
+            *variants,
             part="attn",
+            shapes=whole,
             pattern=pattern,
         )
     ),
     *(
         row
         for size in ((4, 6), (2, 9), (8, 3), (2, 3))
-        for row in rows(
-            "from_torchvision_swin",
-            swin,
-            channels_last,
-            *each(shift_size=[[0, 0], [1, 2]]),
-            {"shift_size": [0, 1], "qkv_bias": False, "proj_bias": False},
-            shapes=[(8, *size)],
-        )
+        for variants in [each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[size[0] < 4], proj_bias=[size[1] < 6])]
+        for row in rows("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
     ),
+    *rows("from_torchvision_maxvit", given_groups, in_windows, shapes=[(8, 6, 9)], pattern=va.Window(3)),
+    *rows("from_torchvision_maxvit", given_groups, in_a_grid, shapes=[(8, 6, 9)], pattern=va.Grid(3)),
     *(
         row
-        for kind, pattern in (("window", va.Window), ("grid", va.Grid))
-        for row in (
-            *rows(
-                "from_torchvision_maxvit",
-                partial(TorchvisionMaxVit, 8, head_dim=2, max_seq_len=9),
-                partial(in_groups, kind=kind),
-                shapes=[(8, 6, 9)],
-                pattern=pattern(3),
-            ),
-            *rows(
-                "from_torchvision_maxvit",
-                partial(torchvision_partition, kind),
-                run_torchvision_partition,
-                shapes=[(8, 6, 6)],
-                part="attn_layer.1",
-                pattern=pattern(2),
-            ),
+        for kind, pattern in (("window", va.Window(2)), ("grid", va.Grid(2)))
+        for make in [partial(torchvision_partition, kind)]
+        for row in rows(
+            "from_torchvision_maxvit", make, run_torchvision, part="attn_layer.1", shapes=[(8, 6, 6)], pattern=pattern
         )
     ),
 ]
@@ -287,20 +258,6 @@ def test_every_converter_is_in_one_of_the_tables():
     assert set(convert.__all__) == {name for name, *_ in PARITY} | others == set(SOURCES) | others
 
 
-@settings(max_examples=15, deadline=None)
-@given(heads=st.integers(1, 4), width=st.integers(1, 5), bias=st.booleans(), batch_first=st.booleans())
-def test_torch_multihead(heads, width, bias, batch_first):
-    layer = randomised(nn.MultiheadAttention(heads * width, heads, bias=bias, batch_first=batch_first))
-    assert_same(convert.from_torch_mha(layer), partial(multihead, layer), (heads * width, 3, 5))
-
-
-@settings(max_examples=12, deadline=None)
-@given(heads=st.integers(1, 4), width=st.integers(1, 4), bias=st.booleans(), head_first=st.booleans())
-def test_timm_attention2d(heads, width, bias, head_first):
-    layer = randomised(TimmAttention2d(heads * width, num_heads=heads, bias=bias, head_first=head_first))
-    assert_same(convert.from_timm_attention2d(layer), layer, (heads * width, 3, 5))
-
-
 def test_torchs_mask_is_ours_the_other_way_round():
     layer = randomised(nn.MultiheadAttention(8, 2, batch_first=True))
     x, mask = torch.randn(2, 8, 3, 4, dtype=torch.float64), torch.rand(12, 12) < 0.5
@@ -311,8 +268,7 @@ def test_torchs_mask_is_ours_the_other_way_round():
 
 
 def test_a_converted_block_is_the_one_that_its_arguments_make():
-    gate = {"gated": True} if HAS_GATE else {}
-    block = convert.from_timm_attention(randomised(vit(qkv_bias=True, attn_head_dim=3, dim_out=10, **gate)))
+    block = convert.from_timm_attention(randomised(vit(qkv_bias=True, attn_head_dim=3, dim_out=10, **GATED)))
     expected = va.Attention2d(8, 2, key_dim=3, value_dim=3, out_channels=10, output_gate=HAS_GATE, dtype=torch.float64)
     expected.load_state_dict(block.state_dict())
     x = torch.randn(1, 8, 3, 4, dtype=torch.float64)
@@ -569,7 +525,7 @@ def test_keras_layers_that_are_refused(keras):
         (built(rows, (3, None, 6), (4, 5, 6)), r"'rows'.* value_shape=\(None, 4, 5, 6\)"),
         (keras.layers.Dense(3), r"layer must be a keras\.src.*MultiHeadAttention; got keras\.src.*Dense"),
         *((dense(name, "enable_lora", 2), rf"{name}\.lora_enabled") for name in DENSE),
-        *((dense(name, "quantize", "int8"), rf"{name}\.quantization_mode") for name in DENSE),
+        *((dense(name, "quantize", "int8"), rf"{name}\.quantization_mode") for name in DENSE[-2:]),
     ):
         with pytest.raises(ValueError, match=message):
             convert.from_keras_mha(layer)
@@ -650,7 +606,7 @@ def test_a_keras_layer_with_hooks_is_refused(keras):
 SOURCES = {
     "from_torch_mha": lambda: nn.MultiheadAttention(8, 2),
     "from_torch_encoder_layer": lambda: nn.TransformerEncoderLayer(8, 2, 16),
-    "from_timm_attention": partial(vit, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm),
+    "from_timm_attention": partial(vit, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm, **GATED),
     "from_timm_attention2d": lambda: TimmAttention2d(8, num_heads=2, head_first=True),
     "from_timm_multi_query_attention2d": lambda: MultiQueryAttention2d(8, num_heads=2),
     "from_timm_bottleneck_attn": lambda: BottleneckAttn(8, feat_size=(3, 5), num_heads=2),
@@ -722,14 +678,12 @@ def test_dropouts_are_carried():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 normed = partial(vit, qk_norm=True, norm_layer=nn.LayerNorm)
-queries = partial(MultiQueryAttention2d, 8, num_heads=2)
-maxvit_layer = partial(maxxvit.Attention2d, 8, dim_head=4)
 #: By converter: what a source may not have, and such a source.
 REFUSED = {
     "from_torch_mha": [
-        ("bias_k", lambda: multihead_layer(add_bias_kv=True)),
-        ("add_zero_attn", lambda: multihead_layer(add_zero_attn=True)),
-        ("vdim", lambda: multihead_layer(kdim=5)),
+        ("bias_k", lambda: mha(add_bias_kv=True)),
+        ("add_zero_attn", lambda: mha(add_zero_attn=True)),
+        ("vdim", lambda: mha(kdim=5)),
     ],
     "from_torch_encoder_layer": [
         ("activation", lambda: encoder_layer(activation=F.silu)),
@@ -740,7 +694,7 @@ REFUSED = {
         ("norm2.bias", lambda: changed(encoder_layer(), norm2=nn.LayerNorm(8, bias=False))),
         ("linear2.bias", lambda: changed(encoder_layer(), linear2=nn.Linear(16, 8, bias=False))),
         ("linear2.bias", lambda: changed(encoder_layer(), linear1=nn.Linear(8, 16, bias=False))),
-        ("self_attn.kdim", lambda: changed(encoder_layer(), self_attn=multihead_layer(kdim=5, vdim=5))),
+        ("self_attn.kdim", lambda: changed(encoder_layer(), self_attn=mha(kdim=5, vdim=5))),
         ("add_zero_attn", lambda: changed(encoder_layer(), self_attn__add_zero_attn=True)),
         ("dropout2", lambda: changed(encoder_layer(), dropout2__p=0.5)),
         ("dropout", lambda: changed(encoder_layer(), dropout=nn.Dropout1d(0.1))),
@@ -761,8 +715,8 @@ REFUSED = {
     ],
     "from_timm_bottleneck_attn": [("pool", lambda: BottleneckAttn(8, feat_size=(4, 6), stride=2))],
     "from_timm_maxxvit_attention": [
-        ("rel_pos", lambda: maxvit_layer(rel_pos_cls=partial(RelPosMlp, window_size=(3, 5)))),
-        ("rel_pos.prefix_tokens", lambda: maxvit_layer(rel_pos_cls=partial(REL_POS[1], prefix_tokens=1))),
+        ("rel_pos", lambda: maxvit("Attention2d", rel_pos_cls=partial(RelPosMlp, window_size=(3, 5)))),
+        ("rel_pos.prefix_tokens", lambda: maxvit("Attention2d", rel_pos_cls=partial(REL_POS[1], prefix_tokens=1))),
     ],
     "from_torchvision_swin": [("logit_scale", lambda: ShiftedWindowAttentionV2(8, [2, 3], [0, 0], 2))],
 }
@@ -787,23 +741,11 @@ class Adapted(nn.Module):
         return self.base_layer(x)
 
 
-PROJECTIONS = {
-    "from_torch_mha": ("out_proj",),
-    "from_torch_encoder_layer": ("self_attn.out_proj", "linear1", "linear2"),
-    "from_timm_attention": ("qkv", "proj"),
-    "from_timm_attention2d": ("qkv", "proj"),
-    "from_timm_multi_query_attention2d": ("query.proj", "key.proj", "value.proj", "output.proj"),
-    "from_timm_bottleneck_attn": ("qkv",),
-    "from_timm_maxxvit_attention": ("qkv", "proj"),
-    "from_torchvision_swin": ("qkv", "proj"),
-    "from_torchvision_maxvit": ("to_qkv", "merge"),
-}
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_projections_that_are_wrapped_or_exchanged_are_refused(name):
-    for path in PROJECTIONS[name]:
-        layer = SOURCES[name]().get_submodule(path)
+    for path, layer in SOURCES[name]().named_modules():
+        if not isinstance(layer, (nn.Linear, nn.Conv2d)):
+            continue
         for part, message in (
             (nn.Identity(), "torch.nn.modules.linear.Identity: merge adapters, and convert before quantizing"),
             (Adapted(layer), r".*\.Adapted: merge adapters"),
@@ -812,21 +754,6 @@ def test_projections_that_are_wrapped_or_exchanged_are_refused(name):
             message = rf"\w\.{path.split('.', 1)[-1]} must be an nn.Linear or a 1×1 convolution; got {message}"
             with pytest.raises(ValueError, match=message):
                 getattr(convert, name)(changed(SOURCES[name](), **{path.replace(".", "__"): part}))
-
-
-@pytest.mark.skipif(not HAS_GATE, reason="of a later timm")
-def test_a_gate_that_is_exchanged_is_refused():
-    layer = changed(vit(gated=True), gate=Adapted(nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match=r"Attention\.gate must be an nn.Linear or a 1×1 convolution; got"):
-        convert.from_timm_attention(layer)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # in torch
-@pytest.mark.parametrize("name", ["from_torch_encoder_layer", "from_timm_attention", "from_torchvision_swin"])
-def test_quantized_layers_are_refused(name):
-    quantized = torch.ao.quantization.quantize_dynamic(SOURCES[name]().eval(), {nn.Linear})
-    with pytest.raises(ValueError, match=r"must be an nn.Linear or a .*quantized.*: merge adapters, and convert befo"):
-        getattr(convert, name)(quantized)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -850,9 +777,7 @@ def test_dropouts_in_another_mode_are_refused(name, path):
     source.get_submodule(path).eval()
     with pytest.raises(ValueError, match=rf"one mode; got (\w+) with training=True and \1.{path} with training=False"):
         getattr(convert, name)(source)
-
-
-def test_the_mode_of_a_projection_does_not_matter():
+    # That of a projection does not matter.
     assert not convert.from_timm_attention(changed(vit().eval(), proj=nn.Linear(8, 8))).training
 
 
@@ -898,11 +823,11 @@ def test_only_windows_and_grids_are_patterns_of_maxvit(name):
 
 
 @pytest.mark.parametrize("name", ["from_torch_mha", "from_timm_attention", "from_linear_projections"])
-@pytest.mark.parametrize("rank", [0, 4, True, "2", 2.0, [2]])
-def test_a_rank_that_no_map_has_is_refused(name, rank):
+def test_a_rank_that_no_map_has_is_refused(name):
     arguments = [SOURCES[name]()] if name in SOURCES else [nn.Linear(8, 8) for _ in range(4)] + [2]
-    with pytest.raises(ValueError, match="rank must be the axes of a map, 1, 2 or 3"):
-        getattr(convert, name)(*arguments, rank=rank)
+    for rank in (0, 4, True, "2", 2.0, [2]):
+        with pytest.raises(ValueError, match="rank must be the axes of a map, 1, 2 or 3"):
+            getattr(convert, name)(*arguments, rank=rank)
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -968,64 +893,57 @@ def test_keras_kernels_in_a_wrong_order_are_found_out(keras, monkeypatch, dtype)
         convert.from_keras_mha(layer)
 
 
-class Scaled(nn.MultiheadAttention):
-    factor = 1.0
+def altered(kind, change):
+    """A layer of a subclass whose forward gives something else."""
 
     def forward(self, *args, **kwargs):
-        y, weights = super().forward(*args, **kwargs)
-        return self.factor * y, weights
+        return change(kind.forward(self, *args, **kwargs))
+
+    return type("Altered", (kind,), {"forward": forward})(8, num_heads=2)
 
 
-class Widened(nn.MultiheadAttention):
-    def forward(self, *args, **kwargs):
-        y, weights = super().forward(*args, **kwargs)
-        return torch.cat([y, y], dim=-1), weights
-
-
-class Unpaired(nn.MultiheadAttention):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)[0]
-
-
-class Rotated(TimmAttention):
-    def forward(self, x, rope):
-        return super().forward(x)
-
-
-class Upcast(TimmAttention):
-    def forward(self, x):
-        return super().forward(x.float())
-
-
-class Paired(TimmAttention2d):
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
+def times(factor):
+    return lambda output: (factor * output[0], output[1])
 
 
 REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "kind", "change", "message"),
     [
-        ("from_torch_mha", lambda: changed(Scaled(8, 2), factor=2), "this Scaled does not compute what it does"),
-        ("from_torch_mha", lambda: changed(Scaled(8, 2), factor=1 + 1e-4), "outputs have a difference of"),
-        ("from_torch_mha", lambda: changed(Scaled(8, 2), factor=float("nan")), "outputs have a difference of nan"),
-        ("from_torch_mha", lambda: Widened(8, 2), r"outputs have shape \(1, 8, 3, 4\), not \(1, 16, 3, 4\)"),
-        ("from_torch_mha", lambda: Unpaired(8, 2), r"this Unpaired cannot be run .* \(ValueError: "),
-        ("from_timm_attention", lambda: Rotated(8, 2), r"this Rotated cannot be run .* \(TypeError: .*rope"),
-        ("from_timm_attention", lambda: Upcast(8, 2), r"this Upcast cannot be run .* \(RuntimeError: "),
-        ("from_timm_attention2d", lambda: Paired(8, None, 2), r"this Paired cannot be run .* it gives a tuple"),
+        ("from_torch_mha", nn.MultiheadAttention, times(2), "this Altered does not compute what it does"),
+        ("from_torch_mha", nn.MultiheadAttention, times(1 + 1e-4), "outputs have a difference of"),
+        ("from_torch_mha", nn.MultiheadAttention, times(float("nan")), "outputs have a difference of nan"),
+        (
+            "from_torch_mha",
+            nn.MultiheadAttention,
+            lambda y: (torch.cat([y[0], y[0]], -1), None),
+            r"not \(1, 16, 3, 4\)",
+        ),
+        ("from_torch_mha", nn.MultiheadAttention, lambda y: y[0], r"this Altered cannot be run .* \(ValueError: "),
+        (
+            "from_timm_attention",
+            TimmAttention,
+            lambda y: y.nothing,
+            r"this Altered cannot be run .* \(AttributeError: ",
+        ),
+        (
+            "from_timm_attention2d",
+            TimmAttention2d,
+            lambda y: (y, None),
+            "this Altered cannot be run .* it gives a tuple",
+        ),
     ],
 )
-def test_a_subclass_that_computes_something_else_is_found_out(name, make, message):
+def test_a_subclass_that_computes_something_else_is_found_out(name, kind, change, message):
     with pytest.raises(ConversionError, match=f"(?s){message}.*{REMEDY}$"):
-        getattr(convert, name)(make())
+        getattr(convert, name)(altered(kind, change))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize("trained", [True, False])
