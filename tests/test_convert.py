@@ -164,80 +164,62 @@ def each(**options):
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
-def rows(name, make, run, *variants, shapes=((8, 3, 5),), part="", **options):
+PARITY = []
+
+
+def add(name, make, run, *variants, shapes=((8, 3, 5),), part="", **options):
     """A converter and its options; a layer and its, and where in it the source is; how it is run, and on what maps."""
-    return [(name, make, variant, part, run, shapes, options) for variant in variants or [{}]]
+    PARITY.extend((name, make, variant, part, run, shapes, options) for variant in variants or [{}])
 
 
-other, whole, yes_no = {"kdim": 6, "vdim": 6}, [(8, 9, 10)], [True, False]
+yes_no, other = [True, False], {"kdim": 6, "vdim": 6}
 mha = partial(nn.MultiheadAttention, 8, 2)
-normed_first = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
-activations = ["relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu]
+add("from_torch_mha", mha, multihead, *each(bias=yes_no, batch_first=yes_no))
+add("from_torch_mha", mha, multihead, shapes=[(8, 7)], rank=1)
+add("from_torch_mha", mha, multihead, shapes=[(8, 2, 3, 4)], rank=3)
+add("from_torch_mha", mha, multihead, other, shapes=[(8, 7), (6, 14)], rank=1)
+add("from_torch_mha", mha, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)])
+add("from_torch_mha", mha, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3)
+
+torch_encoder = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
+for activation in ("relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu):
+    variants = each(norm_first=yes_no, activation=[activation], bias=yes_no)
+    add("from_torch_encoder_layer", torch_encoder, encoder, *variants)
+add("from_torch_encoder_layer", torch_encoder, encoder, {"batch_first": True})
+add("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=yes_no))
+
+add("from_timm_attention", vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3})
+add("from_timm_attention", vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm]))
+add("from_timm_attention", vit, on_tokens, GATED, {"qkv_bias": True, **GATED})
+add("from_timm_attention", attention_of_vit, on_tokens, shapes=[(192, 5)], rank=1)
 map_attention = partial(TimmAttention2d, 8, 12, num_heads=4)
+add("from_timm_attention2d", map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
 queries = partial(MultiQueryAttention2d, 8, num_heads=4)
+add("from_timm_multi_query_attention2d", queries, on_map, {}, {"use_bias": True})
+add("from_timm_multi_query_attention2d", queries, on_map, {"key_dim": 3, "value_dim": 5, "dim_out": 6})
 bottleneck = partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
-kinds, partitions, tables = (
-    ["Attention2d", "AttentionCl"],
-    ["PartitionAttention2d", "PartitionAttentionCl"],
-    ["bias", "bias_tf", ""],
-)
+add("from_timm_bottleneck_attn", bottleneck, on_map, {}, {"qkv_bias": True}, {"scale_pos_embed": True})
+add("from_timm_bottleneck_attn", bottleneck, on_map, {"dim_head": 5}, {"dim_out": 12, "dim_head": 5})
+
+for kind in ("Attention2d", "AttentionCl"):
+    variants = each(head_first=yes_no, rel_pos_cls=REL_POS)
+    add("from_timm_maxxvit_attention", partial(maxvit, kind), run_maxvit, *variants)
+    for partition, pattern in (("block", va.Window((3, 5))), ("grid", va.Grid((3, 5)))):
+        make = partial(maxvit_partition, f"Partition{kind}", partition)
+        inside = {"part": "attn", "shapes": [(8, 9, 10)], "pattern": pattern}
+        add("from_timm_maxxvit_attention", make, run_maxvit, *each(rel_pos=["bias", "bias_tf", ""]), **inside)
+
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-in_a_grid = partial(in_groups, kind="grid")
-in_windows = partial(in_groups, kind="window")
+for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False)):
+    variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
+    add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
+
 given_groups = partial(TorchvisionMaxVit, 8, head_dim=2, max_seq_len=9)
-PARITY = [
-    *rows("from_torch_mha", mha, multihead, *each(bias=yes_no, batch_first=yes_no)),
-    *rows("from_torch_mha", mha, multihead, shapes=[(8, 7)], rank=1),
-    *rows("from_torch_mha", mha, multihead, shapes=[(8, 2, 3, 4)], rank=3),
-    *rows("from_torch_mha", mha, multihead, other, shapes=[(8, 7), (6, 14)], rank=1),
-    *rows("from_torch_mha", mha, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)]),
-    *rows("from_torch_mha", mha, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3),
-    *rows(
-        "from_torch_encoder_layer", normed_first, encoder, *each(norm_first=yes_no, activation=activations, bias=yes_no)
-    ),
-    *rows("from_torch_encoder_layer", normed_first, encoder, {"batch_first": True}),
-    *rows("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=yes_no)),
-    *rows("from_timm_attention", vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}),
-    *rows("from_timm_attention", vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm])),
-    *rows("from_timm_attention", vit, on_tokens, *each(gated=[True][:HAS_GATE], qkv_bias=yes_no)),
-    *rows("from_timm_attention", attention_of_vit, on_tokens, shapes=[(192, 5)], rank=1),
-    *rows("from_timm_attention2d", map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no)),
-    *rows("from_timm_multi_query_attention2d", queries, on_map, {}, {"use_bias": True}),
-    *rows("from_timm_multi_query_attention2d", queries, on_map, {"key_dim": 3, "value_dim": 5, "dim_out": 6}),
-    *rows("from_timm_bottleneck_attn", bottleneck, on_map, {}, {"qkv_bias": True}, {"scale_pos_embed": True}),
-    *rows("from_timm_bottleneck_attn", bottleneck, on_map, {"dim_head": 5}, {"dim_out": 12, "dim_head": 5}),
-    *rows("from_timm_maxxvit_attention", maxvit, run_maxvit, *each(kind=kinds, head_first=yes_no, rel_pos_cls=REL_POS)),
-    *(
-        row
-        for partition, pattern in (("block", va.Window((3, 5))), ("grid", va.Grid((3, 5))))
-        for variants in [each(kind=partitions, partition=[partition], rel_pos=tables)]
-        for row in rows(
-            "from_timm_maxxvit_attention",
-            maxvit_partition,
-            run_maxvit,
-            *variants,
-            part="attn",
-            shapes=whole,
-            pattern=pattern,
-        )
-    ),
-    *(
-        row
-        for size in ((4, 6), (2, 9), (8, 3), (2, 3))
-        for variants in [each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[size[0] < 4], proj_bias=[size[1] < 6])]
-        for row in rows("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
-    ),
-    *rows("from_torchvision_maxvit", given_groups, in_windows, shapes=[(8, 6, 9)], pattern=va.Window(3)),
-    *rows("from_torchvision_maxvit", given_groups, in_a_grid, shapes=[(8, 6, 9)], pattern=va.Grid(3)),
-    *(
-        row
-        for kind, pattern in (("window", va.Window(2)), ("grid", va.Grid(2)))
-        for make in [partial(torchvision_partition, kind)]
-        for row in rows(
-            "from_torchvision_maxvit", make, run_torchvision, part="attn_layer.1", shapes=[(8, 6, 6)], pattern=pattern
-        )
-    ),
-]
+for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
+    run = partial(in_groups, kind=kind)
+    add("from_torchvision_maxvit", given_groups, run, shapes=[(8, 6, 9)], pattern=pattern(3))
+    inside = {"part": "attn_layer.1", "shapes": [(8, 6, 6)], "pattern": pattern(2)}
+    add("from_torchvision_maxvit", partial(torchvision_partition, kind), run_torchvision, **inside)
 
 
 @pytest.mark.parametrize(
