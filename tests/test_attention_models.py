@@ -294,7 +294,8 @@ def test_the_augmented_resnet_has_the_papers_size():
 @pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
 def test_timms_ways_of_using_them_work(name, tmp_path):
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=3, img_size=(40, 56), drop_path_rate=0.1).eval()
+    given = {"img_size": (40, 56), "layers": (1, 1, 1, 2)}
+    model = timm.create_model(name, num_classes=3, drop_path_rate=0.1, **given).eval()
     x = torch.randn(1, 3, 40, 56)
     seen = {}
     with torch.no_grad(), va.capture(model, queries=[(0, 0)]) as maps:
@@ -302,9 +303,9 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
         seen.update(maps)
     sizes = {path: model.get_submodule(path).position.specification.feat_size for path in seen}
     assert sizes == {path: tuple(found.weights.shape[3:]) for path, found in seen.items()}
-    assert sizes["layer4.2.conv2.attn"] == (2, 2)
+    assert sizes["layer4.1.conv2.attn"] == (2, 2)
 
-    folder = save_model(model, tmp_path / "saved", architecture=name, model_args={"img_size": (40, 56)})
+    folder = save_model(model, tmp_path / "saved", architecture=name, model_args=given)
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(again(x), y)
