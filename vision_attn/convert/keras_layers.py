@@ -115,19 +115,14 @@ def check_layer(layer: Any) -> None:
             f"{kind}.sliding_window cannot be carried over: got {window}; make the layer without it, and give the "
             "block's forward a mask of this band"
         )
+    one_axis = len(layer._output_dense.kernel.shape) == 3
     channels = layer._value_dense.kernel.shape[0]
+    alike = layer._key_dense.kernel.shape[0] == channels
+    remedy = f"the block takes keys and values from one map: give keys {channels} channels, as values have"
     check_carried(
         layer,
-        (
-            "_output_dense.kernel.shape",
-            len(layer._output_dense.kernel.shape) == 3,
-            "its output_shape must be of one axis",
-        ),
-        (
-            "_key_dense.kernel.shape",
-            layer._key_dense.kernel.shape[0] == channels,
-            f"the block takes keys and values from one map: give keys {channels} channels, as values have",
-        ),
+        ("_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels"),
+        ("_key_dense.kernel.shape", alike, remedy),
     )
     for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", *["_gate_dense"] * has_gate(layer)):
         dense = getattr(layer, name)

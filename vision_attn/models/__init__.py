@@ -10,7 +10,7 @@ arguments: those of the network, ``num_classes`` and ``in_chans`` among them, an
 """
 
 from vision_attn.models.attention_resnet50 import aa_resnet50, botnet50
-from vision_attn.models.cifar import (
+from vision_attn.models.cifar_resnet import (
     CifarResNet,
     WideResNet,
     resnet20,

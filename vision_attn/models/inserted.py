@@ -17,7 +17,7 @@ from timm.models import DefaultCfg, PretrainedCfg, convnext, generate_default_cf
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_, inserted_keys
-from vision_attn.models import cifar  # noqa: F401  (registers them)
+from vision_attn.models import cifar_resnet  # noqa: F401  (registers them)
 from vision_attn.models.registry import registered, weights_file
 
 __all__: list[str] = []  # timm adds the names of the networks

@@ -1,6 +1,6 @@
-"""Networks for CIFAR's 32×32 images: three stages on maps of 32, 16 and 8 cells a side, averaged and read out linearly.
+"""ResNets for CIFAR's 32×32 images: three stages on maps of 32, 16 and 8 cells a side, averaged and read out linearly.
 
-The ResNets of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper's two ways across a change of width are
+Those of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper's two ways across a change of width are
 the two families of checkpoints that circulate:
 
 =========  ===========================================  ==========================  ============
@@ -13,8 +13,8 @@ B          1×1 convolution and batch norm               ``downsample.*``, ``fc.
 Checkpoints of family A (akamaster/pytorch_resnet_cifar10) expect ImageNet's mean and standard deviation, those of
 family B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20.cifar10``, ``resnet20.cifar100``.
 
-The Wide ResNets of Zagoruyko and Komodakis have k times as many channels and depth 6n + 4. Norm and activation come
-before each convolution, and the map that the stages hand on is normalised once, at the end.
+Those of Zagoruyko and Komodakis have k times as many channels and depth 6n + 4. Norm and activation come before each
+convolution, and the map that the stages hand on is normalised once, at the end.
 """
 
 from __future__ import annotations
