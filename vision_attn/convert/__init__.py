@@ -6,16 +6,14 @@ block does not do, and proves itself on random weights before it returns.
 """
 
 from vision_attn.convert.keras_layers import from_keras_gqa, from_keras_mha
-from vision_attn.convert.linear_layers import from_linear_projections
 from vision_attn.convert.timm_layers import (
     from_timm_attention,
     from_timm_attention2d,
     from_timm_bottleneck_attn,
     from_timm_multi_query_attention2d,
 )
-from vision_attn.convert.timm_maxxvit import from_timm_maxxvit_attention
-from vision_attn.convert.torch_layers import from_torch_encoder_layer, from_torch_mha
-from vision_attn.convert.torchvision_layers import from_torchvision_maxvit, from_torchvision_swin
+from vision_attn.convert.torch_layers import from_linear_projections, from_torch_encoder_layer, from_torch_mha
+from vision_attn.convert.windows import from_timm_maxxvit_attention, from_torchvision_maxvit, from_torchvision_swin
 from vision_attn.errors import ConversionError
 
 __all__ = [

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.filling import attention
-from vision_attn.convert.proof import SIZES, TOLERANCE, check_equal, proven, random_like
-from vision_attn.convert.refusals import check_carried, check_hooks, check_kind
-from vision_attn.convert.rows import Rows, input_projections, kernel_rows, output_rows, with_bias
+from vision_attn.convert.proof import (
+    TOLERANCE,
+    check_carried,
+    check_equal,
+    check_kind,
+    check_source,
+    random_like,
+)
+from vision_attn.convert.weights import Rows, attention, input_projections, kernel_rows, output_rows, with_bias
 from vision_attn.equations import attention_pattern
 
 __all__ = ["from_keras_gqa", "from_keras_mha"]
@@ -29,9 +32,8 @@ def from_keras_mha(layer: Any) -> Attention:
     has none. Masks and ``use_causal_mask`` are arguments of Keras's call: give ours ``mask``. Regularizers and
     constraints are of Keras's training and stay there.
 
-    The block is in evaluation mode, as a call of Keras without ``training=True`` is: call ``.train()`` to train it. It
-    is proven twice: by a layer of the same configuration in float64, and by this one in the type that it computes in,
-    for what its configuration does not say. This one is called in a ``keras.StatelessScope`` with random weights, which
+    The block is in evaluation mode, as a call of Keras without ``training=True`` is: call ``.train()`` to train it. The
+    proof calls the layer, in the type that it computes in, in a ``keras.StatelessScope`` with random weights, which
     leaves its own alone.
 
     Args:
@@ -52,19 +54,17 @@ def from_keras_mha(layer: Any) -> Attention:
     >>> from_keras_mha(layer)(torch.randn(2, 64, 14, 10)).shape  # doctest: +SKIP
     torch.Size([2, 64, 14, 10])
     """
-    check_kind(
-        "layer",
-        layer,
-        "keras.layers.MultiHeadAttention",
-        "keras.src.layers.attention.multi_head_attention.MultiHeadAttention",
-    )
+    check_kind("layer", layer, "keras.src.layers.attention.multi_head_attention.MultiHeadAttention")
     check_layer(layer)
     rank = axes_of(layer._query_dense) - 2
     pattern = attention_pattern(layer.get_config().get("attention_axes"), rank + 2)
     query, value = sizes(layer)
     alike = all(None in pair or pair[0] == pair[1] for pair in zip(query[1:-1], value[1:-1], strict=True))
-    remedy = f"with pattern={pattern!r} the block takes both from maps of one size, and query_shape is {query}"
-    check_carried(layer, "value_shape", value, pattern == "full" or alike, remedy)
+    if pattern != "full" and not alike:
+        raise ValueError(
+            f"layer must take queries and values from maps of one size with attention_axes={pattern!r}; got "
+            f"query_shape={query} and value_shape={value}"
+        )
     return converted(layer, rank, pattern=pattern)
 
 
@@ -88,36 +88,88 @@ def from_keras_gqa(layer: Any) -> Attention:
     >>> from_keras_gqa(layer)(torch.randn(2, 64, 50)).shape  # doctest: +SKIP
     torch.Size([2, 64, 50])
     """
-    check_kind(
-        "layer",
-        layer,
-        "keras.layers.GroupQueryAttention",
-        "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention",
-    )
+    check_kind("layer", layer, "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention")
     check_layer(layer)
     query, _ = sizes(layer)
-    remedy = "it attends along sequences: build it for (batch, tokens, channels)"
-    check_carried(layer, "query_shape", query, len(query) == 3, remedy)
+    if len(query) != 3:
+        raise ValueError(
+            "layer must be built for (batch, tokens, channels), since it attends along sequences; got "
+            f"query_shape={query}"
+        )
     return converted(layer, 1)
 
 
+def check_layer(layer: Any) -> None:
+    """Refuse a layer that the block here cannot stand for."""
+    kind = type(layer).__name__
+    if not issubclass(type(layer), nn.Module):
+        raise ValueError(
+            f"layer must be in the torch backend of Keras; got a {kind} in another: set KERAS_BACKEND=torch before "
+            "keras is imported, and load the model or its weights again"
+        )
+    if not layer.built:
+        raise ValueError(f"layer must be built, which its first call does: got a {kind} without weights")
+    check_source(layer)
+    if window := layer.get_config().get("sliding_window"):
+        raise ValueError(
+            f"{kind}.sliding_window cannot be carried over: got {window}; make the layer without it, and give the "
+            "block's forward a mask of this band"
+        )
+    one_axis = len(layer._output_dense.kernel.shape) == 3
+    channels = layer._value_dense.kernel.shape[0]
+    alike = layer._key_dense.kernel.shape[0] == channels
+    remedy = f"the block takes keys and values from one map: give keys {channels} channels, as values have"
+    check_carried(
+        layer,
+        ("_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels"),
+        ("_key_dense.kernel.shape", alike, remedy),
+    )
+    for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", *["_gate_dense"] * has_gate(layer)):
+        dense = getattr(layer, name)
+        axes = axes_of(layer._query_dense) + (name == "_output_dense")
+        check_carried(layer, (f"{name}.equation", axes_of(dense) == axes, "use maps of the same rank"))
+        if getattr(dense, "quantization_mode", None) is not None:
+            check_carried(layer, (f"{name}.quantization_mode", False, "convert before quantizing"))
+        if getattr(dense, "lora_enabled", False):
+            check_carried(layer, (f"{name}.lora_enabled", False, "add the update to the kernel first"))
+
+
+def has_gate(layer: Any) -> bool:
+    return bool(layer.get_config().get("use_gate"))
+
+
+def sizes(layer: Any) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """The shapes of queries and values that a layer was built for, with None for what was not known."""
+    shapes = layer.get_build_config()["shapes_dict"]
+    return tuple(shapes["query_shape"]), tuple(shapes["value_shape"])
+
+
+def axes_of(dense: Any) -> int:
+    """The axes of what a layer projects: the letters of the first operand of its equation."""
+    return len(dense.equation.split(",")[0])
+
+
 def converted(layer: Any, rank: int, **options: Any) -> Attention:
-    convert = partial(keras_attention, rank=rank, **options)
-    shape = (layer._query_dense.kernel.shape[0], *SIZES[rank])
-    block = proven(layer, convert, run, shape=shape, stand_in=stand_in)
-    check_itself(layer, convert, shape)
-    return block
+    """The block, after it was seen to be right on the layer itself, which computes with random weights meanwhile."""
+    from keras import StatelessScope
+
+    tolerance = max(TOLERANCE, torch.finfo(getattr(torch, layer.compute_dtype)).eps ** 0.5)
+    weights = layer.weights
+    numbers = zip(weights, random_like([weight.value for weight in weights]), strict=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        with StatelessScope(state_mapping=list(numbers)):
+            check_equal(layer, keras_attention(layer, rank, **options).double(), run, tolerance)
+        return keras_attention(layer, rank, **options)
 
 
 def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
     _, num_heads, key_dim = layer._query_dense.kernel.shape
     _, num_kv_heads, value_dim = layer._value_dense.kernel.shape
     q, k, v = (input_rows(dense) for dense in (layer._query_dense, layer._key_dense, layer._value_dense))
-    out = output_rows(kernel_of(layer._output_dense), bias_of(layer._output_dense))
     gate = {"gate": with_bias(input_rows(layer._gate_dense))} if has_gate(layer) else {}
     return attention(
         rank,
-        {**input_projections(q, k, v), **gate, "proj": out},
+        {**input_projections(q, k, v), **gate, "proj": output_rows(*parameters_of(layer._output_dense))},
         training=False,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -129,92 +181,12 @@ def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
     )
 
 
-def check_layer(layer: Any) -> None:
-    """Refuse a layer that the block here cannot stand for."""
-    if not issubclass(type(layer), nn.Module):
-        raise ValueError(
-            f"layer must be in the torch backend of Keras; got a {type(layer).__name__} in another: set "
-            "KERAS_BACKEND=torch before keras is imported, and load the model or its weights again"
-        )
-    if not layer.built:
-        raise ValueError(
-            f"layer must be built, which its first call does: got a {type(layer).__name__} without weights"
-        )
-    check_hooks(layer)
-    remedy = "make the layer without it, and give the block's forward a mask of this band"
-    window = layer.get_config().get("sliding_window")
-    check_carried(layer, "sliding_window", window, window is None, remedy)
-    output = layer._output_dense.kernel.shape[2:]
-    check_carried(layer, "output_shape", tuple(output), len(output) == 1, "the block's output has one axis of channels")
-    key, value = (dense.kernel.shape[0] for dense in (layer._key_dense, layer._value_dense))
-    remedy = f"the block takes keys and values from one map: give keys {value} channels, as values have"
-    check_carried(layer, "_key_dense.kernel.shape[0]", key, key == value, remedy)
-    for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", *["_gate_dense"] * has_gate(layer)):
-        dense = getattr(layer, name)
-        axes = axes_of(layer._query_dense) + (name == "_output_dense")
-        check_carried(layer, f"{name}.equation", dense.equation, axes_of(dense) == axes, "use maps of the same rank")
-        mode = getattr(dense, "quantization_mode", None)
-        check_carried(layer, f"{name}.quantization_mode", mode, mode is None, "convert before quantizing")
-        lora = bool(getattr(dense, "lora_enabled", False))
-        check_carried(layer, f"{name}.lora_enabled", lora, not lora, "add the update to the kernel first")
-
-
-def has_gate(layer: Any) -> bool:
-    return bool(layer.get_config().get("use_gate"))
-
-
-def sizes(layer: Any) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The shapes of queries and values that a layer was built for, with None for what was not known."""
-    config = layer.get_build_config() or {}
-    remedy = "build it with query_shape and value_shape, as its class does"
-    check_carried(layer, "get_build_config()", config, "shapes_dict" in config, remedy)
-    shapes = config["shapes_dict"]
-    return tuple(shapes["query_shape"]), tuple(shapes["value_shape"])
-
-
-def axes_of(dense: Any) -> int:
-    """The axes of what a layer projects: the letters of the first operand of its equation."""
-    return len(dense.equation.split(",")[0])
-
-
 def input_rows(dense: Any) -> Rows:
-    return kernel_rows(kernel_of(dense), bias_of(dense))
+    return kernel_rows(*parameters_of(dense))
 
 
-def kernel_of(dense: Any) -> Tensor:
-    return dense.kernel.value
-
-
-def bias_of(dense: Any) -> Tensor | None:
-    return None if dense.bias is None else dense.bias.value
-
-
-def stand_in(layer: Any) -> Any:
-    """A layer of the same configuration in float64 with random weights."""
-    state = random.getstate()  # from which Keras draws the seeds of what it initialises
-    try:
-        twin = type(layer).from_config({**layer.get_config(), "dtype": "float64"})
-        twin.build_from_config(layer.get_build_config())
-    finally:
-        random.setstate(state)
-    for variable, value in random_weights(twin):
-        variable.assign(value)
-    return twin
-
-
-def check_itself(layer: Any, convert: Any, shape: tuple[int, ...]) -> None:
-    """Refuse a layer that does more than its configuration says, which a layer made of the configuration does not."""
-    from keras import StatelessScope
-
-    computes = getattr(torch, layer.compute_dtype)
-    tolerance = max(TOLERANCE, torch.finfo(computes).eps ** 0.5)
-    with torch.inference_mode(False), torch.no_grad(), StatelessScope(state_mapping=random_weights(layer)):
-        check_equal(layer, convert(layer).double(), run, shape, tolerance)
-
-
-def random_weights(layer: Any) -> list[tuple[Any, Tensor]]:
-    weights = layer.weights
-    return list(zip(weights, random_like([weight.value for weight in weights]), strict=True))
+def parameters_of(dense: Any) -> tuple[Tensor, Tensor | None]:
+    return dense.kernel.value, None if dense.bias is None else dense.bias.value
 
 
 def run(layer: Any, x: Tensor, context: Tensor | None = None) -> Tensor:

@@ -1,23 +1,125 @@
-"""The proof of a conversion: a copy of the source with random weights and what becomes of it, on one random map.
+"""What a converter asks of a source: that the block here has a counterpart of all its parts, and computes the same.
 
-Shapes cannot tell a wrong order of heads from a right one, and a subclass may compute anything. A source's own weights
-may hide the difference too: a projection that begins at zero gives zeros in any order. So the weights are random.
+The first is refused by name. The second is proven: shapes cannot tell a wrong order of heads from a right one, and a
+subclass may compute anything, so a copy of the source and what becomes of it are run on one random map. The source's
+own weights may hide a difference (a projection that begins at zero gives zeros in any order), so the copy has others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from vision_attn.blocks import Attention
 from vision_attn.errors import ConversionError
 
-__all__ = ["SIZES", "TOLERANCE", "check_equal", "from_tokens", "proven", "random_like", "to_tokens"]
+__all__ = [
+    "TOLERANCE",
+    "check_carried",
+    "check_equal",
+    "check_kind",
+    "check_pointwise",
+    "check_source",
+    "drop_of",
+    "from_tokens",
+    "proven",
+    "random_like",
+    "run_tokens",
+    "to_tokens",
+]
 
-Source = TypeVar("Source")
+# --- what is refused by name ------------------------------------------------------------------------------------------
+
+#: Where a module that only wraps another keeps it.
+WRAPPED = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def check_kind(name: str, value: object, *paths: str) -> None:
+    """Refuse what is none of these classes, going by their paths, so that no library is imported to be asked."""
+    if {path_of(kind) for kind in type(value).__mro__}.isdisjoint(paths):
+        raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path_of(type(value))}{unwrap(name, value)}")
+
+
+def check_source(module: nn.Module, *projections: str) -> None:
+    """Refuse a module whose parameters do not say all that it computes, or with other projections than linear ones."""
+    kind = type(module).__name__
+    for name, part in module.named_modules():
+        where = f"{kind}.{name}" if name else kind
+        for hooks in HOOKS:
+            if getattr(part, hooks):
+                raise ValueError(
+                    f"{where} has {hooks[1:].replace('_', ' ')}, which cannot be carried over: remove them, and "
+                    "register them on what it is converted to"
+                )
+        if is_parametrized(part):
+            raise ValueError(
+                f"{where} has parametrizations, which cannot be carried over: call torch.nn.utils.parametrize."
+                "remove_parametrizations(…, leave_parametrized=True) on it first"
+            )
+        if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
+            raise ValueError(
+                f"the block has one mode; got {kind} with training={module.training} and {where} with "
+                f"training={part.training}: call .train() or .eval() on all of it first"
+            )
+    for name in projections:
+        check_pointwise(f"{kind}.{name}", attrgetter(name)(module))
+
+
+def check_pointwise(name: str, layer: object) -> None:
+    """Refuse what is no linear layer and no convolution that looks at one position at a time."""
+    if isinstance(layer, nn.Linear):
+        return
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        remedy = unwrap(name, layer) or ": merge adapters, and convert before quantizing"
+        raise ValueError(f"{name} must be an nn.Linear or a 1×1 convolution; got {path_of(type(layer))}{remedy}")
+    for setting, only in {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}.items():
+        value = getattr(layer, setting)
+        if value not in (only, (only,) * len(layer.kernel_size), "same", "valid"):
+            raise ValueError(f"{name} must be a convolution with {setting} {only}; got {value}")
+
+
+def check_carried(source: object, *table: tuple[str, bool, str]) -> None:
+    """Refuse a source by an attribute that the block has no counterpart of: its name, whether it has, and a remedy."""
+    for attribute, carried, remedy in table:
+        if not carried:
+            value = attrgetter(attribute)(source)
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{type(source).__name__}.{attribute} cannot be carried over: got {got}; {remedy}")
+
+
+def drop_of(module: nn.Module, name: str) -> float:
+    """The probability of one of a source's dropouts.
+
+    >>> drop_of(nn.TransformerEncoderLayer(8, 2, dropout=0.25), "dropout1")
+    0.25
+    """
+    part = attrgetter(name)(module)
+    known = type(part) in (nn.Dropout, nn.Identity)
+    check_carried(module, (name, known, "the block drops single elements: use an nn.Dropout or an nn.Identity"))
+    return part.p if isinstance(part, nn.Dropout) else 0.0
+
+
+def path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def unwrap(name: str, value: object) -> str:
+    wrapped = WRAPPED.get(type(value).__name__)
+    return f": take {name}.{wrapped}, which it wraps" if wrapped else ""
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+Source = TypeVar("Source", bound=nn.Module)
 Block = TypeVar("Block", bound=nn.Module)
 
 #: Maps to prove a conversion on, by their number of axes; no two of their sides are equal.
@@ -37,51 +139,32 @@ class RunSource(Protocol):
     def __call__(self, source: Any, x: Tensor, context: Tensor | None = None, /) -> Tensor: ...
 
 
-def proven(
-    source: Source,
-    convert: Callable[[Source], Block],
-    run: RunSource,
-    *,
-    shape: tuple[int, ...],
-    stand_in: Callable[[Source], Source] | None = None,
-) -> Block:
-    """What ``convert`` makes of a source, after it was seen to be right on a stand-in for the source."""
-    make = stand_in or module_stand_in
+def proven(source: Source, convert: Callable[[Source], Block], run: RunSource) -> Block:
+    """What ``convert`` makes of a source, after it was seen to be right on a copy of the source."""
     with torch.inference_mode(False), torch.enable_grad():
-        try:
-            theirs = make(source)
-        except Exception as error:
-            raise ConversionError(
-                f"this {type(source).__name__} cannot be copied, to be run in float64 "
-                f"({type(error).__name__}: {error}): take from it what is no weight, or {REMEDY}"
-            ) from error
-        check_equal(theirs, convert(theirs), run, shape)
+        with explained(source, "copied, to be run in float64"):
+            twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
+            parameters = list(twin.parameters())
+            with torch.no_grad():
+                for parameter, values in zip(parameters, random_like(parameters), strict=True):
+                    parameter.copy_(values)
+        check_equal(twin, convert(twin), run)
         return convert(source)
 
 
-def check_equal(
-    source: Any, block: nn.Module, run: RunSource, shape: tuple[int, ...], tolerance: float = TOLERANCE
-) -> None:
+def check_equal(source: nn.Module, block: nn.Module, run: RunSource, tolerance: float = TOLERANCE) -> None:
     """Refuse a block that gives other numbers than its source for a random map, and another to attend to if need be."""
     kind = type(source).__name__
     generator = torch.Generator("cpu").manual_seed(0)
     device = next(block.parameters()).device
-    context = getattr(block, "context_channels", None)
-    shapes = [shape] if context is None else [shape, (context, *shape[1:])]
-    maps = [torch.randn(1, *s, generator=generator, dtype=torch.float64, device="cpu").to(device) for s in shapes]
+    maps = [torch.randn(1, *s, generator=generator, dtype=torch.float64, device="cpu") for s in shapes_for(block)]
+    maps = [x.to(device) for x in maps]
     with torch.no_grad():
-        try:
-            expected: object = run(source, *maps)
-        except Exception as error:
-            raise ConversionError(
-                f"this {kind} cannot be run as a layer of its class is ({type(error).__name__}: {error}): {REMEDY}"
-            ) from error
-        if not isinstance(expected, Tensor):
-            raise ConversionError(
-                f"this {kind} gives a {type(expected).__name__} where a layer of its class gives a tensor: {REMEDY}"
-            )
-        block = block.eval()
-        got = block(maps[0]) if context is None else block(maps[0], context=maps[1])
+        with explained(source, "run as a layer of its class is"):
+            expected: Any = run(source, *maps)
+            if not isinstance(expected, Tensor):
+                raise TypeError(f"it gives a {type(expected).__name__}, not a tensor")
+        got = block.eval()(maps[0], None, *maps[1:])
     difference = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if got.shape == expected.shape:
         largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
@@ -94,14 +177,29 @@ def check_equal(
     )
 
 
-def module_stand_in(source: Any) -> Any:
-    """A copy of a module in float64, on the CPU, in evaluation mode, with random parameters."""
-    twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
-    parameters = list(twin.parameters())
-    with torch.no_grad():
-        for parameter, random in zip(parameters, random_like(parameters), strict=True):
-            parameter.copy_(random)
-    return twin
+def shapes_for(block: nn.Module) -> list[tuple[int, ...]]:
+    """Of a map for a block, and of one to attend to if it is of other channels.
+
+    The size is two by three windows, if it attends in windows, or what its tables are for.
+    """
+    attention = next(part for part in block.modules() if isinstance(part, Attention))
+    window, specification = attention.partitioner.window_shape, getattr(attention.position, "specification", None)
+    size = getattr(specification, "feat_size", None) or SIZES[attention.rank]
+    if None not in window:
+        size = tuple(side * count for side, count in zip(window, (2, 3), strict=True) if side is not None)
+    channels = (attention.channels, attention.context_channels)
+    return [(c, *size) for c in channels if c is not None]
+
+
+@contextmanager
+def explained(source: nn.Module, what: str) -> Iterator[None]:
+    """Any error in it is a reason why the source cannot be proven."""
+    try:
+        yield
+    except Exception as error:
+        raise ConversionError(
+            f"this {type(source).__name__} cannot be {what} ({type(error).__name__}: {error}): {REMEDY}"
+        ) from error
 
 
 def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -112,6 +210,11 @@ def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(1)
     draws = [torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu") for x in tensors]
     return [(draw * draw.numel() ** -0.25).to(x) for draw, x in zip(draws, tensors, strict=True)]
+
+
+def run_tokens(module: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
+    """What a layer of ``(b, tokens, c)`` makes of the positions of a map."""
+    return from_tokens(module(to_tokens(x)), x.shape[2:])
 
 
 def to_tokens(x: Tensor) -> Tensor:

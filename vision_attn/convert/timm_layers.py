@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.filling import attention, check_rank
-from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections, drop_of
-from vision_attn.convert.rows import Rows, heads_first, identity_rows, rows_of, side_by_side, with_bias
+from vision_attn.convert.proof import check_carried, check_kind, check_source, drop_of, proven, run_tokens
+from vision_attn.convert.weights import (
+    Rows,
+    attention,
+    check_rank,
+    heads_first,
+    identity_rows,
+    rows_of,
+    side_by_side,
+    with_bias,
+)
 from vision_attn.position import RelPosDecomposed
 
 __all__ = [
@@ -49,56 +55,72 @@ def from_timm_attention(module: nn.Module, *, rank: int = 2) -> Attention:
     >>> from_timm_attention(TimmAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind(
-        "module",
-        module,
-        "timm.layers.Attention",
-        "timm.layers.attention.Attention",
-        "timm.models.vision_transformer.Attention",
-    )
+    check_kind("module", module, "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
     check_rank(rank)
     check_vit(module)
-    return proven(module, partial(vit, rank=rank), run_tokens, shape=(channels_of(module), *SIZES[rank]))
+    return proven(module, lambda module: vit(module, rank), run_tokens)
 
 
 def check_vit(module: Any) -> None:
-    check_plain(module)
-    if getattr(module, "gate", None) is not None:
-        check_projections(module, "gate")
+    gate, norm = (getattr(module, name, None) for name in ("gate", "norm"))
+    check_source(module, "qkv", "proj", *["gate"] * (gate is not None))
     for name in ("q_norm", "k_norm"):
-        norm = getattr(module, name)
-        whole = isinstance(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None
+        part = getattr(module, name)
+        whole = isinstance(part, nn.LayerNorm) and part.weight is not None and part.bias is not None
         remedy = "the block normalises queries and keys by layer norm, with weight and bias, or not"
-        check_carried(module, name, norm, whole or isinstance(norm, nn.Identity), remedy)
-    both = isinstance(module.k_norm, nn.LayerNorm) == isinstance(module.q_norm, nn.LayerNorm)
-    remedy = f"the block normalises queries and keys, or neither, and q_norm is {module.q_norm}"
-    check_carried(module, "k_norm", module.k_norm, both, remedy)
-    norm = getattr(module, "norm", None)
+        check_carried(module, (name, whole or isinstance(part, nn.Identity), remedy))
+    both = type(module.k_norm) is type(module.q_norm)
     plain = norm is None or isinstance(norm, nn.Identity)
     check_carried(
-        module, "norm", norm, plain, "the block has no norm before its output: make the layer without scale_norm"
+        module,
+        ("k_norm", both, f"the block normalises queries and keys, or neither, and q_norm is {module.q_norm}"),
+        ("norm", plain, "the block has no norm before its output: make the layer without scale_norm"),
     )
 
 
 def vit(module: Any, rank: int) -> Attention:
-    normed = isinstance(module.q_norm, nn.LayerNorm)
-    tables = {
-        f"{name}.{key}": p for name in ("q_norm", "k_norm") for key, p in getattr(module, name).named_parameters()
-    }
+    norms = {name: x for name, x in module.named_parameters() if name.startswith(("q_norm.", "k_norm."))}
     gate = getattr(module, "gate", None)
     projections = {} if gate is None else {"gate": with_bias(rows_of(gate))}
-    block = plain(module, module.head_dim, projections, tables, rank=rank, qk_norm=normed, output_gate=gate is not None)
+    options = {"qk_norm": bool(norms), "output_gate": gate is not None}
+    block = fused(module, module.head_dim, projections, norms, rank=rank, **options)
     for ours, theirs in ((block.q_norm, module.q_norm), (block.k_norm, module.k_norm)):
         if ours is not None:
             ours.eps = theirs.eps
     return block
 
 
-def run_tokens(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
-    return from_tokens(module(to_tokens(x)), x.shape[2:])
+def fused(
+    module: Any,
+    width: int,
+    projections: dict[str, Rows] | None = None,
+    tables: dict[str, Tensor] | None = None,
+    *,
+    rank: int = 2,
+    head_first: bool = False,
+    **options: Any,
+) -> Attention:
+    """A block of what timm mostly calls ``qkv``, ``proj`` and their dropouts, with heads of this width."""
+    qkv = heads_first(rows_of(module.qkv), module.num_heads) if head_first else rows_of(module.qkv)
+    return attention(
+        rank,
+        {**(projections or {}), "qkv": qkv, "proj": rows_of(module.proj)},
+        tables,
+        training=module.training,
+        num_heads=module.num_heads,
+        key_dim=width,
+        value_dim=width,
+        attn_drop=drop_of(module, "attn_drop"),
+        proj_drop=drop_of(module, "proj_drop"),
+        **options,
+    )
 
 
 # --- of maps ----------------------------------------------------------------------------------------------------------
+
+
+def run_map(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    return module(x)
 
 
 def from_timm_attention2d(module: nn.Module) -> Attention:
@@ -124,16 +146,12 @@ def from_timm_attention2d(module: nn.Module) -> Attention:
     torch.Size([2, 64, 14, 10])
     """
     check_kind("module", module, "timm.layers.attention2d.Attention2d")
-    check_plain(module)
-    return proven(module, attention2d, run_map, shape=(channels_of(module), *SIZES[2]))
+    check_source(module, "qkv", "proj")
+    return proven(module, attention2d, run_map)
 
 
 def attention2d(module: Any) -> Attention:
-    return plain(module, module.dim_head, head_first=module.head_first)
-
-
-def run_map(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
-    return module(x)
+    return fused(module, module.dim_head, head_first=module.head_first)
 
 
 def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
@@ -158,20 +176,17 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     """
     check_kind("module", module, "timm.layers.attention2d.MultiQueryAttention2d")
     check_multi_query(module)
-    return proven(module, multi_query, run_map, shape=multi_query_shape(module))
+    return proven(module, multi_query, run_map)
 
 
 def check_multi_query(module: Any) -> None:
-    check_parameters(module)
-    strides = tuple(module.query_strides)
     remedy = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
-    check_carried(module, "query_strides", strides, strides == (1, 1), remedy)
-    check_carried(module, "kv_stride", module.kv_stride, module.kv_stride == 1, remedy)
-    check_projections(module, "query.proj", "key.proj", "value.proj", "output.proj")
-
-
-def multi_query_shape(module: Any) -> tuple[int, ...]:
-    return module.query.proj.weight.shape[1], *SIZES[2]
+    check_carried(
+        module,
+        ("query_strides", tuple(module.query_strides) == (1, 1), remedy),
+        ("kv_stride", module.kv_stride == 1, remedy),
+    )
+    check_source(module, "query.proj", "key.proj", "value.proj", "output.proj")
 
 
 def multi_query(module: Any) -> Attention:
@@ -213,19 +228,10 @@ def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
     torch.Size([2, 64, 14, 10])
     """
     check_kind("module", module, "timm.layers.bottleneck_attn.BottleneckAttn")
-    check_bottleneck(module)
-    return proven(module, bottleneck, run_map, shape=bottleneck_shape(module))
-
-
-def check_bottleneck(module: Any) -> None:
-    check_parameters(module)
-    check_projections(module, "qkv")
+    check_source(module, "qkv")
     remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
-    check_carried(module, "pool", module.pool, isinstance(module.pool, nn.Identity), remedy)
-
-
-def bottleneck_shape(module: Any) -> tuple[int, ...]:
-    return channels_of(module), module.pos_embed.height, module.pos_embed.width
+    check_carried(module, ("pool", isinstance(module.pool, nn.Identity), remedy))
+    return proven(module, bottleneck, run_map)
 
 
 def bottleneck(module: Any) -> Attention:
@@ -240,44 +246,4 @@ def bottleneck(module: Any) -> Attention:
         key_dim=module.dim_head_qk,
         value_dim=module.dim_head_v,
         position=RelPosDecomposed(feat_size=(tables.height, tables.width)),
-    )
-
-
-# --- what most of them share ------------------------------------------------------------------------------------------
-
-
-def check_plain(module: Any) -> None:
-    check_parameters(module)
-    check_projections(module, "qkv", "proj")
-
-
-def channels_of(module: Any) -> int:
-    return module.qkv.weight.shape[1]
-
-
-def plain(
-    module: Any,
-    width: int,
-    projections: dict[str, Rows] | None = None,
-    tables: dict[str, Tensor] | None = None,
-    *,
-    rank: int = 2,
-    head_first: bool = False,
-    **options: Any,
-) -> Attention:
-    """A block of ``qkv``, ``proj`` and their dropouts, with heads of this width."""
-    qkv, out = rows_of(module.qkv), rows_of(module.proj)
-    if head_first:
-        qkv = heads_first(qkv, module.num_heads)
-    return attention(
-        rank,
-        {**(projections or {}), "qkv": qkv, "proj": out},
-        tables,
-        training=module.training,
-        num_heads=module.num_heads,
-        key_dim=width,
-        value_dim=width,
-        attn_drop=drop_of(module, "attn_drop"),
-        proj_drop=drop_of(module, "proj_drop"),
-        **options,
     )

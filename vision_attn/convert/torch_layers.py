@@ -1,4 +1,4 @@
-"""torch's multi-head attention and encoder layer, which take tokens where blocks here take maps."""
+"""torch's multi-head attention and encoder layer, and separate linear layers, on tokens where blocks here take maps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, TransformerBlock2d
-from vision_attn.convert.filling import attention, check_rank, convolution, filled
-from vision_attn.convert.proof import SIZES, from_tokens, proven, to_tokens
-from vision_attn.convert.refusals import check_carried, check_kind, check_parameters, check_projections, drop_of, shown
-from vision_attn.convert.rows import Rows, input_projections, rows_of
+from vision_attn.checks import check_count, check_divides
+from vision_attn.convert.proof import (
+    check_carried,
+    check_kind,
+    check_pointwise,
+    check_source,
+    drop_of,
+    from_tokens,
+    proven,
+    to_tokens,
+)
+from vision_attn.convert.weights import Rows, attention, check_rank, convolution, filled, input_projections, rows_of
 
-__all__ = ["from_torch_encoder_layer", "from_torch_mha"]
+__all__ = ["from_linear_projections", "from_torch_encoder_layer", "from_torch_mha"]
+
+MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
+
+
+# --- multi-head attention ---------------------------------------------------------------------------------------------
 
 
 def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention:
@@ -40,64 +53,31 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     >>> from_torch_mha(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind("module", module, "torch.nn.MultiheadAttention", "torch.nn.modules.activation.MultiheadAttention")
+    check_kind("module", module, MULTIHEAD)
     check_rank(rank)
-    check_parameters(module)
     check_multihead(module)
-    return proven(
-        module,
-        lambda source: multihead(source, rank),
-        run_multihead,
-        shape=(module.embed_dim, *SIZES[rank]),
-    )
 
+    def convert(module: nn.MultiheadAttention) -> Attention:
+        return attention(
+            rank,
+            {**multihead_projections(module), "proj": rows_of(module.out_proj)},
+            training=module.training,
+            num_heads=module.num_heads,
+            attn_drop=module.dropout,
+        )
 
-def from_torch_encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
-    """The block that does with the positions of a map what an ``nn.TransformerEncoderLayer`` does with tokens.
-
-    Args:
-        module: the layer, with its norms first or last, with ``relu`` or ``gelu``.
-
-    Returns:
-        The block, with copies of the weights.
-
-    Raises:
-        ValueError: it is no such layer, or does what the block does not, as with another activation.
-        ConversionError: the block does not compute what the layer does.
-
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
-
-    >>> from_torch_encoder_layer(nn.TransformerEncoderLayer(64, nhead=4))(torch.randn(2, 64, 7, 5)).shape
-    torch.Size([2, 64, 7, 5])
-    """
-    check_kind(
-        "module", module, "torch.nn.TransformerEncoderLayer", "torch.nn.modules.transformer.TransformerEncoderLayer"
-    )
-    check_encoder_layer(module)
-    return proven(module, encoder_layer, run_encoder_layer, shape=(module.self_attn.embed_dim, *SIZES[2]))
-
-
-# --- multi-head attention ---------------------------------------------------------------------------------------------
+    return proven(module, convert, run_multihead)
 
 
 def check_multihead(module: nn.MultiheadAttention) -> None:
-    check_projections(module, "out_proj")
-    for name, bias in (("bias_k", module.bias_k), ("bias_v", module.bias_v)):
-        remedy = "the block has no keys but those of its map: make the layer with add_bias_kv=False and fine-tune it"
-        check_carried(module, name, bias, bias is None, remedy)
-    remedy = "the block attends to its map only: set it to False and fine-tune the layer"
-    check_carried(module, "add_zero_attn", module.add_zero_attn, not module.add_zero_attn, remedy)
-    remedy = "the block takes keys and values from one map: both must have its channels"
-    check_carried(module, "vdim", module.vdim, module.vdim == module.kdim, f"{remedy}, and kdim is {module.kdim}")
-
-
-def multihead(module: nn.MultiheadAttention, rank: int) -> Attention:
-    return attention(
-        rank,
-        {**multihead_projections(module), "proj": rows_of(module.out_proj)},
-        training=module.training,
-        num_heads=module.num_heads,
-        attn_drop=module.dropout,
+    check_source(module, "out_proj")
+    no_keys = "the block has no keys but those of its map: make the layer with add_bias_kv=False and fine-tune it"
+    check_carried(
+        module,
+        ("bias_k", module.bias_k is None, no_keys),
+        ("bias_v", module.bias_v is None, no_keys),
+        ("add_zero_attn", not module.add_zero_attn, "the block has no keys but those of its map: set it to False"),
+        ("vdim", module.vdim == module.kdim, f"the block takes keys and values from one map: kdim is {module.kdim}"),
     )
 
 
@@ -121,52 +101,62 @@ def run_multihead(module: nn.MultiheadAttention, x: Tensor, context: Tensor | No
 # --- the encoder layer ------------------------------------------------------------------------------------------------
 
 
+def from_torch_encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
+    """The block that does with the positions of a map what an ``nn.TransformerEncoderLayer`` does with tokens.
+
+    Args:
+        module: the layer, with its norms first or last, with ``relu`` or ``gelu``.
+
+    Returns:
+        The block, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or does what the block does not, as with another activation.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
+
+    >>> from_torch_encoder_layer(nn.TransformerEncoderLayer(64, nhead=4))(torch.randn(2, 64, 7, 5)).shape
+    torch.Size([2, 64, 7, 5])
+    """
+    check_kind("module", module, "torch.nn.modules.transformer.TransformerEncoderLayer")
+    check_encoder_layer(module)
+    return proven(module, encoder_layer, run_encoder_layer)
+
+
 def check_encoder_layer(module: nn.TransformerEncoderLayer) -> None:
-    check_parameters(module)
-    check_kind(
-        "module.self_attn",
-        module.self_attn,
-        "torch.nn.MultiheadAttention",
-        "torch.nn.modules.activation.MultiheadAttention",
-    )
-    inner = module.self_attn
+    check_source(module, "linear1", "linear2")
+    inner, first = module.self_attn, module.linear1.bias
+    check_kind("module.self_attn", inner, MULTIHEAD)
     check_multihead(inner)
-    remedy = f"the block attends to its own map, of {inner.embed_dim} channels"
-    check_carried(module, "self_attn.kdim", inner.kdim, inner.kdim == inner.embed_dim, remedy)
-    check_projections(module, "linear1", "linear2")
     for name in ("norm1", "norm2"):
         norm = getattr(module, name)
         weighted = isinstance(norm, nn.LayerNorm) and norm.weight is not None
-        check_carried(module, name, norm, weighted, "the block's norms are layer norms with a weight")
-    biased, first = module.linear1.bias is not None, shown(module.linear1.bias)
-    for name in ("linear2", "norm1", "norm2"):
-        bias = getattr(module, name).bias
-        remedy = f"linear layers and norms of the block have a bias or none has, and linear1's is {first}"
-        check_carried(module, f"{name}.bias", bias, (bias is not None) == biased, remedy)
-    eps = module.norm2.eps
-    remedy = f"the block has one eps for both norms, and norm1's is {module.norm1.eps}"
-    check_carried(module, "norm2.eps", eps, eps == module.norm1.eps, remedy)
-    known = activation_of(module) is not None
-    remedy = "the block has 'relu' and 'gelu', by the error function"
-    check_carried(module, "activation", module.activation, known, remedy)
-    hidden, last = drop_of(module, "dropout"), drop_of(module, "dropout2")
-    remedy = f"the block has one probability for hidden elements and output, and dropout.p is {hidden}"
-    check_carried(module, "dropout2.p", last, last == hidden, remedy)
+        check_carried(module, (name, weighted, "the block's norms are layer norms with a weight"))
+    biases = f"linear layers and norms have a bias or none has, and linear1 has {'none' if first is None else 'one'}"
+    hidden = drop_of(module, "dropout")
+    check_carried(
+        module,
+        ("self_attn.kdim", inner.kdim == inner.embed_dim, f"the block attends to its {inner.embed_dim} channels"),
+        ("linear2.bias", (module.linear2.bias is None) == (first is None), biases),
+        ("norm1.bias", (module.norm1.bias is None) == (first is None), biases),
+        ("norm2.bias", (module.norm2.bias is None) == (first is None), biases),
+        ("norm2.eps", module.norm2.eps == module.norm1.eps, f"the block has one, and norm1's is {module.norm1.eps}"),
+        ("activation", activation_of(module) is not None, "the block has 'relu' and 'gelu', by the error function"),
+        (
+            "dropout2",
+            drop_of(module, "dropout2") == hidden,
+            f"the block has one probability, and dropout's is {hidden}",
+        ),
+    )
 
 
 def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
     inner = module.self_attn
-    norms = {f"{name}.{key}": p for name in ("norm1", "norm2") for key, p in getattr(module, name).named_parameters()}
-    projections = {
-        **{f"attn.{name}": rows for name, rows in multihead_projections(inner).items()},
-        "attn.proj": rows_of(inner.out_proj),
-        "fc1": rows_of(module.linear1),
-        "fc2": rows_of(module.linear2),
-    }
     block = TransformerBlock2d(
         inner.embed_dim,
         inner.num_heads,
-        mlp_ratio=len(projections["fc1"].weight) / inner.embed_dim,
+        mlp_ratio=len(module.linear1.weight) / inner.embed_dim,
         norm_first=module.norm_first,
         activation=activation_of(module) or "",
         mlp_drop=drop_of(module, "dropout"),
@@ -178,7 +168,14 @@ def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
         proj_drop=drop_of(module, "dropout1"),
         device="meta",
     )
+    projections = {
+        **{f"attn.{name}": rows for name, rows in multihead_projections(inner).items()},
+        "attn.proj": rows_of(inner.out_proj),
+        "fc1": rows_of(module.linear1),
+        "fc2": rows_of(module.linear2),
+    }
     tensors = {key: x for name, rows in projections.items() for key, x in convolution(name, rows).items()}
+    norms = {key: x for key, x in module.named_parameters() if key.startswith("norm")}
     return filled(block, {**norms, **tensors}, training=module.training)
 
 
@@ -198,3 +195,105 @@ def run_encoder_layer(module: nn.TransformerEncoderLayer, x: Tensor, context: Te
     with torch.enable_grad():
         y = module(tokens if batch_first else tokens.transpose(0, 1)).detach()
     return from_tokens(y if batch_first else y.transpose(0, 1), x.shape[2:])
+
+
+# --- separate projections ---------------------------------------------------------------------------------------------
+
+
+def from_linear_projections(
+    q: nn.Module,
+    k: nn.Module,
+    v: nn.Module,
+    out: nn.Module,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    scale: float | None = None,
+    rank: int = 2,
+) -> Attention:
+    """The block of four projections: ``out(attention(q(x), k(x), v(x)))``, heads beside each other in their rows.
+
+    Of llama they are ``q_proj, k_proj, v_proj, o_proj``, of diffusers ``to_q, to_k, to_v, to_out[0]``, of latent
+    diffusion the 1×1 convolutions ``q, k, v, proj_out`` with one head. What is around them in those models (a norm, a
+    residual, a rotation of queries and keys) is not part of the block.
+
+    Args:
+        q: projection of queries, an ``nn.Linear`` or a 1×1 convolution, to ``num_heads · key_dim`` rows.
+        k: of keys, to ``num_kv_heads · key_dim`` rows.
+        v: of values, to ``num_kv_heads · value_dim`` rows.
+        out: of the output, from ``num_heads · value_dim``.
+        num_heads: heads of queries.
+        num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row; ``num_heads`` if None.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None.
+        rank: axes of the maps that the block is for: 1, 2 or 3.
+
+    Returns:
+        :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights and
+        without dropout; it takes a ``context`` where keys and values are of other channels than queries.
+
+    Raises:
+        ValueError: the projections are of other kinds or do not fit each other; the message says which.
+        ConversionError: the block does not compute what the projections and attention between them do.
+
+    >>> q, out = (nn.Linear(64, 64, bias=False) for _ in range(2))
+    >>> k, v = (nn.Linear(64, 16, bias=False) for _ in range(2))
+    >>> from_linear_projections(q, k, v, out, num_heads=8, num_kv_heads=2)(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+    check_rank(rank)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    key_dim, value_dim = check_projections({"q": q, "k": k, "v": v, "out": out}, num_heads, kv_heads)
+
+    def convert(layers: nn.ModuleDict) -> Attention:
+        q, k, v, out = map(rows_of, layers.values())
+        return attention(
+            rank,
+            {**input_projections(q, k, v), "proj": out},
+            training=layers["q"].training,
+            num_heads=num_heads,
+            num_kv_heads=kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            scale=scale,
+        )
+
+    def run(layers: nn.ModuleDict, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """What the projections are for: each head apart, keys and values shared by consecutive heads."""
+        tokens = to_tokens(x)
+        source = tokens if context is None else to_tokens(context)
+        given = (("q", tokens, num_heads), ("k", source, kv_heads), ("v", source, kv_heads))
+        q, k, v = (on_tokens(layers[name], t).unflatten(2, (heads, -1)).transpose(1, 2) for name, t, heads in given)
+        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2).flatten(2)
+        return from_tokens(on_tokens(layers["out"], y), x.shape[2:])
+
+    return proven(nn.ModuleDict({"q": q, "k": k, "v": v, "out": out}), convert, run)
+
+
+def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """The widths of keys and of values, of projections that fit each other."""
+    check_count("num_heads", num_heads)
+    check_count("num_kv_heads", num_kv_heads)
+    check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+    for name, layer in layers.items():
+        check_pointwise(name, layer)
+        check_source(layer)
+    rows, channels = ({name: rows_of(layer).weight.shape[axis] for name, layer in layers.items()} for axis in (0, 1))
+    check_divides("num_heads", num_heads, "the rows of q", rows["q"])
+    check_divides("num_kv_heads", num_kv_heads, "the rows of v", rows["v"])
+    key_dim, value_dim = rows["q"] // num_heads, rows["v"] // num_kv_heads
+    for what, got, expected, why in (
+        ("rows of k", rows["k"], num_kv_heads * key_dim, f"{num_kv_heads} heads of {key_dim} as of q"),
+        ("channels of out", channels["out"], num_heads * value_dim, f"{num_heads} heads of {value_dim} as of v"),
+        ("channels of v", channels["v"], channels["k"], "those of k"),
+    ):
+        if got != expected:
+            raise ValueError(f"the {what} must be {expected}, {why}; got {got}")
+    return key_dim, value_dim
+
+
+def on_tokens(layer: Any, tokens: Tensor) -> Tensor:
+    """A linear layer or a 1×1 convolution on ``(b, tokens, c)``."""
+    if isinstance(layer, nn.Linear):
+        return layer(tokens)
+    maps = tokens.transpose(1, 2)[(..., *(None,) * (layer.weight.dim() - 3))]  # axes of length one behind the tokens
+    return layer(maps).flatten(2).transpose(1, 2)

@@ -1,44 +1,194 @@
-"""Layers that are given windows: which ones is for their caller to know, and for the pattern to say."""
+"""Attention in windows and grids: Swin's of torchvision, which makes them itself, and MaxViT's, which is given them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from vision_attn.attend import IMPLEMENTATIONS
-from vision_attn.convert.proof import SIZES
+from vision_attn.blocks import Attention
+from vision_attn.convert.proof import check_carried, check_kind, check_source, proven
+from vision_attn.convert.timm_layers import fused
+from vision_attn.convert.weights import attention, query_less_key, rows_of
 from vision_attn.patterns import AnyPattern, Grid, Window, partition_of, resolve_pattern
+from vision_attn.position import RelPosTable
 
-__all__ = ["check_pattern", "proof_size", "run_in_groups"]
+__all__ = ["from_timm_maxxvit_attention", "from_torchvision_maxvit", "from_torchvision_swin"]
+
+TABLE = "position.relative_position_bias_table"
+
+#: timm's MaxViT, by the class of ``rel_pos``: how its table comes into the order of :class:`RelPosTable`.
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {"RelPosBias": lambda table: table, "RelPosBiasTf": query_less_key}
+
+
+# --- Swin of torchvision ----------------------------------------------------------------------------------------------
+
+
+def from_torchvision_swin(module: nn.Module) -> Attention:
+    """The block that computes what ``ShiftedWindowAttention`` of ``torchvision.models.swin_transformer`` does.
+
+    ``module(x)`` on ``(b, h, w, c)`` becomes ``block(x)`` on ``(b, c, h, w)``, with the pattern ``Window(window_size,
+    shift)``. On maps that are no multiple of the window the two differ: torchvision pads with zeros and attends to
+    them, this block attends to nothing but the map.
+
+    Args:
+        module: the layer, of the first version of Swin.
+
+    Returns:
+        The :class:`Attention2d`, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or of the second version, whose attention is by cosine.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/pytorch/vision/blob/main/torchvision/models/swin_transformer.py
+
+    >>> from torchvision.models.swin_transformer import ShiftedWindowAttention
+    >>> block = from_torchvision_swin(ShiftedWindowAttention(64, window_size=[7, 7], shift_size=[3, 3], num_heads=4))
+    >>> block(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
+    """
+    check_kind("module", module, "torchvision.models.swin_transformer.ShiftedWindowAttention")
+    check_source(module, "qkv", "proj")
+    if hasattr(module, "logit_scale"):
+        remedy = "the block has no cosine attention: only the first version of Swin can be converted"
+        check_carried(module, ("logit_scale", False, remedy))
+    return proven(module, swin, run_swin)
+
+
+def swin(module: Any) -> Attention:
+    return attention(
+        2,
+        {"qkv": rows_of(module.qkv), "proj": rows_of(module.proj)},
+        {TABLE: module.relative_position_bias_table},
+        training=module.training,
+        num_heads=module.num_heads,
+        pattern=Window(tuple(module.window_size), tuple(module.shift_size)),
+        position=RelPosTable(),
+        attn_drop=module.attention_dropout,
+        proj_drop=module.dropout,
+    )
+
+
+def run_swin(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    return module(x.movedim(1, -1)).movedim(-1, 1)
+
+
+# --- MaxViT -----------------------------------------------------------------------------------------------------------
+
+
+def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
+    """The block that computes what ``RelativePositionalMultiHeadAttention`` of ``torchvision.models.maxvit`` does.
+
+    It is given the windows or the grids of a map, which the block makes itself: say which by ``pattern``. It scales by
+    the channels, not by the width of a head, and so does the block.
+
+    Args:
+        module: the layer.
+        pattern: ``Window(size)`` or ``Grid(size)``; ``"full"`` for maps of one window.
+
+    Returns:
+        The :class:`Attention2d`, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, or its table is for another size than the pattern.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/pytorch/vision/blob/main/torchvision/models/maxvit.py
+
+    >>> from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
+    >>> layer = RelativePositionalMultiHeadAttention(64, head_dim=16, max_seq_len=49)
+    >>> from_torchvision_maxvit(layer, pattern=Window(7))(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
+    """
+    check_kind("module", module, "torchvision.models.maxvit.RelativePositionalMultiHeadAttention")
+    check_pattern(pattern)
+    check_source(module, "to_qkv", "merge")
+
+    def convert(module: Any) -> Attention:
+        return attention(
+            2,
+            {"qkv": rows_of(module.to_qkv), "proj": rows_of(module.merge)},
+            {TABLE: module.relative_position_bias_table},
+            training=module.training,
+            num_heads=module.n_heads,
+            pattern=pattern,
+            position=RelPosTable(feat_size=(module.size, module.size)),
+            scale=module.scale_factor,
+        )
+
+    def run(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return run_in_groups(lambda tokens: module(tokens[:, None])[:, 0], pattern, x)
+
+    return proven(module, convert, run)
+
+
+def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
+    """The block that computes what ``Attention2d`` and ``AttentionCl`` of ``timm.models.maxxvit`` do.
+
+    In CoAtNet they see a whole map. In MaxViT they are given its windows or its grids, which the block makes itself:
+    say which by ``pattern``. Their rows are ordered (heads, qkv, width) unless ``head_first=False``, and ``RelPosBias``
+    and ``RelPosBiasTf`` become :class:`RelPosTable`.
+
+    Args:
+        module: the layer.
+        pattern: ``"full"``, ``Window(size)`` or ``Grid(size)``.
+
+    Returns:
+        The :class:`Attention2d`, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer, does what the block does not, or has tables for another size than the pattern.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/maxxvit.py
+
+    >>> from timm.models.maxxvit import AttentionCl
+    >>> from_timm_maxxvit_attention(AttentionCl(64), pattern=Grid(7))(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
+    """
+    check_kind("module", module, "timm.models.maxxvit.Attention2d", "timm.models.maxxvit.AttentionCl")
+    check_pattern(pattern)
+    check_source(module, "qkv", "proj")
+    known = module.rel_pos is None or type(module.rel_pos).__name__ in TABLES
+    check_carried(module, ("rel_pos", known, f"the block has a counterpart of {' and '.join(TABLES)}"))
+    if getattr(module.rel_pos, "prefix_tokens", 0):
+        check_carried(module, ("rel_pos.prefix_tokens", False, "a map has no token before its positions"))
+
+    def convert(module: Any) -> Attention:
+        tables, position = {}, None
+        if module.rel_pos is not None:
+            in_order = TABLES[type(module.rel_pos).__name__]
+            tables[TABLE] = in_order(module.rel_pos.relative_position_bias_table)
+            position = RelPosTable(feat_size=tuple(module.rel_pos.window_size))
+        options = {"head_first": module.head_first, "pattern": pattern, "position": position}
+        return fused(module, module.dim_head, tables=tables, **options)
+
+    def run(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+        if not isinstance(module.qkv, nn.Conv2d):
+            return run_in_groups(module, pattern, x)
+        return run_in_groups(lambda t: module(t.transpose(1, 2)[..., None]).flatten(2).transpose(1, 2), pattern, x)
+
+    return proven(module, convert, run)
 
 
 def check_pattern(pattern: str | AnyPattern) -> None:
     """Refuse a pattern that is neither of the two partitions of MaxViT nor the whole map."""
     resolved = resolve_pattern(pattern)
-    if resolved == resolve_pattern("full") or isinstance(resolved, Grid):
-        return
-    if isinstance(resolved, Window):
-        shifts = resolved.shift if isinstance(resolved.shift, tuple) else (resolved.shift,)
-        if not any(shifts):
-            return
-    raise ValueError(f"pattern must be 'full', a Window without shift or a Grid, as in MaxViT; got {pattern!r}")
-
-
-def proof_size(pattern: str | AnyPattern, feat_size: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The size of a map of two windows or grids; with a pattern that has none, the size that the tables are for."""
-    height, width = resolve_pattern(pattern).partitioner(2).window_shape
-    if height is None or width is None:
-        return feat_size or SIZES[2]
-    return height, 2 * width
+    shifted = isinstance(resolved, Window) and resolved.shift not in (0, (0, 0))
+    if shifted or not (isinstance(resolved, (Window, Grid)) or resolved == resolve_pattern("full")):
+        raise ValueError(f"pattern must be 'full', a Window without shift or a Grid, as in MaxViT; got {pattern!r}")
 
 
 def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | AnyPattern, x: Tensor) -> Tensor:
-    """What a layer gives for the groups that the pattern makes of a map, put together again, ``(b, c, h, w)``.
+    """What a layer of ``(groups, tokens, c)`` gives for the groups that the pattern makes of a map, as a map again.
 
-    The groups are made by the code that the block makes them by: what is proven so is the layer, not ``pattern``.
+    The groups are those of the block: what is proven so is the layer, not ``pattern``.
     """
-    part = partition_of(resolve_pattern(pattern).partitioner(2), x)
-    one_head = IMPLEMENTATIONS["bmm"]
-    tokens = one_head.heads_apart(part.fit(x, one_head.split), 1, 1)[0, :, 0]
-    return part.restore(one_head.heads_together(attend(tokens)[:, None], part.cut.window), one_head.merge)
+    index, _ = partition_of(resolve_pattern(pattern).partitioner(2), x).index()  # (groups, tokens)
+    tokens = x.flatten(2).movedim(1, 2)  # (b, h·w, c)
+    y = attend(tokens[:, index].flatten(0, 1))
+    y = y.reshape(len(x), -1, y.shape[-1])
+    return torch.empty_like(y).index_copy(1, index.flatten(), y).movedim(1, 2).unflatten(2, x.shape[2:])

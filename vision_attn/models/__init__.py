@@ -12,6 +12,7 @@ arguments: those of the network, ``num_classes`` and ``in_chans`` among them, an
 from vision_attn.models.attention_resnet50 import aa_resnet50, botnet50
 from vision_attn.models.cifar_resnet import (
     CifarResNet,
+    WideResNet,
     resnet20,
     resnet20_a,
     resnet32,
@@ -20,6 +21,9 @@ from vision_attn.models.cifar_resnet import (
     resnet44_a,
     resnet56,
     resnet56_a,
+    wrn16_4,
+    wrn28_10,
+    wrn40_2,
 )
 from vision_attn.models.digit_pairs import DigitPairsNet, digit_pairs, digit_pairs_attention
 from vision_attn.models.inserted import (
@@ -37,7 +41,6 @@ from vision_attn.models.inserted import (
     wrn40_2_attention,
 )
 from vision_attn.models.registry import create_model
-from vision_attn.models.wide_resnet import WideResNet, wrn16_4, wrn28_10, wrn40_2
 
 __all__ = [
     "CifarResNet",

@@ -7,11 +7,11 @@ distant positions the network adds up what it finds at each, and cannot tell whe
 
 from __future__ import annotations
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_
-from vision_attn.models.weights import weights_file
+from vision_attn.models.registry import registered, weights_file
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
@@ -105,15 +105,13 @@ class DigitPairsAttentionNet(DigitPairsNet):
         insert_(self, stages="stage3", num_heads=4, example_input=(1, in_chans, 8, 44))
 
 
-@register_model
-def digit_pairs(pretrained: bool = False, **kwargs: object) -> DigitPairsNet:
-    """The plain network: near chance, whatever it is trained with."""
-    return build_model_with_cfg(DigitPairsNet, "digit_pairs", pretrained, feature_cfg=FEATURES, **kwargs)
-
-
-@register_model
-def digit_pairs_attention(pretrained: bool = False, **kwargs: object) -> DigitPairsNet:
-    """The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."""
-    return build_model_with_cfg(
-        DigitPairsAttentionNet, "digit_pairs_attention", pretrained, feature_cfg=FEATURES, **kwargs
-    )
+digit_pairs = registered(
+    __name__, "digit_pairs", "The plain network: near chance, whatever it is trained with.", DigitPairsNet, FEATURES
+)
+digit_pairs_attention = registered(
+    __name__,
+    "digit_pairs_attention",
+    "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library.",
+    DigitPairsAttentionNet,
+    FEATURES,
+)

@@ -13,35 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import timm
-from timm.models import (
-    DefaultCfg,
-    PretrainedCfg,
-    build_model_with_cfg,
-    convnext,
-    generate_default_cfgs,
-    get_arch_pretrained_cfgs,
-    register_model,
-)
+from timm.models import DefaultCfg, PretrainedCfg, convnext, generate_default_cfgs, get_arch_pretrained_cfgs
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_, inserted_keys
-from vision_attn.models import cifar_resnet, wide_resnet  # noqa: F401  (registers them)
-from vision_attn.models.weights import weights_file
+from vision_attn.models import cifar_resnet  # noqa: F401  (registers them)
+from vision_attn.models.registry import registered, weights_file
 
-__all__ = [
-    "convnext_atto_attention",
-    "convnext_tiny_attention",
-    "efficientnet_b0_attention",
-    "resnet18_attention",
-    "resnet20_attention",
-    "resnet32_attention",
-    "resnet44_attention",
-    "resnet50_attention",
-    "resnet56_attention",
-    "wrn16_4_attention",
-    "wrn28_10_attention",
-    "wrn40_2_attention",
-]
+__all__: list[str] = []  # timm adds the names of the networks
 
 #: A state dict.
 Weights = dict[str, Tensor]
@@ -96,27 +75,13 @@ def with_attention(
             weights = weights | {key: value for key, value in model.state_dict().items() if key in new}
         return weights
 
-    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        model = build_model_with_cfg(
-            network,
-            name,
-            pretrained,
-            feature_cfg=dict(insertion.features),
-            pretrained_filter_fn=with_new_blocks,
-            **kwargs,
-        )
-        assert isinstance(model, nn.Module)
-        return model
-
     configurations = get_arch_pretrained_cfgs(base).values()  # the default one first
 
     def with_own_weights(cfg: PretrainedCfg) -> PretrainedCfg:
         return replace(cfg, file=weights_file(f"{name}_{cfg.tag}")) if cfg.tag in trained else cfg
 
     default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": with_own_weights(cfg) for cfg in configurations}))
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = about
-    return register_model(create)
+    return registered(__name__, name, about, network, insertion.features, pretrained_filter_fn=with_new_blocks)
 
 
 resnet18_attention = with_attention("resnet18", RESNET, "timm's ResNet-18 with two attention blocks.")

@@ -1,23 +1,25 @@
-"""Models by name, as timm knows them, with errors that help."""
+"""Models by name, as timm knows them: made with errors that help, registered, and saved as folders that it reads."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
-from timm.models import get_arch_pretrained_cfgs
+from timm.models import build_model_with_cfg, get_arch_pretrained_cfgs, register_model
 from torch import nn
 
 from vision_attn.checkpoints import save_weights, write_atomically
 from vision_attn.insertion import inserted, plain_network
 from vision_attn.text import shorten
 
-__all__ = ["config_of", "create_model", "save_model"]
+__all__ = ["config_of", "create_model", "registered", "save_model", "weights_file", "weights_folder"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False) -> nn.Module:
@@ -55,6 +57,42 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
         raise ValueError(f"model: {name!r} cannot be made ({reason})") from error
     assert isinstance(model, nn.Module)
     return model
+
+
+def registered(
+    room: str, name: str, about: str, network: Callable[..., Model], features: Mapping[str, Any], **options: Any
+) -> Callable[..., Model]:
+    """A function that makes a network, known to timm by its name; its configurations are ``default_cfgs`` of its room.
+
+    Args:
+        room: ``__name__`` of the file that the function is in.
+        name: of the function and the network.
+        about: its docstring.
+        network: makes the network.
+        features: how timm takes features from it.
+        **options: for ``network``, or for timm, which loads what is ``pretrained``.
+    """
+
+    def create(pretrained: bool = False, **kwargs: Any) -> Model:
+        model: Model = build_model_with_cfg(
+            network, name, pretrained, feature_cfg=dict(features), **{**options, **kwargs}
+        )
+        return model
+
+    create.__module__, create.__name__, create.__qualname__, create.__doc__ = room, name, name, about
+    return register_model(create)
+
+
+def weights_folder() -> Path:
+    """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "weights"
+    return installed if installed.is_dir() else package.parent / "weights"
+
+
+def weights_file(name: str) -> str:
+    """The path of a network's weights, as timm's configurations have it."""
+    return str(weights_folder() / name / "model.safetensors")
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
