@@ -226,8 +226,8 @@ def renamed(model):
 OTHERS = {
     "names": (renamed, "another network: .*fc.weight .*classifier.weight "),
     "shapes": (reshaped, r"another network: layer4.0.conv2.weight \(model \(8, 8, 5, 5\), adapter \(8, 8, 3"),
-    "values": (retrained, r"other weights .* 2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight\."),
-    "types": (nn.Module.bfloat16, "67 of 67 tensors.*the model is in bfloat16, .* float32"),
+    "values": (retrained, r"other weights .* 2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight "),
+    "types": (nn.Module.bfloat16, "67 of 67 tensors.*bfloat16 in the model, float32 in the adapter"),
 }
 
 
@@ -344,10 +344,10 @@ def said_in(adapter):
         return json.loads(file.metadata()["vision_attn_adapter"])
 
 
-def rewritten(adapter, target, **changes):
-    """The same adapter that says something else, with a hash that is right again."""
+def rewritten(adapter, target, more=None, **changes):
+    """The same adapter that says something else or holds more, with a hash that is right again."""
     with safe_open(adapter, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
     said = {**said_in(adapter), **changes}
     del said["file_hash"]
     said["file_hash"] = hash_of([said, fingerprint(tensors)])
@@ -381,6 +381,15 @@ def test_options_in_a_file_cannot_say_where_blocks_go(adapter, tmp_path):
     blocks[0]["options"]["names"] = "'**'"
     with pytest.raises(va.CheckpointError, match=r"multiple values for keyword argument 'names'"):
         load_adapter(small_network(), rewritten(adapter, tmp_path / "other.safetensors", blocks=blocks))
+
+
+def test_a_file_cannot_change_more_of_a_network_than_it_says(adapter, tmp_path):
+    model = small_network()
+    before = copied(model)
+    other = rewritten(adapter, tmp_path / "other.safetensors", more={"fc.bias": torch.ones(3)})
+    with pytest.raises(va.CheckpointError, match=r"differ in fc\.bias"):
+        load_adapter(model, other)
+    assert_same(model.state_dict(), before)
 
 
 def test_damage_anywhere_is_found(adapter):

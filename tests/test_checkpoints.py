@@ -422,8 +422,8 @@ def test_weights_are_written_as_safetensors_only(trained, tmp_path):
     ("value", "message"),
     [
         (torch.zeros(3, 2).to_sparse(), "asks to run 'torch._utils._rebuild_sparse_tensor'.* save the state dict"),
-        (torch.zeros(3, 2, dtype=torch.int8), "weight is a dense whole-number tensor"),
-        (torch.zeros(3, 2, dtype=torch.complex64), "weight is a dense complex tensor"),
+        (torch.zeros(3, 2, dtype=torch.int8), "weight is a whole-number tensor"),
+        (torch.zeros(3, 2, dtype=torch.complex64), "weight is a complex tensor"),
     ],
 )
 def test_tensors_of_another_kind_are_refused_before_anything_is_loaded(value, message, tmp_path):

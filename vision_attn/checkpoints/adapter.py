@@ -164,10 +164,10 @@ def load_adapter(
     before = {key: own[key].clone() for key in adapter.also}
     try:
         place(model, adapter, makers)
-        loaded = model.load_state_dict(dict(adapter.tensors), strict=False)
-        wrong = [*loaded.unexpected_keys, *inserted_keys(model).intersection(loaded.missing_keys)]
+        wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
-            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(wrong)}")
+            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
+        model.load_state_dict(dict(adapter.tensors), strict=False)
         placed = InsertionReport(records(model))
     except BaseException as error:
         if inserted(model):
@@ -208,16 +208,13 @@ def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Pa
         )
     changed = [name for name in theirs if ours[name] != theirs[name]]
     if strict and changed:
-        here, there = ({side[name][1] for name in changed} for side in (ours, theirs))
-        types = (
-            f" (the model is in {', '.join(here)}, the adapter's was in {', '.join(there)})" if here != there else ""
-        )
+        here, there = (", ".join(sorted({side[name][1] for name in changed})) for side in (ours, theirs))
         raise CheckpointError(
             f"{path} is for other weights of this network: {len(changed)} of {len(theirs)} tensors have other values, "
-            f"{shorten(changed)}{types}. Load the checkpoint that it was trained on first, and convert the model to "
-            "another type afterwards. If the network was trained along with the blocks, in its running statistics too, "
-            "no checkpoint fits: freeze_backbone_ it in training, save what changed with also=, or save the whole "
-            "model. strict=False loads the adapter all the same"
+            f"{shorten(changed)} ({here} in the model, {there} in the adapter). Load the checkpoint that it was "
+            "trained on first, and convert the model to another type last. If the network was trained along with the "
+            "blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in training, save what "
+            "changed with also=, or save the whole model. strict=False loads the adapter all the same"
         )
     return tuple(changed)
 

@@ -60,8 +60,6 @@ def read_zip(file: ShortReads) -> object:
             raise ValueError("its parts are longer than the file")
         entries = {entry.filename: entry for entry in listed}
         folder = listed[0].filename.partition("/")[0]
-        if f"{folder}/constants.pkl" in entries:
-            raise NotAllowedError("for a TorchScript program, which torch.jit.load reads,")
         order = entries.get(f"{folder}/byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
             raise NotAllowedError("for numbers in the order of bytes of other machines")

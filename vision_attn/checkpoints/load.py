@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import ENTRY
@@ -164,13 +163,13 @@ def load_checkpoint(
     # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
     new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
-    gone = set[str]().union(*(keys for keys in of_sites if keys.isdisjoint(given)))
+    expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
     report = LoadReport(
         path=str(file.path),
         entry=found.entry,
         loaded=tuple(key for key in fitting if key in state),
-        new=tuple(key for key in own if key in new - given.keys()),
-        missing=tuple(key for key in own if key not in given.keys() | new | counters | gone),
+        new=tuple(key for key in own if key in new and key not in given),
+        missing=tuple(key for key in own if key not in expected),
         unexpected=tuple(key for key in given if key not in own),
         mismatched=mismatched,
         resampled=shapes_of(stretched, {key: found.tensors[key] for key in stretched if key in given}),
@@ -257,15 +256,13 @@ def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor],
     for key, value in weights.items():
         if key in own and kind(value) != kind(own[key]):
             raise CheckpointError(
-                f"{path}: {key} is {kind(value)} and the model's is {kind(own[key])}, nothing was loaded: save it as "
-                "the model's kind"
+                f"{path}: {key} is a {kind(value)} tensor and the model's is a {kind(own[key])} one, nothing was "
+                "loaded: save it as the model's kind"
             )
 
 
 def kind(tensor: Tensor) -> str:
-    numbers = "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
-    form = "quantised" if tensor.is_quantized else "dense" if tensor.layout == torch.strided else "sparse"
-    return f"a {form} {numbers} tensor"
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
 
 
 def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:

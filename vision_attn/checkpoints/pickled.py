@@ -1,8 +1,9 @@
 """The pickle in a checkpoint, read by a reader that makes tensors and plain values and can do nothing else.
 
 ``pickle`` calls what a file names with the arguments that the file gives, and so does torch's ``weights_only`` for its
-own long list of names: NumPy's constructors follow pointers that a file can choose, and ``bytearray(2**31)`` is a file
-of 400 bytes. Here a name stands for one of the few lines below or the file is refused, and what is made is counted.
+own list of names: ``bytearray(2**31)`` is a file of 400 bytes, and the constructors of NumPy that one has to allow for
+the scores in old files follow pointers that a file can choose. Here a name stands for one of the few lines below or the
+file is refused, and what is made is counted.
 """
 
 from __future__ import annotations
