@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import crafted
 import pytest
 import timm
 import torch
@@ -19,7 +21,7 @@ import vision_attn as va
 import vision_attn.models
 from vision_attn.checkpoints import load_adapter, save_adapter
 from vision_attn.checkpoints.adapter import BLOCKS
-from vision_attn.checkpoints.fingerprint import fingerprint, hash_of
+from vision_attn.checkpoints.adapter_file import fingerprint, hash_of
 from vision_attn.checkpoints.specification import SPECIFICATIONS, from_code, to_code
 from vision_attn.insertion.freezing import freeze_backbone_
 
@@ -124,32 +126,29 @@ def test_a_module_that_loops_over_its_children_has_its_block_back(tmp_path):
     assert_same(other.state_dict(), model.state_dict())
 
 
-def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
-    torch.manual_seed(0)
-    model = timm.create_model("resnet20", num_classes=10).eval()
-    torch.save(model.state_dict(), tmp_path / "base.pth")
-    va.insert_(model, stages=-1, num_heads=4, position=va.RelPosDecomposed((8, 8)))
-    train(model, also=["fc.weight", "fc.bias"])
-    save_adapter(model, tmp_path / "adapter.safetensors", also=["fc.*"])
-    images = torch.randn(2, 3, 32, 32)
+def test_a_new_process_gives_the_same_outputs_bit_for_bit(tmp_path):
+    model = crafted.network()
+    va.insert_(model, names="2", num_heads=4, position=va.RelPosDecomposed((8, 8)), example_input=(1, 3, 8, 8))
+    train(model)
+    save_adapter(model, tmp_path / "adapter.safetensors")
+    images = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
-        torch.save({"images": images, "logits": model(images)}, tmp_path / "expected.pt")
+        save_file({"images": images, "outputs": model(images)}, tmp_path / "expected.safetensors")
     code = (
-        "import sys, timm, torch, vision_attn as va, vision_attn.models\n"
-        "from vision_attn.checkpoints import load_adapter\n"
-        "folder = sys.argv[1]\n"
-        "model = timm.create_model('resnet20', num_classes=10).eval()\n"
-        "va.load_checkpoint(model, f'{folder}/base.pth')\n"
-        "print(load_adapter(model, f'{folder}/adapter.safetensors'))\n"
-        "expected = torch.load(f'{folder}/expected.pt')\n"
+        "import sys, torch, crafted, vision_attn as va\n"
+        "from safetensors.torch import load_file\n"
+        "model, expected = crafted.network(), load_file(f'{sys.argv[1]}/expected.safetensors')\n"
+        "print(va.load_adapter(model, f'{sys.argv[1]}/adapter.safetensors'))\n"
         f"torch.set_num_threads({torch.get_num_threads()})\n"
         "with torch.no_grad():\n"
-        "    assert torch.equal(model(expected['images']), expected['logits'])\n"
+        "    assert torch.equal(model(expected['images']), expected['outputs'])\n"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
     assert run.returncode == 0, run.stderr
-    assert "the network is the one it was trained on, in all" in run.stdout
-    assert "layer3.2  AttentionBlock2d" in run.stdout
+    assert "the network is the one it was trained on, in all 4 tensors" in run.stdout
+    assert "2      AttentionBlock2d" in run.stdout
 
 
 def test_blocks_and_a_head_are_trained_on_a_frozen_network_and_go_onto_it(tmp_path):
@@ -196,9 +195,9 @@ def test_a_new_head_goes_with_the_blocks(tmp_path):
     nn.init.zeros_(other.fc.weight)  # a head is new, so its values are no part of what the network is
     load_adapter(other, path)
     assert_same(other.state_dict(), model.state_dict())
-    with pytest.raises(va.CheckpointError, match=r"also holds fc.*of shape \(3,.*and the model's is \(5,"):
+    with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
         load_adapter(small_network(classes=5), path)
-    with pytest.raises(ValueError, match=r"also: 'head.*' matches no key of the network; it has conv1.weight"):
+    with pytest.raises(ValueError, match=r"also: 'head.*' matches no key of the model; it has conv1.weight"):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
 
@@ -225,19 +224,10 @@ def renamed(model):
 
 
 OTHERS = {
-    "names": (renamed, r"for another network: .*lacks fc.weight, fc.bias; the model has classifier.weight.*beyond it"),
-    "shapes": (
-        reshaped,
-        r"same names and other shapes: layer4.0.conv2.weight \(model \(8, 8, 5, 5\), adapter \(8, 8, 3",
-    ),
-    "values": (
-        retrained,
-        r"other weights of this network: 2 of 67 tensors.*bn1.running_mean, layer2.0.conv1.weight\. ",
-    ),
-    "types": (
-        nn.Module.bfloat16,
-        r"the model is in bfloat16 and was in float32.*\(67 of 67 tensors\).*convert the model",
-    ),
+    "names": (renamed, "another network: .*fc.weight .*classifier.weight "),
+    "shapes": (reshaped, r"another network: layer4.0.conv2.weight \(model \(8, 8, 5, 5\), adapter \(8, 8, 3"),
+    "values": (retrained, r"other weights .* 2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight "),
+    "types": (nn.Module.bfloat16, "67 of 67 tensors.*bfloat16 in the model, float32 in the adapter"),
 }
 
 
@@ -318,7 +308,7 @@ def test_a_model_with_blocks_is_refused(adapter):
         load_adapter(model, adapter)
 
 
-@pytest.mark.parametrize("step", ["insert_", "refuse_other_blocks", "records"])
+@pytest.mark.parametrize("step", ["insert_", "inserted_keys", "records"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, monkeypatch):
     model = small_network()
@@ -354,10 +344,10 @@ def said_in(adapter):
         return json.loads(file.metadata()["vision_attn_adapter"])
 
 
-def rewritten(adapter, target, **changes):
-    """The same adapter that says something else, with a hash that is right again."""
+def rewritten(adapter, target, more=None, **changes):
+    """The same adapter that says something else or holds more, with a hash that is right again."""
     with safe_open(adapter, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
     said = {**said_in(adapter), **changes}
     del said["file_hash"]
     said["file_hash"] = hash_of([said, fingerprint(tensors)])
@@ -377,9 +367,9 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
         load_adapter(model, rewritten(adapter, other, library="9.0", format=2))
     block = {"site": "a", "at": "after", "block": "b", "options": {"c": "os.system('d')"}, "input_shape": [1]}
     for changes in ({"blocks": [{}]}, {"blocks": 3}, {"blocks": [block]}, {"also": ["fc.weight"]}, {"base": []}):
-        with pytest.raises(va.CheckpointError, match=r"adapter of another form .*: save it again"):
+        with pytest.raises(va.CheckpointError, match="is a damaged adapter"):
             load_adapter(model, rewritten(adapter, other, **changes))
-    with pytest.raises(FileNotFoundError, match="there is no such adapter file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         load_adapter(model, tmp_path / "nothing.safetensors")
     with pytest.raises(va.CheckpointError, match=r"is an adapter, blocks without their network: .*load_adapter"):
         va.load_checkpoint(model, adapter)
@@ -391,6 +381,15 @@ def test_options_in_a_file_cannot_say_where_blocks_go(adapter, tmp_path):
     blocks[0]["options"]["names"] = "'**'"
     with pytest.raises(va.CheckpointError, match=r"multiple values for keyword argument 'names'"):
         load_adapter(small_network(), rewritten(adapter, tmp_path / "other.safetensors", blocks=blocks))
+
+
+def test_a_file_cannot_change_more_of_a_network_than_it_says(adapter, tmp_path):
+    model = small_network()
+    before = copied(model)
+    other = rewritten(adapter, tmp_path / "other.safetensors", more={"fc.bias": torch.ones(3)})
+    with pytest.raises(va.CheckpointError, match=r"differ in fc\.bias"):
+        load_adapter(model, other)
+    assert_same(model.state_dict(), before)
 
 
 def test_damage_anywhere_is_found(adapter):

@@ -1,10 +1,8 @@
 """Checkpoints: read safely, compared in full, and only then loaded; written whole or not at all."""
 
 from vision_attn.checkpoints.adapter import AdapterReport, load_adapter, save_adapter
-from vision_attn.checkpoints.load import load_checkpoint
-from vision_attn.checkpoints.read import read_checkpoint
-from vision_attn.checkpoints.report import LoadReport
-from vision_attn.checkpoints.weights import read_weights
+from vision_attn.checkpoints.load import LoadReport, load_checkpoint
+from vision_attn.checkpoints.read import read_checkpoint, read_weights
 from vision_attn.checkpoints.write import save_weights, write_atomically
 from vision_attn.errors import CheckpointError
 

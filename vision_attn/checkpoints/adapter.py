@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vision_attn import blocks
 from vision_attn.blocks import use_impl
-from vision_attn.checkpoints.adapter_base import network_of, verify_network
-from vision_attn.checkpoints.adapter_file import Adapter, Placement, read_adapter, write_adapter
-from vision_attn.checkpoints.fingerprint import fingerprint
-from vision_attn.checkpoints.load import kind, refuse_meta
+from vision_attn.checkpoints.adapter_file import Adapter, Placement, fingerprint, read_adapter, write_adapter
+from vision_attn.checkpoints.load import matching, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
@@ -114,7 +111,7 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
     for record in placed:
         refuse_unknown_make(record, made[record.site])
     state, of_blocks = model.state_dict(), inserted_keys(model)
-    further = matching(also, [key for key in state if key not in of_blocks])
+    further = matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: copy_to_write(state[key]) for key in state if key in of_blocks or key in further}
     placements = tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in placed)
     base = fingerprint(network_of(state, without=of_blocks | further))
@@ -161,14 +158,15 @@ def load_adapter(
             "first"
         )
     adapter = read_adapter(path)
-    makers = makers_of(adapter, path, block)
-    differing = verify_network(model, adapter, path, strict=strict)
+    makers = {name: only_as_saved(make, adapter) for name, make in makers_of(adapter, path, block).items()}
     own = model.state_dict()
+    differing = verify_network(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
-    makers = {name: only_as_saved(make, adapter) for name, make in makers.items()}
     try:
         place(model, adapter, makers)
-        refuse_other_blocks(model, adapter)
+        wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
+        if wrong:
+            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
         model.load_state_dict(dict(adapter.tensors), strict=False)
         placed = InsertionReport(records(model))
     except BaseException as error:
@@ -181,14 +179,53 @@ def load_adapter(
     return AdapterReport(str(path), placed, tuple(adapter.tensors), len(adapter.base), differing)
 
 
-def place(model: nn.Module, adapter: Adapter, makers: dict[str, Callable[..., nn.Module]]) -> None:
+def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[str, Tensor]:
+    """The tensors that make a network what it is: counters of batches do not."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key not in without and not key.endswith("num_batches_tracked")
+    }
+
+
+def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Path, *, strict: bool) -> tuple[str, ...]:
+    """The names of the network's tensors that are not those the adapter was trained on."""
+    replaced = tuple(f"{placement.site}." for placement in adapter.placements if placement.at == "instead")
+    gone = {key for key in state if key.startswith(replaced)}
+    ours, theirs = fingerprint(network_of(state, without={*adapter.also, *gone})), adapter.base
+    shapes, saved = ({name: shape for name, (shape, _, _) in side.items()} for side in (ours, theirs))
+    shapes |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
+    saved |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+    other = [
+        f"{name} (model {shapes.get(name, 'has none')}, adapter {saved.get(name, 'has none')})"
+        for name in saved | shapes
+        if shapes.get(name) != saved.get(name)
+    ]
+    if other:
+        raise CheckpointError(
+            f"{path} is for another network: {shorten(other)}. Make the network that it was trained on, with as many "
+            "classes"
+        )
+    changed = [name for name in theirs if ours[name] != theirs[name]]
+    if strict and changed:
+        here, there = (", ".join(sorted({side[name][1] for name in changed})) for side in (ours, theirs))
+        raise CheckpointError(
+            f"{path} is for other weights of this network: {len(changed)} of {len(theirs)} tensors have other values, "
+            f"{shorten(changed)} ({here} in the model, {there} in the adapter). Load the checkpoint that it was "
+            "trained on first, and convert the model to another type last. If the network was trained along with the "
+            "blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in training, save what "
+            "changed with also=, or save the whole model. strict=False loads the adapter all the same"
+        )
+    return tuple(changed)
+
+
+def place(model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
     """Replace and insert, those together that are alike but for their site."""
-    groups: list[list[Placement]] = []
+    groups: dict[str, list[Placement]] = {}
     # Replaced first: no block is held by a module that goes.
     for placement in sorted(adapter.placements, key=lambda placement: placement.at != "instead"):
-        alike = [group for group in groups if likeness(group[0]) == likeness(placement)]
-        alike[0].append(placement) if alike else groups.append([placement])
-    for group in groups:
+        groups.setdefault(repr(replace(placement, site="")), []).append(placement)
+    for group in groups.values():
         first, sites = group[0], [placement.site for placement in group]
         make, shape = makers[first.block], first.input_shape
         if first.at == "instead":
@@ -197,8 +234,22 @@ def place(model: nn.Module, adapter: Adapter, makers: dict[str, Callable[..., nn
             insert_(model, make, names=sites, at=first.at, example_input=shape, **first.options)
 
 
-def likeness(placement: Placement) -> tuple[object, ...]:
-    return placement.at, placement.block, dict(placement.options), placement.input_shape
+def makers_of(
+    adapter: Adapter, path: str | Path, block: Callable[..., nn.Module] | None
+) -> dict[str, Callable[..., nn.Module]]:
+    """What makes the blocks of an adapter, by the name of their class."""
+    names = sorted({placement.block for placement in adapter.placements})
+    foreign = [name for name in names if name not in BLOCKS]
+    if block is None:
+        if foreign:
+            raise CheckpointError(
+                f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
+                f"load_adapter(model, path, block={foreign[0]})"
+            )
+        return BLOCKS
+    if not foreign:
+        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
+    return BLOCKS | dict.fromkeys(foreign, block)
 
 
 def only_as_saved(make: Callable[..., nn.Module], adapter: Adapter) -> Callable[..., nn.Module]:
@@ -215,40 +266,6 @@ def only_as_saved(make: Callable[..., nn.Module], adapter: Adapter) -> Callable[
         return make(channels, **given)
 
     return made
-
-
-def refuse_other_blocks(model: nn.Module, adapter: Adapter) -> None:
-    own = model.state_dict()
-    made = {key: own[key] for key in inserted_keys(model)}
-    given = {key: value for key, value in adapter.tensors.items() if key not in adapter.also}
-    wrong = sorted(made.keys() ^ given.keys()) or [
-        f"{key} (made {tuple(made[key].shape)}, saved {tuple(given[key].shape)})"
-        for key in given
-        if made[key].shape != given[key].shape or kind(made[key]) != kind(given[key])
-    ]
-    if wrong:
-        raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(wrong)}")
-
-
-def makers_of(
-    adapter: Adapter, path: str | Path, block: Callable[..., nn.Module] | None
-) -> dict[str, Callable[..., nn.Module]]:
-    """What makes the blocks of an adapter, by the name of their class."""
-    names = {placement.block for placement in adapter.placements}
-    foreign = sorted(names - BLOCKS.keys())
-    if not foreign and block is not None:
-        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(sorted(names))}): leave it out")
-    if foreign and block is None:
-        raise CheckpointError(
-            f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
-            f"load_adapter(model, path, block={foreign[0]})"
-        )
-    if len(foreign) > 1:
-        raise CheckpointError(
-            f"{path} holds blocks of several classes that are none of this library: {', '.join(foreign)}; "
-            "one can be given as block: save an adapter for each"
-        )
-    return {**BLOCKS, **{name: block for name in foreign if block is not None}}
 
 
 def refuse_unknown_make(record: InsertedBlock, block: nn.Module) -> None:
@@ -269,13 +286,3 @@ def refuse_unknown_make(record: InsertedBlock, block: nn.Module) -> None:
             f"the {record.block} at {record.site!r} is not what its class makes of {options}: give insert_ the class "
             "and its options, not a function that makes it"
         )
-
-
-def matching(globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
-    keys, found = list(keys), set()
-    for pattern in (globs,) if isinstance(globs, str) else tuple(globs):
-        matches = [key for key in keys if fnmatchcase(key, pattern)]
-        if not matches:
-            raise ValueError(f"also: {pattern!r} matches no key of the network; it has {shorten(keys)}")
-        found.update(matches)
-    return found

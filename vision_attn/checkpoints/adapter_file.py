@@ -15,6 +15,7 @@ file_hash  one hash over all of the above and the fingerprint of the file's own 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -22,23 +23,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from vision_attn.checkpoints.fingerprint import Fingerprint, fingerprint, hash_of
-from vision_attn.checkpoints.read import open_safetensors, read_safetensors
+from vision_attn.checkpoints.read import read_file
 from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
 from vision_attn.errors import CheckpointError
-from vision_attn.text import escaped
 
-__all__ = ["LARGEST_IMAGES", "Adapter", "Placement", "is_adapter", "read_adapter", "write_adapter"]
+__all__ = [
+    "ENTRY",
+    "LARGEST_IMAGES",
+    "Adapter",
+    "Fingerprint",
+    "Placement",
+    "fingerprint",
+    "is_adapter",
+    "read_adapter",
+    "write_adapter",
+]
 
+#: What in a file's metadata makes it an adapter.
 ENTRY = "vision_attn_adapter"
 FORMAT = 1
 
 #: Numbers in the images of a dry run, which is what a file can make a network work on: 100 images of 3×224×224.
 LARGEST_IMAGES = 2**24
+
+#: name -> (shape, type, beginning of the SHA-256 of its bytes)
+Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
 
 @dataclass(frozen=True)
@@ -73,22 +87,35 @@ class Adapter:
     tensors: Mapping[str, Tensor]
 
 
+def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
+    """What tensors are, in a few characters each, whatever device and memory layout they are in.
+
+    >>> fingerprint({"bias": torch.zeros(2)})
+    {'bias': ((2,), 'float32', 'af5570f5a1810b7a')}
+    """
+    found = {}
+    for name, value in tensors.items():
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        found[name] = tuple(value.shape), str(value.dtype).removeprefix("torch."), digest(content)
+    return found
+
+
+def hash_of(said: object) -> str:
+    """One hash over fingerprints and the like, whatever the order of their names."""
+    return digest(json.dumps(said, sort_keys=True).encode())
+
+
+def digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def write_adapter(path: Path, adapter: Adapter) -> None:
     """Write an adapter file, whole or not at all."""
-    blocks = [
-        {
-            "site": placement.site,
-            "at": placement.at,
-            "block": placement.block,
-            "options": {name: to_code(name, value) for name, value in placement.options.items()},
-            "input_shape": placement.input_shape,
-        }
-        for placement in adapter.placements
-    ]
+    codes = [{name: to_code(name, value) for name, value in block.options.items()} for block in adapter.placements]
     said = {
         "format": FORMAT,
         "library": adapter.library,
-        "blocks": blocks,
+        "blocks": [vars(block) | {"options": code} for block, code in zip(adapter.placements, codes, strict=True)],
         "also": adapter.also,
         "base": adapter.base,
         "base_hash": hash_of(adapter.base),
@@ -97,40 +124,38 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
     write_atomically(path, save(dict(adapter.tensors), {ENTRY: json.dumps(said)}))
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether a file is an adapter; false for one that cannot be read, of which its reader says more."""
+    try:
+        return ENTRY in read_file(path, by_name=False).metadata
+    except CheckpointError:
+        return False
+
+
 def read_adapter(path: str | Path) -> Adapter:
     """The content of an adapter file, read without running any code from it."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{escaped(path)}: there is no such adapter file")
-    tensors, metadata = read_safetensors(path)
-    if ENTRY not in metadata:
+    file = read_file(path, by_name=False)  # it has a hash of its own
+    if ENTRY not in file.metadata:
         raise CheckpointError(
             f"{path} is no adapter, it does not say where its tensors go: load_checkpoint reads checkpoints, and "
             "save_adapter writes adapters"
         )
+    tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
     try:
-        said = dict(json.loads(metadata[ENTRY]))
-        newer, library, written = said["format"] > FORMAT, str(said["library"]), said.pop("file_hash", None)
-        # A newer form may have its hash over other things.
-        whole = newer or written == hash_of([said, fingerprint(tensors)])
-    except (ValueError, TypeError, LookupError, RecursionError):
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{path} is a damaged adapter, its hash is not the one written in it: fetch it again")
-    if newer:
-        raise CheckpointError(
-            f"{path} was written by vision_attn {library} as an adapter of form {said['format']}, and this one reads "
-            f"up to form {FORMAT}: upgrade vision_attn"
-        )
-    try:
-        return parse(library, said, tensors)
+        said = dict(json.loads(file.metadata[ENTRY]))
+        if said["format"] > FORMAT:  # whose hash may be over other things
+            raise CheckpointError(
+                f"{path} was written by vision_attn {said['library']} as an adapter of form {said['format']}, and this "
+                f"one reads up to form {FORMAT}: upgrade vision_attn"
+            )
+        if said.pop("file_hash") != hash_of([said, fingerprint(tensors)]):
+            raise ValueError("its hash is not the one written in it")
+        return parse(said, tensors)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is an adapter of another form ({error}), written by vision_attn {library}: save it again"
-        ) from error
+        raise CheckpointError(f"{path} is a damaged adapter ({error}): fetch it or save it again") from error
 
 
-def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
+def parse(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
     placements = [
         Placement(
             site=str(block["site"]),
@@ -150,15 +175,4 @@ def parse(library: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     also = tuple(map(str, said["also"]))
     if not tensors.keys() >= set(also):
         raise ValueError("it has not all the tensors that it says it has")
-    return Adapter(library, tuple(placements), also, base, tensors)
-
-
-def is_adapter(file: Path) -> bool:
-    """Whether a file that is there is an adapter; false for one that cannot be read."""
-    if file.suffix != ".safetensors":
-        return False
-    try:
-        with open_safetensors(file) as opened:
-            return ENTRY in (opened.metadata() or {})
-    except Exception:  # its reader says more of it
-        return False
+    return Adapter(str(said["library"]), tuple(placements), also, base, tensors)

@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import zipfile
-from pathlib import Path
 from typing import IO
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from vision_attn.checkpoints.pickled import NotAllowedError, PickleReader, as_key
 
-__all__ = ["LONGEST_LIST", "read_archive"]
+__all__ = ["LONGEST_LIST", "ShortReads", "read_archive"]
 
 #: Bytes of the longest list of what a file holds: that of 80,000 tensors or so.
 LONGEST_LIST = 2**23
 #: Bytes of the longest pickle.
 LONGEST_PICKLE = 2**26
+#: Bytes that are read at once.
+PIECE = 2**20
 #: What torch writes before an archive that is no zip.
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -27,37 +28,38 @@ MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 class ShortReads(io.FileIO):
     """A file of which little is read at once: zipfile reads its list of entries whole, however long it may be."""
 
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fileno()).st_size
+
     def read(self, size: int | None = -1, /) -> bytes:
-        left = os.fstat(self.fileno()).st_size - self.tell()
+        left = self.size - self.tell()
         size = left if size is None or size < 0 else min(size, left)
         if size > LONGEST_LIST:
             raise NotAllowedError("for too many parts")
         return super().read(size)
 
 
-def read_archive(path: Path) -> object:
+def read_archive(file: ShortReads) -> object:
     """What is in such a file: tensors on the CPU, in their own memory, and plain values."""
-    with ShortReads(path) as file:
-        head = file.read(512)
-        file.seek(0)
-        if head.startswith(b"PK\x03\x04"):
-            return read_zip(file, path.stat().st_size)
-        if head[257:262] == b"ustar":
-            raise NotAllowedError("for the form of archive that torch wrote before version 0.2")
-        return read_legacy(file, path.stat().st_size)
+    head = file.read(512)
+    file.seek(0)
+    if head.startswith(b"PK\x03\x04"):
+        return read_zip(file)
+    if head[257:262] == b"ustar":
+        raise NotAllowedError("for the form of archive that torch wrote before version 0.2")
+    return read_legacy(file)
 
 
-def read_zip(file: IO[bytes], size: int) -> object:
+def read_zip(file: ShortReads) -> object:
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in listed):
             raise NotAllowedError("for compressed parts, of which torch writes none,")
-        if sum(entry.file_size for entry in listed) > size:
+        if sum(entry.file_size for entry in listed) > file.size:
             raise ValueError("its parts are longer than the file")
         entries = {entry.filename: entry for entry in listed}
         folder = listed[0].filename.partition("/")[0]
-        if f"{folder}/constants.pkl" in entries:
-            raise NotAllowedError("for a TorchScript program, which torch.jit.load reads,")
         order = entries.get(f"{folder}/byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
             raise NotAllowedError("for numbers in the order of bytes of other machines")
@@ -66,20 +68,18 @@ def read_zip(file: IO[bytes], size: int) -> object:
         def storage(key: object, length: int) -> Tensor:
             if key not in storages:
                 entry = entries[f"{folder}/data/{key}"]
-                if entry.file_size != length:
-                    raise ValueError("a storage is not as long as it says")
-                storages[key] = torch.empty(length, dtype=torch.uint8)
+                storages[key] = torch.empty(entry.file_size, dtype=torch.uint8)
                 with archive.open(entry) as content:
                     fill(storages[key], content)
-            return of_length(storages[key], length)
+            return storages[key]
 
         with archive.open(f"{folder}/data.pkl") as content:
-            return PickleReader(size, storage).load(io.BytesIO(beginning(content)))
+            return PickleReader(file.size, storage).load(beginning(content))
 
 
-def read_legacy(file: IO[bytes], size: int) -> object:
+def read_legacy(file: ShortReads) -> object:
     storages: dict[object, Tensor] = {}
-    left = size
+    left = file.size
 
     def storage(key: object, length: int) -> Tensor:
         nonlocal left
@@ -88,9 +88,9 @@ def read_legacy(file: IO[bytes], size: int) -> object:
             if left < 0:
                 raise ValueError("its storages are longer than the file")
             storages[key] = torch.empty(length, dtype=torch.uint8)
-        return of_length(storages[key], length)
+        return storages[key]
 
-    reader, pickles = PickleReader(size, storage), io.BytesIO(beginning(file))
+    reader, pickles = PickleReader(file.size, storage), beginning(file)
     if (reader.load(pickles), reader.load(pickles)) != (MAGIC, VERSION):
         raise ValueError("it begins with something else")
     if reader.load(pickles)["little_endian"] is not (sys.byteorder == "little"):
@@ -107,22 +107,12 @@ def read_legacy(file: IO[bytes], size: int) -> object:
     return result
 
 
-def beginning(file: IO[bytes]) -> bytes:
+def beginning(file: IO[bytes] | ShortReads) -> io.BytesIO:
     """All of a pickle, or as much as one may be long."""
-    return b"".join(iter(lambda: file.read(2**20) if file.tell() < LONGEST_PICKLE else b"", b""))
+    return io.BytesIO(b"".join(iter(lambda: file.read(PIECE) if file.tell() < LONGEST_PICKLE else b"", b"")))
 
 
-def of_length(storage: Tensor, length: int) -> Tensor:
-    if len(storage) != length:
-        raise ValueError("a storage is not as long as it says")
-    return storage
-
-
-def fill(storage: Tensor, file: IO[bytes]) -> None:
-    rest = storage.numpy().data
-    while len(rest):
-        content = file.read(min(len(rest), 2**20))
-        if not content:
-            raise ValueError("it ends before its numbers do")
-        rest[: len(content)] = content
-        rest = rest[len(content) :]
+def fill(storage: Tensor, file: IO[bytes] | ShortReads) -> None:
+    for place in range(0, len(storage), PIECE):
+        piece = storage[place : place + PIECE].numpy().data
+        piece[:] = file.read(len(piece))  # which fails if the file ends before

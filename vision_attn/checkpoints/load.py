@@ -2,24 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from vision_attn.checkpoints.adapter_file import is_adapter
-from vision_attn.checkpoints.locate import find_file
-from vision_attn.checkpoints.read import content_of
-from vision_attn.checkpoints.report import LoadReport, Shapes, advise
-from vision_attn.checkpoints.weights import Weights, find_weights, fitting_prefix
+from vision_attn.checkpoints.adapter_file import ENTRY
+from vision_attn.checkpoints.read import AVERAGED, find_weights, read_file
 from vision_attn.errors import CheckpointError
-from vision_attn.insertion import keys_of_blocks, plain_network, replaced
+from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
-from vision_attn.text import shorten
+from vision_attn.text import escaped, shorten
 
-__all__ = ["kind", "load_checkpoint", "refuse_meta"]
+__all__ = ["LoadReport", "load_checkpoint", "matching", "refuse_meta"]
+
+#: key -> (shape in the model, shape in the checkpoint)
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What of a checkpoint went into a model, key by key; prints as a summary.
+
+    ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
+    purpose; ``missing`` are those it should know. A block that the checkpoint has in part is one that it should know.
+
+    >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
+    1 tensor loaded from net.pth
+    1 missing in the checkpoint: fc.bias
+    """
+
+    #: the file
+    path: str
+    #: which part of the file held the weights; "" when the file is nothing but weights
+    entry: str
+    #: keys that went into the model
+    loaded: tuple[str, ...]
+    #: the model's keys that the checkpoint cannot know
+    new: tuple[str, ...]
+    #: the model's keys that the checkpoint should have and has not
+    missing: tuple[str, ...]
+    #: keys of the checkpoint that the model has not
+    unexpected: tuple[str, ...]
+    #: key -> (shape in the model, shape in the checkpoint)
+    mismatched: Shapes
+    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
+    resampled: Shapes = field(default_factory=dict)
+    #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
+    replaced: tuple[str, ...] = ()
+    #: other parts of the file that hold weights, and were not taken
+    others: tuple[str, ...] = ()
+    #: what was taken off the names of all weights: ``"backbone."``
+    prefix: str = ""
+    #: keys left aside because they do not begin with the prefix that was asked for
+    aside: tuple[str, ...] = ()
+    #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
+    verified: str = ""
+
+    def __str__(self) -> str:
+        source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
+        lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
+        if self.verified:
+            lines.append(f"its SHA-256 begins with {self.verified}, as its name says")
+        if self.others:
+            average = self.entry not in AVERAGED and not set(self.others).isdisjoint(AVERAGED)
+            hint = " (ema=True takes the moving average)" if average else ""
+            lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
+        if self.prefix:
+            lines.append(f"prefix {self.prefix!r} taken off")
+        for title, keys in (
+            ("for modules that are replaced, loaded for when they come back", self.replaced),
+            ("left aside", self.aside),
+            ("new by design", self.new),
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("resampled for the model's size of map", described(self.resampled)),
+            ("of another shape", described(self.mismatched)),
+        ):
+            if keys:
+                lines.append(f"{len(keys)} {title}: {shorten(keys)}")
+        return "\n".join(lines)
+
+
+def described(shapes: Shapes) -> list[str]:
+    return [f"{key} (model {model}, checkpoint {checkpoint})" for key, (model, checkpoint) in shapes.items()]
 
 
 def load_checkpoint(
@@ -69,39 +137,63 @@ def load_checkpoint(
     """
     model = plain_network(model)
     refuse_meta(model)
-    kept = kept_modules(model)
-    own = own_and_kept(model, kept)
-    file = find_file(path)
-    if is_adapter(file):
+    state, kept = model.state_dict(), kept_modules(model)
+    # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
+    of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
+    own = state | of_kept | state
+    fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+    asked = matching("fresh", fresh, own)
+
+    file = read_file(path)
+    if ENTRY in file.metadata:
         raise CheckpointError(
-            f"{file} is an adapter, blocks without their network: load the network's own checkpoint, then "
+            f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "
             "load_adapter(model, path)"
         )
-    content, verified = content_of(file)
-    found = find_weights(content, str(file), ema=ema, own=own, prefix=prefix)
-    fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+    found = find_weights(file, ema=ema, own=own, prefix=prefix)
     stretched = stretched_tables(model, found.tensors)
-    resampled = {key: (tuple(value.shape), tuple(found.tensors[key].shape)) for key, value in stretched.items()}
     weights = {**found.tensors, **stretched}
-    report = compare(model, found, weights, path=file, fresh=fresh, resampled=resampled, verified=verified)
-    if not report.loaded and not report.replaced:
-        part, number = fitting_prefix(weights, own)
-        remedy = (
-            f'; without "{found.prefix}{part}" before them {number} of its names are the model\'s: '
-            f'prefix="{found.prefix}{part}" reads these'
-        )
+    refuse_other_kinds(weights, own, file.path)
+
+    given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
+    mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
+    fitting = [key for key in given if key in own and key not in mismatched]
+    # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
+    counters = {key for key in own if key.endswith("num_batches_tracked")}
+    # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
+    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
+    of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
+    expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
+    report = LoadReport(
+        path=str(file.path),
+        entry=found.entry,
+        loaded=tuple(key for key in fitting if key in state),
+        new=tuple(key for key in own if key in new and key not in given),
+        missing=tuple(key for key in own if key not in expected),
+        unexpected=tuple(key for key in given if key not in own),
+        mismatched=mismatched,
+        resampled=shapes_of(stretched, {key: found.tensors[key] for key in stretched if key in given}),
+        replaced=tuple(key for key in fitting if key not in state),
+        others=found.others,
+        prefix=found.prefix,
+        aside=found.aside,
+        verified=file.verified,
+    )
+    if not fitting:
         raise CheckpointError(
-            f"{file}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
-            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}{remedy if part else ''}"
+            f"{file.path}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
+            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}. If the network is a part of what "
+            'was saved, prefix="backbone." reads what begins with the name of the part'
         )
     if strict and (report.missing or report.unexpected or report.mismatched):
         raise CheckpointError(
-            f"{file} does not fit the model {type(model).__name__}, nothing was loaded.",
-            *advise(report, dict(model.named_modules())).split("\n"),
+            f"{file.path} does not fit the model {type(model).__name__}, nothing was loaded.",
+            *str(report).split("\n")[1:],
+            *remedies(report, dict(model.named_modules())),
         )
     model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
-    for path, module in kept.items():
-        begin = f"{path}."
+    for site, module in kept.items():
+        begin = f"{site}."
         module.load_state_dict(
             {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
         )
@@ -114,71 +206,23 @@ def refuse_meta(model: nn.Module) -> None:
         raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
 
 
+def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
+    """The keys that match any of the globs, each of which must match one."""
+    keys, found = list(keys), set[str]()
+    for glob in (globs,) if isinstance(globs, str) else globs:
+        matches = [key for key in keys if fnmatchcase(key, glob)]
+        if not matches:
+            raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
+        found.update(matches)
+    return found
+
+
 def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that were replaced, under every name that they had and will have again."""
     kept = {id(model.get_submodule(site)): module for site, module in replaced(model).items()}
     return {
         path: kept[id(module)] for path, module in model.named_modules(remove_duplicate=False) if id(module) in kept
     }
-
-
-def own_and_kept(model: nn.Module, kept: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What a checkpoint can hold for a model: its state dict, and what is in the modules that it keeps besides."""
-    state = model.state_dict()
-    of_kept = {f"{path}.{key}": value for path, module in kept.items() for key, value in module.state_dict().items()}
-    return state | {key: value for key, value in of_kept.items() if key not in state}
-
-
-def compare(
-    model: nn.Module,
-    found: Weights,
-    weights: Mapping[str, Tensor],
-    *,
-    path: Path,
-    fresh: tuple[str, ...],
-    resampled: Shapes,
-    verified: str,
-) -> LoadReport:
-    state, kept = model.state_dict(), kept_modules(model)
-    own = own_and_kept(model, kept)
-    for key, value in weights.items():
-        if key in own and kind(value) != kind(own[key]):
-            raise CheckpointError(
-                f"{path}: {key} is {kind(value)} and the model's is {kind(own[key])}, nothing was loaded: save it as "
-                "the model's kind"
-            )
-    for pattern in fresh:
-        if not any(fnmatchcase(key, pattern) for key in own):
-            raise ValueError(f"fresh: {pattern!r} matches no key of the model; it has {shorten(own)}")
-    asked = {key for key in own if any(fnmatchcase(key, pattern) for pattern in fresh)}
-    given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, pattern) for pattern in fresh)}
-    # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
-    counters = {key for key in own if key.endswith("num_batches_tracked")}
-    # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
-    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
-    of_kept = [{key for key in own.keys() - state.keys() if key.startswith(f"{path}.")} for path in kept]
-    gone = set[str]().union(*(keys for keys in of_kept if keys.isdisjoint(given)))
-    shapes = {
-        key: (tuple(own[key].shape), tuple(value.shape))
-        for key, value in given.items()
-        if key in own and own[key].shape != value.shape
-    }
-    fitting = [key for key in given if key in own and key not in shapes]
-    return LoadReport(
-        path=str(path),
-        entry=found.entry,
-        loaded=tuple(key for key in fitting if key in state),
-        new=tuple(key for key in own if key not in given and key in new),
-        missing=tuple(key for key in own if key not in given and key not in new | counters | gone),
-        unexpected=tuple(key for key in given if key not in own),
-        mismatched=shapes,
-        resampled={key: shapes for key, shapes in resampled.items() if key in given},
-        replaced=tuple(key for key in fitting if key not in state),
-        others=found.others,
-        prefix=found.prefix,
-        aside=found.aside,
-        verified=verified,
-    )
 
 
 def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,8 +242,69 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     return tables
 
 
+def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
+    return {
+        key: (tuple(own[key].shape), tuple(value.shape))
+        for key, value in others.items()
+        if own[key].shape != value.shape
+    }
+
+
+def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path) -> None:
+    """What is copied into a tensor of another kind would lose its meaning."""
+    for key, value in weights.items():
+        if key in own and kind(value) != kind(own[key]):
+            raise CheckpointError(
+                f"{path}: {key} is a {kind(value)} tensor and the model's is a {kind(own[key])} one, nothing was "
+                "loaded: save it as the model's kind"
+            )
+
+
 def kind(tensor: Tensor) -> str:
-    """What a tensor must have in common with another to be copied into it without loss of meaning."""
-    numbers = "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
-    form = "quantised" if tensor.is_quantized else "dense" if tensor.layout == torch.strided else "sparse"
-    return f"a {form} {numbers} tensor"
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
+
+
+def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
+    """What to do about a checkpoint that does not fit a model of these modules."""
+    sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
+    lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
+    instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
+    heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
+    if sites:
+        yield (
+            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "
+            f"line: --insert {sites.replace(',', '').replace(chr(39), '')})."
+        )
+    if instead:
+        yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
+    if sites or instead:
+        return
+    if any(".position." in f".{key}" for key in report.mismatched):
+        yield (
+            "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
+            'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'
+        )
+    elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
+        (own, other), *_ = report.mismatched.values()
+        yield (
+            f"It was trained for {other[0]} classes and the model has {own[0]}: make a model of {other[0]} classes, or "
+            f'keep a new head with fresh=["{heads.pop()}.*"] (on the command line: --reset-head).'
+        )
+    else:
+        yield "If it is the right file for this model, load_checkpoint with strict=False loads what fits."
+
+
+def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The modules that blocks were inserted at, by the keys of a state dict.
+
+    A module that cannot hold its block has it held by another one, under a name that says for which.
+    """
+    spelled = {name.replace(".", "_"): name for name in modules}
+    sites: dict[str, None] = {}
+    for key in keys:
+        host, child, rest = f".{key}".partition(f".{CHILD}")
+        if child:
+            held_for = rest.partition(".")[0].removeprefix("_")
+            sites[spelled.get(held_for) or host.removeprefix(".")] = None
+    return list(sites)

@@ -1,8 +1,9 @@
 """The pickle in a checkpoint, read by a reader that makes tensors and plain values and can do nothing else.
 
 ``pickle`` calls what a file names with the arguments that the file gives, and so does torch's ``weights_only`` for its
-own long list of names: NumPy's constructors follow pointers that a file can choose, and ``bytearray(2**31)`` is a file
-of 400 bytes. Here a name stands for one of the few lines below or the file is refused, and what is made is counted.
+own list of names: ``bytearray(2**31)`` is a file of 400 bytes, and the constructors of NumPy that one has to allow for
+the scores in old files follow pointers that a file can choose. Here a name stands for one of the few lines below or the
+file is refused, and what is made is counted.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from __future__ import annotations
 import argparse
 import math
 import pickletools
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotAllowedError"]
+__all__ = ["NotAllowedError", "PickleReader", "as_key"]
 
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
 BUDGET = 1_000_000
@@ -49,10 +50,8 @@ STORAGES = {
     "torch.BoolStorage": torch.bool,
 }
 
-#: How NumPy names its numbers of fixed size, and their form in :mod:`struct`.
-NUMPY_FORMS = {"b1": "?", "f2": "e", "f4": "f", "f8": "d"} | {
-    f"{kind}{struct.calcsize(letter)}": letter for kind, letters in (("i", "bhiq"), ("u", "BHIQ")) for letter in letters
-}
+#: How NumPy names its numbers of fixed size.
+NUMPY_FORMS = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 #: Instructions that push their argument, or a value that is always the same.
 ARGUMENTS = {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1", "SHORT_BINSTRING"}
@@ -81,8 +80,8 @@ class Storage:
 class NumpyForm:
     """Stands for a ``numpy.dtype`` of numbers."""
 
-    #: the letter of :mod:`struct`
-    letter: str
+    #: one of ``NUMPY_FORMS``
+    name: str
     #: of bytes
     order: str = "<"
 
@@ -205,7 +204,10 @@ class PickleReader:
         if kind != "storage" or view is not None or type(numel) is not int or numel < 0:
             raise NotAllowedError("for what is stored in another way")
         dtype = STORAGES[check(name, Name)]
-        return Storage(self.storage(as_key(number), numel * dtype.itemsize), dtype)
+        content = self.storage(as_key(number), numel * dtype.itemsize)
+        if len(content) != numel * dtype.itemsize:
+            raise ValueError("a storage is not as long as it says")
+        return Storage(content, dtype)
 
     def tensor(
         self,
@@ -260,13 +262,12 @@ class PickleReader:
 def numpy_form(name: str) -> NumpyForm:
     if check(name, str) not in NUMPY_FORMS:
         raise NotAllowedError("for another number of NumPy's")
-    return NumpyForm(NUMPY_FORMS[name])
+    return NumpyForm(name)
 
 
 def number(form: NumpyForm, raw: bytes) -> bool | int | float:
     """A number of NumPy's as one of Python's; it has exactly the bytes of its form, and nothing follows them."""
-    check(form, NumpyForm)
-    value: bool | int | float = struct.unpack(form.order + form.letter, check(raw, bytes))[0]
+    value: bool | int | float = np.frombuffer(check(raw, bytes), check(form, NumpyForm).order + form.name).item()
     return value
 
 

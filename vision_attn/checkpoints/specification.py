@@ -18,17 +18,7 @@ __all__ = ["from_code", "from_word", "to_code"]
 #: The only names that stand for something.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     made.__name__: made
-    for made in (
-        Window,
-        Grid,
-        Neighborhood,
-        Pattern,
-        RelPosDecomposed,
-        RelPosTable,
-        Rope2d,
-        ConditionalPos,
-        SinCos,
-    )
+    for made in (Window, Grid, Neighborhood, Pattern, RelPosDecomposed, RelPosTable, Rope2d, ConditionalPos, SinCos)
 }
 
 #: Characters of the code of a value: to parse it takes a hundred times as many bytes.
