@@ -14,12 +14,10 @@ import vision_attn.models
 from vision_attn import cli
 from vision_attn.blocks import AttentionBlock2d, use_impl
 from vision_attn.insertion import SiteError
-from vision_attn.inspection import inspect_model
-from vision_attn.inspection.advice import propose
+from vision_attn.inspection import Site, inspect_model
+from vision_attn.inspection.inspect import example_for, heads_for, network_of, propose
 from vision_attn.inspection.memory import IMPLS_COUNTED, count_multiply_adds, count_saved_bytes, machine_memory
-from vision_attn.inspection.network import Share, example_for, network_of
-from vision_attn.inspection.sites import Site, cost_of_default, heads_for
-from vision_attn.inspection.units import MEBI
+from vision_attn.inspection.report import Share
 
 #: Looking takes seconds where einx reads its lines for many sizes of map: what several tests look at is looked at once.
 look = cache(inspect_model)
@@ -115,26 +113,25 @@ def test_the_image_is_one_that_the_network_takes():
 
 
 def test_heads_are_as_many_as_divide_the_channels():
-    assert [heads_for(channels) for channels in (64, 20, 21, 13)] == [8, 5, 7, 1]
-    assert heads_for(64, most=3) == 2
+    assert [heads_for(channels, 8) for channels in (64, 20, 21, 13)] == [8, 5, 7, 1]
+    assert heads_for(64, 3) == 2
 
 
 def test_maps_with_nothing_to_mix_are_warned_of():
     found = look("resnet18", input_size=32)
-    two, one = found.warnings
-    assert two.startswith("stage 3 (layer3): the map is 2×2, attention has next to nothing to mix")
-    assert one.startswith("stage 4 (layer4): the map is 1×1, attention has nothing to mix")
-    assert "a larger input (112×112 makes it about 7×7)" in two
-    assert one.endswith("choose an earlier stage or a larger input")  # 1×1 tells nothing of how much larger
+    two, one, larger = found.warnings
+    assert two.startswith("the map at 'layer3' is 2×2: attention has next to nothing to mix")
+    assert one.startswith("the map at 'layer4' is 1×1")
+    assert larger == "a larger input: 112×112 makes about 7×7 of a map that is 2×2"
     assert look("resnet20", memory_limit=1000).warnings == ()
 
 
 def test_what_does_not_fit_into_memory_is_warned_of_by_implementation():
     found = look("resnet20", memory_limit=1)
-    saved = found.sites[0].cost.saved
+    saved = found.sites[0].saved
     assert saved["sdpa"] < 1 << 30 < saved["bmm"]
     (warning,) = found.warnings
-    assert warning.startswith("stage 0 (layer1): with einx, bmm or einsum training keeps 4.1 GiB for 128 images")
+    assert warning.startswith("the block at 'layer1': with einx, bmm or einsum training keeps 4.1 GiB for 128 images")
     assert "more than the memory limit of 1.0 GiB: take impl='sdpa'" in warning
     tight = look("resnet20", memory_limit=0.04)
     assert "with einx, bmm, einsum or sdpa training keeps 0.06 GiB" in tight.warnings[0]
@@ -154,22 +151,23 @@ def test_the_machine_has_some_memory():
 
 
 def stages(*maps):
-    """Sites of stages with so many channels and sides of the map, as ``inspect_model`` makes them."""
+    """Stages with so many channels and sides of the map, those that learn: where a block can be proposed."""
     return [
-        Site(
-            f"layer{index}", index, channels, side, side, Share(1, 1), cost(channels, side, heads_for(channels)), learns
-        )
+        Site(f"layer{index}", "after", "", {}, channels, side, side, 0, 0, (1, 3, 64, 64), stage=index)
         for index, (channels, side, learns) in enumerate(maps)
+        if learns
     ]
 
 
-def cost(channels, side, heads=8, options=None):
-    return cost_of_default((1, channels, side, side), heads, torch.float32, options or {}, impls=("sdpa",))
+def price(path, shape, options, impls):
+    """A site whose block has the multiply-adds of its projections alone."""
+    _, channels, height, width = shape
+    work = 4 * channels * options["num_heads"] * options.get("key_dim", channels // 8) * height * width
+    return Site(path, "after", "", options, channels, height, width, 0, work, shape, saved=dict.fromkeys(impls, 0))
 
 
-def proposed(sites, whole):
-    found = propose(sites, whole, lambda site, heads, options: cost(site.channels, site.height, heads, options))
-    return [proposal.arguments for proposal in found]
+def proposed(sites, count, whole):
+    return [proposal.arguments for proposal in propose(sites, count, whole, price, 8, {})]
 
 
 HUGE = Share(10**12, 10**12)
@@ -192,15 +190,15 @@ HUGE = Share(10**12, 10**12)
     ],
 )
 def test_what_is_proposed(maps, expected):
-    assert proposed(stages(*maps), HUGE) == expected
+    assert proposed(stages(*maps), len(maps), HUGE) == expected
 
 
 def test_a_dear_proposal_is_followed_by_one_with_narrower_heads():
     late = stages((1024, 14, True), (2048, 7, True))
-    plain, narrow = proposed(late, Share(25_000_000, 4_000_000_000))
+    plain, narrow = proposed(late, 2, Share(25_000_000, 4_000_000_000))
     assert plain == {"stages": [-2, -1]}
     assert narrow == {"stages": [-2, -1], "key_dim": 64, "value_dim": 64}
-    (alone,) = proposed(late, HUGE)
+    (alone,) = proposed(late, 2, HUGE)
     assert alone == plain
 
 
@@ -273,10 +271,10 @@ def test_torchvisions_networks_have_no_flags_and_no_weights_are_fetched():
 
 def test_options_of_the_block_are_kept_in_what_is_proposed():
     found = inspect_model("resnet20", num_heads=4, position=va.Rope2d(), batch_size=1)
-    assert [site.cost.num_heads for site in found.sites] == [4, 4, 4]
+    assert [site.options["num_heads"] for site in found.sites] == [4, 4, 4]
     (proposal,) = found.proposals
     assert proposal.arguments == {"stages": [-2, -1], "num_heads": 4, "position": va.Rope2d()}
-    assert proposal.saved == sum(site.cost.saved["sdpa"] for site in found.sites[-2:])
+    assert [site.saved["sdpa"] for site in proposal.sites] == [site.saved["sdpa"] for site in found.sites[-2:]]
     assert "position=va.Rope2d(" in str(found)
 
 
@@ -291,9 +289,10 @@ def test_chosen_sites_show_what_their_blocks_cost_and_the_model_stays(chosen):
     assert found.inserted.blocks == report.blocks
     for site, record, block in zip(found.sites, report.blocks, va.inserted(model).values(), strict=True):
         assert site.path.split()[-1] == record.site
-        assert (site.cost.parameters, site.cost.multiply_adds) == (record.parameters, record.multiply_adds)
+        assert ("before" in site.path) == (record.at == "before")
+        assert (site.parameters, site.multiply_adds) == (record.parameters, record.multiply_adds)
         shape = (3, record.channels, record.height, record.width)
-        assert site.cost.saved["bmm"] == bytes_really_saved(block, torch.randn(shape, requires_grad=True), "bmm")
+        assert site.saved["bmm"] == bytes_really_saved(block, torch.randn(shape, requires_grad=True), "bmm")
     assert found.proposals == ()
     assert ("together" in str(found)) == (len(report) > 1)
 
@@ -321,17 +320,20 @@ def test_it_prints_aligned_and_narrow(arguments):
 def test_a_row_of_each_table():
     found = look("resnet20")
     lines = str(found).splitlines()
-    assert lines[0] == "resnet20 on images of 3×32×32: 272 k parameters, 40.8 M multiply-adds an image"
-    saved = "   ".join(f"{found.sites[2].cost.saved[impl] / MEBI:.1f}" for impl in ("einx", "bmm"))
+    assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 multiply-adds an image"
     assert "    2  layer3        64    8×8      64      75.5 %         32.1 %" in lines
-    assert any(line.startswith("    2  layer3      8      16.8 k  +6.2 %         1.57 M   +3.9 %") for line in lines)
-    assert any(saved in line for line in lines)
+    cells = ["2", "layer3", "8", "16,768", "+6.2", "%", "1,572,864", "+3.9", "%"]
+    cells += [f"{found.sites[2].saved[impl] / 2**20:,.1f}" for impl in IMPLS_COUNTED]
+    assert cells in [line.split() for line in lines]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"model": "resnet21"}, ValueError, "there is no 'resnet21'; close to it: "),
+        ({"model": "resnet20.cifar10.x"}, ValueError, "'resnet20' has no tag 'cifar10.x'; it has resnet20.cifar10"),
+        ({"input_size": 100_000}, ValueError, "100000×100000 pixels its maps do not fit into the memory"),
+        ({"batch_size": 10**12}, ValueError, "batch_size must be at most 1,000,000; got 1,000,000,000,000"),
         ({"model": "torchvision:resnet19"}, ValueError, "no classifier 'resnet19'; close to it: resnet18"),
         ({"model": "vit_tiny_patch16_224", "input_size": 100}, ValueError, "does not run on an image of 3×100×100"),
         ({"input_size": (1, 2, 3)}, ValueError, "input_size must be a side or a height and a width"),
