@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import AttentionBlock2d
 from vision_attn.checks import check_counts
-from vision_attn.insertion import SiteError, example_images, insert_, inserted, plain_network, quiet_eval
+from vision_attn.errors import SiteError
+from vision_attn.insertion import InsertedBlock, example_images, insert_, inserted, plain_network
+from vision_attn.insertion.backbone import end_of_sequential, run_quietly
 from vision_attn.insertion.dry_run import DryRun
-from vision_attn.insertion.report import InsertedBlock, describe
-from vision_attn.insertion.sites import last_of_sequential
-from vision_attn.insertion.stages import stages_of
+from vision_attn.insertion.report import describe
+from vision_attn.insertion.sites import stages_of
 from vision_attn.inspection.memory import IMPLS_COUNTED, count_saved_bytes, machine_memory
 from vision_attn.inspection.report import GIBI, LONGEST, SHORTEST, Inspection, Proposal, Share, Site
 from vision_attn.patterns import Window
@@ -30,9 +32,6 @@ __all__ = ["inspect_model"]
 
 #: What stands before the names of torchvision's networks.
 TORCHVISION = "torchvision:"
-
-#: About how many times the memory of an image the maps take that a network has at a time when it runs on it.
-MAPS = 64
 
 #: Sides of windows, the most usual first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
@@ -86,57 +85,50 @@ def inspect_model(
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
     check_counts(batch_size=batch_size, num_heads=num_heads)
-    if batch_size > 1_000_000:  # sizes that no integer holds would come of it
-        raise ValueError(f"batch_size must be at most 1,000,000; got {batch_size:,}")
     if memory_limit is not None and not 0 < memory_limit < math.inf:
         raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
     network = plain_network(network_of(model) if isinstance(model, str) else model)
-    name = model if isinstance(model, str) else type(network).__name__
     example = example_for(network, input_size)
     run = dry_run(network, example)
     paths = stages_of(run)
     whole, shares = measure(network, paths, example)
 
-    def row(block: nn.Module, record: InsertedBlock, impls: Sequence[str] = IMPLS_COUNTED, **more: Any) -> Site:
+    def row(block: nn.Module, record: InsertedBlock, **more: Any) -> Site:
         shape = (batch_size, record.channels, record.height, record.width)
-        return Site(
-            **vars(record), saved={impl: count_saved_bytes(block, shape, impl, dtype) for impl in impls}, **more
-        )
+        saved = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
+        return Site(**vars(record), saved=saved, **more)
 
-    def price(
-        path: str, shape: tuple[int, int, int, int], options: Mapping[str, Any], *impls: Sequence[str], **more: Any
-    ) -> Site:
-        block = AttentionBlock2d(shape[1], device="meta", dtype=dtype, **options)
-        where: dict[str, Any] = {"site": path, "at": "after", "options": options, "input_shape": tuple(example.shape)}
-        return row(block, describe(block, shape, **where), *impls, **more)
+    def price(path: str, options: Mapping[str, Any], **more: Any) -> Site:
+        found = replace(run.the_map(end_of_sequential(network, path)), target=path)
+        block = AttentionBlock2d(found.shape[1], device="meta", dtype=dtype, **options)
+        return row(block, describe(block, found, "after", options, tuple(example.shape)), **more)
 
     report, proposals, sites = None, [], []
     if stages is not None or names is not None:
-        network = network if isinstance(model, str) else copy.deepcopy(network)
+        other = network if isinstance(model, str) else copy.deepcopy(network)
         with warnings.catch_warnings():  # an inspection has them in its text
             warnings.filterwarnings("ignore", "the map at|nothing that the network gives")
             options = {"num_heads": num_heads, **block_options}
-            report = insert_(network, stages=stages, names=names, at=at, example_input=example, **options)
-        blocks = inserted(network)
+            report = insert_(other, stages=stages, names=names, at=at, example_input=example, **options)
+        blocks = inserted(other)
         sites = [row(blocks[record.site].to(dtype), record) for record in report.blocks]
     elif not paths:
         raise SiteError(f"model: {type(network).__name__} has no modules that give maps of the image")
     else:
+        taken = inserted(network)
         for index, path in enumerate(paths):
-            host = last_of_sequential(network, path)
-            _, tensor, layout = run.the_map(host)
-            shape = (1, *layout.map_shape(tensor.shape)[1:])
-            options = {"num_heads": heads_for(shape[1], num_heads), **block_options}
-            taken = host in inserted(network)
-            sites.append(price(path, shape, options, stage=index, share=shares[path], occupied=taken))
+            target = end_of_sequential(network, path)
+            options = {"num_heads": heads_for(run.the_map(target).shape[1], num_heads), **block_options}
+            sites.append(price(path, options, stage=index, share=shares[path], occupied=target in taken))
         # The activation that ends a stem has learned nothing that positions could be compared by.
         learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
         free = [site for site in learning if not site.occupied]
         proposals = propose(free, len(sites), whole, price, num_heads, block_options)
 
     on_gpu = isinstance(model, str) and torch.cuda.is_available()
+    machine = machine_memory(torch.device("cuda") if on_gpu else example.device)
     return Inspection(
-        model=name,
+        model=model if isinstance(model, str) else type(network).__name__,
         trainable=isinstance(model, str) and not model.startswith(TORCHVISION),
         input_shape=tuple(example.shape),
         own_size=input_size is None,
@@ -146,11 +138,7 @@ def inspect_model(
         whole=whole,
         sites=tuple(sites),
         inserted=report,
-        memory_limit=(
-            machine_memory(torch.device("cuda") if on_gpu else example.device)
-            if memory_limit is None
-            else round(memory_limit * GIBI)
-        ),
+        memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
         proposals=tuple(proposals),
     )
 
@@ -189,12 +177,6 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Ten
     size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
     if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
         raise ValueError(f"input_size must be a side or a height and a width, in pixels; got {input_size!r}")
-    memory = machine_memory(own.device)
-    if memory is not None and MAPS * own.shape[1] * math.prod(size) * own.element_size() > memory:
-        raise ValueError(
-            f"input_size: to look at a network, it is run on an image, and with one of {'×'.join(map(str, size))} "
-            "pixels its maps do not fit into the memory of this machine: give a smaller size"
-        )
     return own.new_zeros(1, own.shape[1], *size)
 
 
@@ -208,23 +190,17 @@ def dry_run(network: nn.Module, example: Tensor) -> DryRun:
 
 def measure(model: nn.Module, stages: Sequence[str], example: Tensor) -> tuple[Share, dict[str, Share]]:
     """What a network has and does, and by stage what runs after the stage before it, up to this one."""
-    stage_of = {model.get_submodule(stage): stage for stage in stages}
+    names = {id(model.get_submodule(stage)): stage for stage in stages}
     met: set[nn.Parameter] = set()
     until: dict[str, Share] = {}
-    counter = FlopCounterMode(display=False)
 
-    def note(module: nn.Module, args: object, output: object) -> None:
+    def note(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         met.update(module.parameters(recurse=False))
-        if module in stage_of:
-            until[stage_of[module]] = Share(sum(p.numel() for p in met), counter.get_total_flops() // 2)
+        if id(module) in names:
+            until[names[id(module)]] = Share(sum(p.numel() for p in met), counter.get_total_flops() // 2)
 
-    handles = [module.register_forward_hook(note) for module in model.modules()]
-    try:
-        with quiet_eval(model), counter:
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with FlopCounterMode(display=False) as counter:
+        run_quietly(model, example, {name: note for name, _ in model.named_modules()})
     ends = [Share(0, 0), *until.values()]  # in the order in which they run
     shares = [Share(b.parameters - a.parameters, b.multiply_adds - a.multiply_adds) for a, b in pairwise(ends)]
     whole = Share(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
@@ -253,14 +229,13 @@ def propose(
     def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
         heads = heads_for(math.gcd(*(site.channels for site in chosen)), num_heads)
         options = {"num_heads": heads, **asked, **options}
-        # By one implementation: einx takes a while to read a line for a size that it has not seen.
-        sites = [price(site.path, (1, site.channels, site.height, site.width), options, ["sdpa"]) for site in chosen]
+        sites = tuple(price(site.site, options) for site in chosen)
         # The last two stages are counted from the end, as one speaks of them.
         indices = [site.stage or 0 for site in chosen]
         stages = [index - count if index >= count - 2 else index for index in indices]
         if heads == 8:
             del options["num_heads"]
-        return Proposal(tuple(sites), {"stages": stages, **options}, why)
+        return Proposal(sites, {"stages": stages, **options}, why)
 
     def between(least: int, most: float) -> list[Site]:
         return [site for site in free if least <= min(site.height, site.width) <= max(site.height, site.width) <= most]

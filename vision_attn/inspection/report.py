@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vision_attn.checkpoints.specification import SPECIFICATIONS
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.inspection.memory import IMPLS_COUNTED
+from vision_attn.text import table
 
 __all__ = ["Inspection", "Proposal", "Share", "Site"]
 
@@ -185,7 +185,7 @@ def stage_table(found: Inspection) -> str:
         name = f"{site.path} (has a block)" if site.occupied else site.path
         shares = map(percent, site.share or (), found.whole)
         rows.append((f"{site.stage}", name, f"{site.channels}", site.size, f"{site.tokens:,}", *shares))
-    return table(rows)
+    return table(rows, left=(1,))
 
 
 def cost_table(found: Inspection) -> str:
@@ -195,7 +195,7 @@ def cost_table(found: Inspection) -> str:
     options = "".join(f", {name}={code(value)}" for name, value in found.options.items())
     reading = (
         f"AttentionBlock2d{options}, {str(found.dtype).removeprefix('torch.')}; %: of the network's own; last: MiB "
-        f"that training keeps of it for the backward pass of {images(found)}, by implementation"
+        f"that training keeps of it for the backward pass of {images(found)}, with bmm, einx or einsum and with sdpa"
     )
     places = ("module", "channels", "map") if chosen else ("stage", "module")
     rows = [(*places, "heads", "parameters", "", "multiply-adds", "", *IMPLS_COUNTED)]
@@ -204,56 +204,45 @@ def cost_table(found: Inspection) -> str:
         rows.append((*place, f"{site.options['num_heads']}", *cost_cells(found, [site])))
     if chosen and count > 1:
         rows.append(("together", "", "", "", *cost_cells(found, found.sites)))
-    return f"{paragraph(f'{title} ({reading}):')}\n{table(rows)}"
+    return f"{paragraph(f'{title} ({reading}):')}\n{table(rows, left=(places.index('module'),))}"
 
 
 def cost_cells(found: Inspection, sites: Sequence[Site]) -> list[str]:
     numbers = zip(cost_of(sites), found.whole, strict=True)
     shares = [text for added, own in numbers for text in (f"{added:,}", f"+{percent(added, own)}")]
-    return shares + [mebi(saved(sites, impl)) for impl in IMPLS_COUNTED]
+    return shares + [f"{saved(sites, impl) / MEBI:,.1f}" for impl in IMPLS_COUNTED]
 
 
 def memory_warnings(found: Inspection, free: Sequence[Site]) -> Iterator[str]:
     """What training would keep for the backward pass beyond the limit, and what to do about it."""
     limit = math.inf if found.memory_limit is None else found.memory_limit
     for sites in [[site] for site in free] if found.inserted is None else [free]:
-        over = {impl: saved(sites, impl) for impl in IMPLS_COUNTED if saved(sites, impl) > limit}
+        over = [impl for impl in IMPLS_COUNTED if saved(sites, impl) > limit]
         if over:
-            what = f"the {len(sites)} blocks together" if len(sites) > 1 else f"the block at {sites[0].path!r}"
-            remedy = "impl='sdpa', a pattern with fewer keys (va.Window(7)), kv_stride, or a later stage"
+            which = f"the {len(sites)} blocks together" if len(sites) > 1 else f"the block at {sites[0].path!r}"
+            impls, remedy = "bmm, einx or einsum", "impl='sdpa', a pattern with fewer keys (va.Window(7)), kv_stride"
             if "sdpa" in over:
-                remedy = "a later stage, a smaller input or a smaller batch"
+                impls, remedy = "any implementation", "a smaller input, a smaller batch"
             yield (
-                f"{what}: with {listed(list(over), 'or')} training keeps {gibi(min(over.values()))} for "
-                f"{images(found)}, more than the memory limit of {gibi(limit)}: take {remedy}"
+                f"{which}: with {impls} training keeps {gibi(min(saved(sites, impl) for impl in over))} for "
+                f"{images(found)}, more than the memory limit of {gibi(limit)}: take {remedy} or a later stage"
             )
 
 
 def advice(found: Inspection) -> str:
-    """Where a block cannot go, and where to begin."""
-    taken = [site.path for site in found.sites if site.occupied]
-    lines = []
-    if taken:
-        have = "it has" if len(taken) == 1 else "they have"
-        text = f"Not proposed, for {have} a block already: {listed(taken)}. remove_(model) takes blocks out."
-        lines.append(paragraph(text) + "\n")
-    if found.proposals:
-        lines.append("Worth trying:")
-    elif len(taken) < len(found.sites):
-        which = "No other stage" if taken else "No stage"
-        text = f"{which} has a map that attention is worth trying on: see the warnings, or a larger input."
-        lines.append(paragraph(text))
+    """Where to begin."""
+    lines = ["Worth trying:" if found.proposals else "No free stage has a map that attention is worth trying on."]
     for number, proposal in enumerate(found.proposals, 1):
-        names = listed([f"{site.path} ({site.size})" for site in proposal.sites])
+        names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
         parameters, multiply_adds = map(percent, proposal.cost, found.whole)
         lines += [
             paragraph(f"{number}. {names}: {proposal.why}", "   "),
             f"     {proposal.call(None if found.own_size else found.input_shape)}",
             *([f"     {command}"] if (command := found.command(proposal)) else []),
             f"   +{multiply_adds} multiply-adds, +{parameters} parameters, "
-            f"{mebi(saved(proposal.sites, 'sdpa'))} MiB kept with sdpa",
+            f"{saved(proposal.sites, 'sdpa') / MEBI:,.1f} MiB kept with sdpa",
         ]
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
 
 
 def code(value: object) -> str:
@@ -263,9 +252,8 @@ def code(value: object) -> str:
     >>> code(Window(7)), code(Window(7, shift=3)), code((1, 2))
     ('va.Window(7)', 'va.Window(7, shift=3)', '(1, 2)')
     """
-    if type(value).__name__ not in SPECIFICATIONS:
-        return repr(value)
-    return f"va.{value!r}".replace("(size=", "(").replace(", shift=0)", ")")
+    ours = type(value).__module__.startswith("vision_attn.")  # a pattern or a position
+    return f"va.{value!r}".replace("(size=", "(").replace(", shift=0)", ")") if ours else repr(value)
 
 
 def saved(sites: Sequence[Site], impl: str) -> int:
@@ -280,35 +268,10 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:,.1f} %" if whole else "–"
 
 
-def mebi(count: int) -> str:
-    return f"{count / MEBI:,.1f}"
-
-
 def gibi(count: float) -> str:
     value = count / GIBI
     return f"{value:,.1f} GiB" if value > 0.95 else f"{value:.2g} GiB"
 
 
-def listed(items: Sequence[str], last: str = "and") -> str:
-    """The words in a row, as in a sentence.
-
-    >>> listed(["einx", "bmm", "einsum"], "or")
-    'einx, bmm or einsum'
-    """
-    return f" {last} ".join(filter(None, (", ".join(items[:-1]), items[-1])))
-
-
 def paragraph(text: str, indent: str = "") -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns side by side, to the right but that of the modules."""
-    left = rows[0].index("module")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[left] = row[left].ljust(widths[left])
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
