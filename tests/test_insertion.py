@@ -392,7 +392,8 @@ def test_there_is_nothing_to_remove_from_a_plain_model():
 
 def small_network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 12, 16)
+    convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return nn.Sequential(*convolutions, nn.ReLU()).eval(), torch.randn(2, 3, 12, 16)
 
 
 def test_a_dynamic_forward_compiles_whole_and_exports():

@@ -33,7 +33,7 @@ from vision_attn.insertion.maps import FIRST, Map
 from vision_attn.insertion.report import InsertionReport, describe
 from vision_attn.insertion.sites import Names, select_sites, targets_of
 
-__all__ = ["insert_", "remove_", "replace_"]
+__all__ = ["check_maker", "insert_", "remove_", "replace_"]
 
 
 def insert_(

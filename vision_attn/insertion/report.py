@@ -31,7 +31,7 @@ class InsertedBlock:
     (16, 12, 192)
     """
 
-    #: path of the module at which the block is
+    #: path of the module at which the block runs: the target of the site that was chosen
     site: str
     #: ``"after"`` or ``"before"`` it, or ``"instead"`` of it
     at: str

@@ -125,11 +125,12 @@ def inspect_model(
         free = [site for site in learning if not site.occupied]
         proposals = propose(free, len(sites), whole, price, num_heads, block_options)
 
-    on_gpu = isinstance(model, str) and torch.cuda.is_available()
-    machine = machine_memory(torch.device("cuda") if on_gpu else example.device)
+    # timm writes its name for a network into its configuration.
+    known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
+    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.device)
     return Inspection(
-        model=model if isinstance(model, str) else type(network).__name__,
-        trainable=isinstance(model, str) and not model.startswith(TORCHVISION),
+        model=known or type(network).__name__,
+        trainable=known is not None and not known.startswith(TORCHVISION) and not any(site.occupied for site in sites),
         input_shape=tuple(example.shape),
         own_size=input_size is None,
         batch_size=batch_size,
