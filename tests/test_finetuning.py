@@ -154,6 +154,7 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 def test_a_frozen_norm_in_training_is_torchs_in_evaluation():
     model = network()
     freeze_backbone_(model)
+    assert not model.bn1.training  # at once, whether or not train() is called again
     x = images()
     expected = copy.deepcopy(model).eval()(x)
     model.train()

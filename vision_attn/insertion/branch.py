@@ -44,7 +44,7 @@ def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
             if one.depth == other.depth
             else "adds what is no output of a module, so nothing can follow the branch"
         )
-        raise SiteError(f"{site!r} {what}: choose a module inside one of them by names=, with at='after'")
+        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
     return branch.module
 
 
