@@ -24,7 +24,7 @@ import vision_attn as va
 from vision_attn import reference
 from vision_attn.benchmark.measure import peak_memory, time_in_turns
 from vision_attn.figures import save_figure
-from vision_attn.inspection.memory import count_multiply_adds
+from vision_attn.insertion import count_multiply_adds
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)

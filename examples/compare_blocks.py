@@ -23,7 +23,7 @@ import torch
 import vision_attn as va
 from vision_attn import cli
 from vision_attn.checkpoints import write_atomically
-from vision_attn.inspection.memory import count_multiply_adds
+from vision_attn.insertion import count_multiply_adds
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 

@@ -18,7 +18,7 @@ SITES = ["layer2.2", "layer3.2"]
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(64, 3, 32, 32, generator=generator), torch.arange(64) % 10
+    return torch.randn(32, 3, 32, 32, generator=generator), torch.arange(32) % 10
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
 def test_closing_is_taking_out(model, batch):
     images, labels = batch
     found = va.contribution(model, batch)
-    assert found.predictions == 64
+    assert found.predictions == 32
     with torch.no_grad():
         whole = model.eval()(images)
         without = {}
@@ -70,7 +70,7 @@ def test_closing_is_taking_out(model, batch):
         assert closing.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.together.changed > 0
     assert str(found).splitlines()[-1].split() == [
-        *("together", str(found.together.changed), "of", "64", f"{found.together.loss:+.4f}"),
+        *("together", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"),
     ]
 
 

@@ -31,8 +31,7 @@ ATTENTION = {"num_heads": 4}
 def network(name="resnet20", stages=None, **options):
     """A backbone with the statistics of one that has learned something, and blocks in it."""
     torch.manual_seed(0)
-    make = torchvision.models.resnet18 if name == "torchvision" else lambda **kw: timm.create_model(name, **kw)
-    model = make(num_classes=5)
+    model = timm.create_model(name, num_classes=5)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean, std=0.1)
@@ -43,16 +42,16 @@ def network(name="resnet20", stages=None, **options):
 
 
 def images(batch=4):
-    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def learn(model, epochs=2, steps=2, lr=0.1):
+def learn(model, epochs=2, steps=1, lr=0.1):
     """A few epochs as people write them: ``model.train()`` at the start of each, evaluation at its end."""
     optimizer = torch.optim.SGD(parameter_groups(model, lr, weight_decay=0.1), momentum=0.9)
     for epoch in range(epochs):
         model.train()
         for step in range(steps):
-            x = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(10 * epoch + step))
+            x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(10 * epoch + step))
             loss = nn.functional.cross_entropy(model(x), torch.arange(4))
             optimizer.zero_grad()
             loss.backward()
@@ -131,7 +130,7 @@ def test_a_warm_up_holds_the_gates_and_trains_what_is_behind_them():
 # Freezing
 
 
-@pytest.mark.parametrize("name", ["resnet20", "torchvision", "regnetx_002", "efficientnet_b0"])
+@pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
 def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
     model = network(name)
     sites = set(inserted(model))
@@ -155,6 +154,7 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 def test_a_frozen_norm_in_training_is_torchs_in_evaluation():
     model = network()
     freeze_backbone_(model)
+    assert not model.bn1.training  # at once, whether or not train() is called again
     x = images()
     expected = copy.deepcopy(model).eval()(x)
     model.train()
@@ -190,7 +190,9 @@ def test_every_norm_with_running_statistics_is_frozen(make):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 def test_a_frozen_model_is_copied_pickled_and_compiled():
-    model = network(stages=(-1,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    va.insert_(model, names="2", example_input=(1, 3, 32, 32), **ATTENTION)
     keys = list(model.state_dict())
     freeze_backbone_(model)
     assert list(model.state_dict()) == keys
@@ -202,10 +204,10 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
         assert changed(other, before) == set()
         # A copy is thawed by itself, and the model that it is of stays frozen.
         freeze_backbone_(other, False)
-        assert other.train().bn1.training
-        assert not model.train().bn1.training
-        assert other.conv1.weight.requires_grad
-        assert not model.conv1.weight.requires_grad
+        assert other.train()[1].training
+        assert not model.train()[1].training
+        assert other[0].weight.requires_grad
+        assert not model[0].weight.requires_grad
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled.train()
@@ -309,7 +311,8 @@ def by_parameter(model, groups, lr=1.0):
     "name", ["resnet18", "convnext_atto", "vit_tiny_patch16_224", "resnet20", "swin_tiny_patch4_window7_224"]
 )
 def test_groups_are_those_of_timm(name):
-    model = timm.create_model(name, num_classes=5)
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5)
     found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05))
     names = getattr(model, "no_weight_decay", set)()
     theirs = param_groups_weight_decay(model, 0.05, no_weight_decay_list=names)
@@ -343,7 +346,8 @@ def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were(na
 
 def test_scales_and_positions_do_not_decay_whatever_their_shape():
     # LayerScale of torchvision's ConvNeXt is (c, 1, 1), a norm over maps (c, h, w); positions may be convolutions.
-    model = torchvision.models.convnext_tiny(num_classes=5)
+    with torch.device("meta"):
+        model = torchvision.models.convnext_tiny(num_classes=5)
     found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
     assert {decay for key, (_, decay) in found.items() if "layer_scale" in key} == {0.0}
     model = nn.Sequential(
@@ -380,14 +384,16 @@ def test_a_block_is_no_layer():
 
 def test_layers_of_another_network_are_its_children_in_their_order():
     # torchvision's resnet18 has the keys of timm's, and without a group_matcher it has the same layers.
-    ours, theirs = torchvision.models.resnet18(num_classes=5), timm.create_model("resnet18", num_classes=5)
+    with torch.device("meta"):
+        ours, theirs = torchvision.models.resnet18(num_classes=5), timm.create_model("resnet18", num_classes=5)
     options = {"weight_decay": 0.05, "layer_decay": 0.75}
     expected = by_parameter(theirs, param_groups_layer_decay(theirs, 0.05, layer_decay=0.75))
     assert by_parameter(ours, parameter_groups(ours, 1.0, **options)) == {
         key: (pytest.approx(rate), decay) for key, (rate, decay) in expected.items()
     }
     # Eight convolutions, each with the norm after it, and a classifier of three layers.
-    vgg = torchvision.models.vgg11_bn(num_classes=5)
+    with torch.device("meta"):
+        vgg = torchvision.models.vgg11_bn(num_classes=5)
     rates = {key: rate for key, (rate, _) in by_parameter(vgg, parameter_groups(vgg, 1.0, layer_decay=0.5)).items()}
     assert rates["classifier.6.weight"] == 1.0
     assert rates["classifier.0.weight"] == 0.25

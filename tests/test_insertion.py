@@ -18,15 +18,13 @@ from vision_attn.insertion import CHILD, inserted_keys
 BACKBONES = {
     "torchvision resnet18": (lambda: torchvision.models.resnet18(), 64),
     "torchvision with bottlenecks": (lambda: torchvision.models.ResNet(Bottleneck, [1, 1, 2, 1]), 64),
-    "timm resnet18": (lambda: timm.create_model("resnet18"), 64),
     "timm resnet14t, with bottlenecks": (lambda: timm.create_model("resnet14t"), 64),
     "cifar resnet20, option B": (lambda: timm.create_model("resnet20"), 32),
     "cifar resnet20, option A": (lambda: timm.create_model("resnet20_a"), 32),
 }
 SELECTIONS = {
     "last stage": {"stages": -1},
-    "every stage": {"where": lambda name, module: name in ("layer1", "layer2", "layer3", "layer4")},
-    "two by name": {"names": ["layer1", "layer2.0"]},
+    "by a function": {"where": lambda name, module: name in ("layer1", "layer2.0", "layer3")},
 }
 
 
@@ -82,10 +80,8 @@ def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone, se
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.filterwarnings("ignore:the map at")
-def test_a_block_takes_effect_and_learns(backbone):
-    model, x = network(backbone)
+def test_a_block_takes_effect_and_learns():
+    model, x = network("cifar resnet20, option B")
     expected = model(x)
     va.insert_(model, stages=-2, example_input=tuple(x.shape))
     (block,) = va.inserted(model).values()
@@ -191,7 +187,7 @@ def test_stages_are_indices_or_names(stages, sites):
     assert [block.site for block in va.insert_(model, stages=stages).blocks] == sites
 
 
-@pytest.mark.parametrize("stage", range(-5, 5))
+@pytest.mark.parametrize("stage", range(-5, 0))
 def test_torchvisions_stages_are_those_of_timms_twin(stage):
     sites = []
     with torch.device("meta"):
@@ -394,9 +390,15 @@ def test_there_is_nothing_to_remove_from_a_plain_model():
         va.remove_(torchvision.models.resnet18())
 
 
+def small_network():
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return nn.Sequential(*convolutions, nn.ReLU()).eval(), torch.randn(2, 3, 12, 16)
+
+
 def test_a_dynamic_forward_compiles_whole_and_exports():
-    model, x = network("cifar resnet20, option B")
-    va.insert_(model, stages=-1, gate_init=0.5)
+    model, x = small_network()
+    va.insert_(model, names="1", num_heads=2, gate_init=0.5, example_input=x)
     expected = model(x)
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(x), expected)
@@ -442,10 +444,10 @@ def test_a_map_with_as_many_channels_as_rows_is_told_apart():
 
 
 def test_a_model_that_ran_compiled_runs_its_new_blocks():
-    model, x = network("cifar resnet20, option B")
+    model, x = small_network()
     compiled = torch.compile(model, backend="eager")
     expected = compiled(x)
-    va.insert_(compiled, names="layer3", gate_init=1.0, example_input=(2, 3, 32, 32))
+    va.insert_(compiled, names="1", num_heads=2, gate_init=1.0, example_input=x)
     assert not torch.equal(compiled(x), expected)
     with pytest.raises(ValueError, match="model is compiled"), va.capture(compiled):
         pass

@@ -8,22 +8,24 @@ import timm
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
 import vision_attn.models
 from vision_attn.insertion import inserted_keys, records
 
+
+def bottlenecks(**options):
+    return torchvision.models.ResNet(Bottleneck, [1, 1, 1, 2], **options)
+
+
 CONVOLUTIONS = {
-    "bottlenecks, stride 2 in the first": (
-        lambda: torchvision.models.resnet50(),
-        "layer4.*.conv2",
-        [(512, 512, 2), (512, 512, 1), (512, 512, 1)],
-    ),
+    "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
     "a change of channels": (lambda: torchvision.models.resnet18(), "layer3.0.conv1", [(128, 256, 2)]),
     "groups": (
-        lambda: torchvision.models.resnext50_32x4d(),
+        lambda: bottlenecks(groups=32, width_per_group=2),
         "layer4.*.conv2",
-        [(1024, 1024, 2), (1024, 1024, 1), (1024, 1024, 1)],
+        [(512, 512, 2), (512, 512, 1)],
     ),
     "a group for each channel": (
         lambda: timm.create_model("convnext_atto"),
@@ -31,8 +33,8 @@ CONVOLUTIONS = {
         [(320, 320, 1)] * 2,
     ),
     "dilated": (
-        lambda: torchvision.models.resnet50(replace_stride_with_dilation=[False, False, True]),
-        "layer4.2.conv2",
+        lambda: bottlenecks(replace_stride_with_dilation=[False, False, True]),
+        "layer4.1.conv2",
         [(512, 512, 1)],
     ),
     "5×5 with same padding": (
@@ -80,7 +82,6 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
         (lambda: timm.create_model("efficientnet_b0"), "blocks.5.*.se"),
         (lambda: torchvision.models.mobilenet_v3_small(), "features.[89].block.2"),
         (lambda: timm.create_model("seresnet33ts"), "stages.3.*.attn"),
-        (lambda: timm.create_model("legacy_seresnet18"), "layer3.*.se_module"),
     ],
 )
 def test_squeeze_and_excitation_becomes_a_gated_block(make, names):

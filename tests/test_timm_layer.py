@@ -33,17 +33,14 @@ def with_random_norms(model):
     return model.eval()
 
 
-LAYERS = {"timm_layer": timm_layer(num_heads=4), "the class itself": va.AttentionBlock2d}
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "layer"),
     [
-        ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}),
-        ("resnet14t", lambda layer: {"block_args": {"attn_layer": layer}}),  # bottlenecks, as resnet50
-        ("res2net50_14w_8s", lambda layer: {"block_args": {"attn_layer": layer}}),
-        ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}),
+        ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),
+        ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, va.AttentionBlock2d),  # the class itself
+        ("resnet14t", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),  # bottlenecks
+        ("res2net50_14w_8s", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),
+        ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, timm_layer(num_heads=4)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -17,6 +17,7 @@ from vision_attn.checkpoints.load import matching, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
+    REPLACED,
     InsertedBlock,
     InsertionReport,
     changeable,
@@ -28,7 +29,6 @@ from vision_attn.insertion import (
     remove_,
     replace_,
 )
-from vision_attn.insertion.exchange import REPLACED
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 

@@ -1,25 +1,32 @@
 """Into a backbone and out again."""
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.freezing import freeze_backbone_
-from vision_attn.insertion.gates import freeze_gates_, gates, set_gates_
-from vision_attn.insertion.insert import insert_
-from vision_attn.insertion.out import inserted, inserted_keys, keys_of_blocks, records, remove_, replaced
+from vision_attn.insertion.attach import (
+    CHILD,
+    REPLACED,
+    inserted,
+    inserted_keys,
+    keys_of_blocks,
+    records,
+    replaced,
+)
+from vision_attn.insertion.backbone import changeable, example_images, plain_network, quiet_eval
+from vision_attn.insertion.freezing import freeze_backbone_, freeze_gates_, gates, set_gates_
+from vision_attn.insertion.insert import insert_, remove_, replace_
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
-from vision_attn.insertion.replace import replace_
-from vision_attn.insertion.report import InsertedBlock, InsertionReport
-from vision_attn.insertion.running import changeable, example_images, plain_network, quiet_eval
-from vision_attn.insertion.sites import CHILD, parse_sites
-from vision_attn.insertion.stages import stage_names
+from vision_attn.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
+from vision_attn.insertion.sites import parse_sites, stage_names
 from vision_attn.insertion.timm_layer import timm_layer
 
 __all__ = [
     "CHILD",
+    "REPLACED",
     "InsertedBlock",
     "InsertionReport",
     "SiteError",
     "changeable",
     "check_optimizer",
+    "count_multiply_adds",
     "example_images",
     "freeze_backbone_",
     "freeze_gates_",

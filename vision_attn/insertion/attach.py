@@ -1,25 +1,49 @@
-"""A block at a module: the hook that runs it, and the module that it is a child of."""
+"""Blocks in a model: how one is held and run, put in and taken out again, and which there are.
+
+A block becomes a child of its owner, and a hook at its target applies it to the map that the target gives or takes. No
+module of the model is renamed or wrapped. A block that replaces a module is in its place, and keeps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.elements import change
-from vision_attn.insertion.exchange import REPLACED
-from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import CHILD
+from vision_attn.insertion.backbone import modules_around, plain_network, run_quietly
+from vision_attn.insertion.maps import Map, change
+from vision_attn.insertion.report import InsertedBlock
 
-__all__ = ["RECORD", "attach", "block_at", "detach", "find_holders", "is_host"]
+__all__ = [
+    "CHILD",
+    "RECORD",
+    "REPLACED",
+    "attach",
+    "exchange",
+    "inserted",
+    "inserted_keys",
+    "is_target",
+    "keys_of_blocks",
+    "records",
+    "replaced",
+    "take_out",
+    "with_owners",
+]
+
+#: The name under which a block becomes a child of its owner, and so the part of its keys that tells it.
+CHILD = "inserted"
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
 RECORD = "insertion"
 
-#: The attribute in which a module that loops over its children keeps the path, from itself, of its block.
+#: The attribute in which a target that is not the owner of its block keeps the block's path from itself.
 HELD = "inserted_at"
+
+#: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
+REPLACED = "replaced"
 
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
@@ -32,8 +56,7 @@ def run_before(
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """The hook that runs a block on what its module is given."""
     block = block_at(module)
-    record: Any = block.insertion
-    if isinstance(record.element, str):
+    if isinstance(vars(block)[RECORD].element, str):
         return args, run_block(block, kwargs)
     return run_block(block, args), kwargs
 
@@ -46,23 +69,22 @@ def block_at(module: nn.Module) -> nn.Module:
 def run_block(block: nn.Module, value: Any) -> Any:
     """The same value with the block applied to the map in it."""
     record: Any = block.insertion
-    return change(value, record.element, lambda x: run_on(block, x))
-
-
-def run_on(block: nn.Module, x: Tensor) -> Tensor:
-    record: Any = block.insertion
     layout = record.layout
-    if layout.grid is not None and x.shape[1] != layout.prefix + layout.grid[0] * layout.grid[1]:
-        height, width = layout.grid
-        raise ValueError(
-            f"the block at {record.site!r} was inserted for a grid of {height}×{width} tokens and {layout.prefix} "
-            f"others; got {x.shape[1]} tokens: insert it with example_input of the size that is used"
-        )
-    y: Tensor = layout.of_map(x, block(layout.to_map(x)))
-    return y
+
+    def run_on(x: Tensor) -> Tensor:
+        if layout.grid is not None and x.shape[1] != layout.prefix + layout.grid[0] * layout.grid[1]:
+            height, width = layout.grid
+            raise ValueError(
+                f"the block at {record.site!r} was inserted for a grid of {height}×{width} tokens and {layout.prefix} "
+                f"others; got {x.shape[1]} tokens: insert it with example_input of the size that is used"
+            )
+        y: Tensor = layout.of_map(x, block(layout.to_map(x)))
+        return y
+
+    return change(value, record.element, run_on)
 
 
-def is_host(module: nn.Module) -> bool:
+def is_target(module: nn.Module) -> bool:
     """Whether a block runs at this module."""
     return run_after in module._forward_hooks.values() or run_before in module._forward_pre_hooks.values()
 
@@ -79,91 +101,188 @@ class Probe(nn.Module):
         return args[0] if args else None
 
 
-def find_holders(model: nn.Module, sites: Iterable[str], example: Tensor) -> dict[str, tuple[str, str]]:
-    """The module that the block of each site can be a child of, and the name of the child.
+def with_owners(model: nn.Module, maps: Sequence[Map], example: Tensor) -> list[Map]:
+    """The same maps with the module that the block of each can be a child of, and the name of the child.
 
-    That is the module at the site, unless it loops over its children and would run the block as one of them, as a dense
-    block does. Then it is the first module inside it that does not.
+    That is the target, unless it loops over its children and would run the block as one of them, as a dense block does.
+    Then it is the first module inside it that does not.
     """
-    candidates = {site: candidates_at(model, site) for site in sites}
-    holders = {site: next(candidates[site]) for site in candidates}
-    unsettled = set(holders)
+    candidates = {one.target: owners_at(model, one.target) for one in maps}
+    owners = {target: next(found) for target, found in candidates.items()}
+    unsettled = set(owners)
     while unsettled:
-        failed, looping = probe(model, {site: holders[site] for site in unsettled}, example)
+        failed, looping = probe(model, {target: owners[target] for target in unsettled}, example)
         if failed and not looping:
             # A module minds its new child without calling it. Which one it is shows when they are tried one by one.
-            looping = {site for site in unsettled if probe(model, {site: holders[site]}, example)[0]}
+            looping = {target for target in unsettled if probe(model, {target: owners[target]}, example)[0]}
             if not looping:
                 raise SiteError(f"the model does not run with blocks at {', '.join(map(repr, sorted(unsettled)))}")
-        for site in looping:
-            following = next(candidates[site], None)
+        for target in looping:
+            following = next(candidates[target], None)
             if following is None:
                 raise SiteError(
-                    f"{site!r} takes no child, since it loops over or counts those it has: choose another module"
+                    f"{target!r} takes no child, since it loops over or counts those it has: choose another module"
                 )
-            holders[site] = following
+            owners[target] = following
         unsettled = unsettled if failed else looping
-    return holders
+    return [replace(one, owner=owners[one.target]) for one in maps]
 
 
-def candidates_at(model: nn.Module, site: str) -> Iterator[tuple[str, str]]:
-    """A module at or inside a site, and what a block of this site is called there."""
-    yield site, CHILD
-    for name, module in model.get_submodule(site).named_modules(prefix=site):
-        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+def owners_at(model: nn.Module, target: str) -> Iterator[tuple[str, str]]:
+    """A module at or inside a target, and what a block of this target is called there."""
+    yield target, CHILD
+    for name, module in model.get_submodule(target).named_modules(prefix=target):
         # What replaced a module goes when that module comes back, and its parts with it.
-        temporary = any(REPLACED in vars(part) for part in parts_of(model, name))
-        if name != site and not isinstance(module, containers) and not temporary:
-            yield name, f"{CHILD}_{site.replace('.', '_')}"
+        temporary = any(REPLACED in vars(model.get_submodule(part)) for part in (*modules_around(name), name))
+        if name != target and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and not temporary:
+            yield name, f"{CHILD}_{target.replace('.', '_')}"
 
 
-def parts_of(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The modules along a path."""
-    for name in path.split("."):
-        model = model.get_submodule(name)
-        yield model
-
-
-def probe(model: nn.Module, holders: dict[str, tuple[str, str]], example: Tensor) -> tuple[bool, set[str]]:
-    """Whether the model fails with children that do nothing, and at which sites these were called."""
-    probes = {site: Probe() for site in holders}
+def probe(model: nn.Module, owners: dict[str, tuple[str, str]], example: Tensor) -> tuple[bool, set[str]]:
+    """Whether the model fails with children that do nothing, and at which targets these were called."""
+    probes = {target: Probe() for target in owners}
     try:
-        for site, (holder, child) in holders.items():
-            model.get_submodule(holder).add_module(child, probes[site])
+        for target, (owner, child) in owners.items():
+            model.get_submodule(owner).add_module(child, probes[target])
         run_quietly(model, example)
         failed = False
     except SiteError:
         failed = True
     finally:
-        for holder, child in holders.values():
-            model.get_submodule(holder)._modules.pop(child, None)
-    return failed, {site for site, probe in probes.items() if probe.calls}
+        for owner, child in owners.values():
+            model.get_submodule(owner)._modules.pop(child, None)
+    return failed, {target for target, probe in probes.items() if probe.calls}
 
 
-def attach(model: nn.Module, site: str, holder: tuple[str, str], block: nn.Module) -> None:
-    """Let a block that has its record run at a site."""
-    host = model.get_submodule(site)
-    path, child = holder
+def attach(model: nn.Module, one: Map, block: nn.Module) -> None:
+    """Let a block that has its record run on a map."""
+    target = model.get_submodule(one.target)
+    path, child = one.owner
     model.get_submodule(path).add_module(child, block)
-    if path != site:
-        vars(host)[HELD] = f"{path.removeprefix(f'{site}.')}.{child}"
-    if vars(block)[RECORD].at == "before":
-        host.register_forward_pre_hook(run_before, with_kwargs=True)
+    if path != one.target:
+        vars(target)[HELD] = f"{path.removeprefix(f'{one.target}.')}.{child}"
+    if one.at == "before":
+        target.register_forward_pre_hook(run_before, with_kwargs=True)
     else:
-        host.register_forward_hook(run_after)
+        target.register_forward_hook(run_after)
 
 
-def detach(model: nn.Module, host: nn.Module) -> None:
-    """Undo :func:`attach`."""
-    block = block_at(host)
+def exchange(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module wherever in the model another one is."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+def take_out(model: nn.Module, site: str, block: nn.Module) -> None:
+    """Undo :func:`attach`, or put back what the block replaced: where, and of the type that, the model is now."""
+    del vars(block)[RECORD]
+    if REPLACED in vars(block):
+        old: nn.Module = vars(block).pop(REPLACED)
+        now, before = next(block.parameters(), None), next(old.parameters(), None)
+        if now is not None and before is not None and (before.device, before.dtype) != (now.device, now.dtype):
+            old.to(device=now.device, dtype=now.dtype)
+        if old.training != block.training:
+            old.train(block.training)
+        exchange(model, block, old)
+        return
+    target = model.get_submodule(site)
     for hooks, flags, ours in (
-        (host._forward_hooks, (host._forward_hooks_with_kwargs, host._forward_hooks_always_called), run_after),
-        (host._forward_pre_hooks, (host._forward_pre_hooks_with_kwargs,), run_before),
+        (target._forward_hooks, (target._forward_hooks_with_kwargs, target._forward_hooks_always_called), run_after),
+        (target._forward_pre_hooks, (target._forward_pre_hooks_with_kwargs,), run_before),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             for entries in (hooks, *flags):
                 entries.pop(key, None)
-    vars(host).pop(HELD, None)
+    vars(target).pop(HELD, None)
     for module in model.modules():
         for child in [name for name, other in module._modules.items() if other is block]:
             del module._modules[child]
+
+
+def inserted(model: nn.Module) -> dict[str, nn.Module]:
+    """The inserted blocks of a model by site, those that replaced a module among them.
+
+    Args:
+        model: any network.
+
+    Raises:
+        SiteError: a block is there and nothing runs it, since what it was inserted at was converted into another
+            module.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> inserted(model)
+    {}
+    >>> from vision_attn.insertion import insert_
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> list(inserted(model))
+    ['0']
+    """
+    modules = list(plain_network(model).named_modules())
+    found = {name: block_at(module) for name, module in modules if is_target(module)}
+    found |= {name: module for name, module in modules if REPLACED in vars(module)}
+    run = {id(block) for block in found.values()}
+    for name, module in modules:
+        if RECORD in vars(module) and id(module) not in run:
+            raise SiteError(
+                f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
+                "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
+            )
+    return {name: found[name] for name, _ in modules if name in found}
+
+
+def replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back.
+
+    >>> from vision_attn.insertion import replace_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = replace_(model, names="0", num_heads=3, value_dim=4, example_input=(1, 3, 16, 16))
+    >>> replaced(model)
+    {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
+    """
+    return {site: vars(block)[REPLACED] for site, block in inserted(model).items() if REPLACED in vars(block)}
+
+
+def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
+    """Where the inserted blocks of a model are, what they are and what they cost.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> [(record.site, record.block, record.tokens) for record in records(model)]
+    [('0', 'AttentionBlock2d', 256)]
+    """
+    # A model may have become part of another since: a block is where it is now.
+    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted(model).items())
+
+
+def inserted_keys(model: nn.Module) -> set[str]:
+    """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> sorted(inserted_keys(model))[0]
+    '0.inserted.attn.proj.bias'
+    """
+    return set().union(*keys_of_blocks(model).values())
+
+
+def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
+    """The keys of a model's state dict that belong to the block of each site.
+
+    A block that a model has under several names has keys under each.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> {site: len(keys) for site, keys in keys_of_blocks(model).items()}
+    {'0': 7}
+    """
+    sites = {id(block): site for site, block in inserted(model).items()}
+    keys: dict[str, set[str]] = {site: set() for site in sites.values()}
+    for name, module in plain_network(model).named_modules(remove_duplicate=False):
+        if id(module) in sites:
+            keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
+    return keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.running import run_quietly
+from vision_attn.insertion.backbone import Hook, run_quietly
 
 __all__ = ["branch_end"]
 
@@ -25,33 +25,26 @@ def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
     """
     following = Following()
     block = model.get_submodule(site)
-    handles = [
-        module.register_forward_hook(following.give(f"{site}.{name}")) for name, module in block.named_modules() if name
-    ]
-    handles.append(block.register_forward_pre_hook(lambda module, args: following.watch(True)))
-    handles.append(block.register_forward_hook(lambda module, args, output: following.watch(False)))
+    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
+    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
     try:
         with following:
-            run_quietly(model, example)
+            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     if following.last is None:
         raise SiteError(
             f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
         )
     one, other = following.last
-    if one.depth == other.depth:
-        raise SiteError(
-            f"{site!r} adds two branches of equal length, and it cannot be told which is the shortcut: choose a module "
-            "inside one of them by names=, with at='after'"
-        )
     branch = max(one, other, key=lambda step: step.depth)
-    if branch.module is None:
-        raise SiteError(
-            f"{site!r} adds what is no output of a module, so nothing can follow the branch: choose a module inside "
-            "it by names=, with at='after'"
+    if one.depth == other.depth or branch.module is None:
+        what = (
+            "adds two branches of equal length, and it cannot be told which is the shortcut"
+            if one.depth == other.depth
+            else "adds what is no output of a module, so nothing can follow the branch"
         )
+        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
     return branch.module
 
 
@@ -79,8 +72,8 @@ class Following(TorchFunctionMode):
     def watch(self, on: bool) -> None:
         self.watching = on
 
-    def give(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
+    def give(self, name: str) -> Hook:
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if isinstance(output, Tensor):
                 self.origin(output).module = name
 
@@ -99,7 +92,7 @@ class Following(TorchFunctionMode):
         if func in ADDITIONS and len(taken) == 2:
             one, other = taken
             if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
-                self.last = Origin(one.tensor, one.depth, one.module), Origin(other.tensor, other.depth, other.module)
+                self.last = replace(one), replace(other)
         output = func(*args, **kwargs)
         if isinstance(output, Tensor):
             # In place or not, this is no longer what a module returned.

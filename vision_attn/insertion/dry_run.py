@@ -1,22 +1,22 @@
-"""A forward pass to look at a network: what its modules take and give, and where maps of the image are among that."""
+"""A forward pass to look at a network: what its modules take and give, and where maps of the image are among that.
+
+Which tensors are maps is decided as the top of ``maps`` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.alignment import misaligned
-from vision_attn.insertion.elements import Element, FeatureMap, change, tensors_in
-from vision_attn.insertion.layout import Layout, consistent_layouts
-from vision_attn.insertion.running import run_quietly
-from vision_attn.insertion.sites import declared_stages, last_of_sequential
+from vision_attn.insertion.backbone import Hook, declared_stages, end_of_sequential, modules_around, run_quietly
+from vision_attn.insertion.maps import Element, Form, Layout, Map, change, consistent_layouts, forms_in, misaligned
 
-__all__ = ["DryRun", "modules_around"]
+__all__ = ["DryRun"]
 
 
 @dataclass(frozen=True)
@@ -24,76 +24,62 @@ class Call:
     """One call of a module."""
 
     #: tensors by position or keyword
-    taken: dict[Element, FeatureMap]
-    given: dict[Element, FeatureMap]
+    taken: dict[Element, Form]
+    given: dict[Element, Form]
     #: what it returns is a …
     kind: str
     #: how many calls of any module had ended before
     order: int
 
+    def side(self, at: str) -> dict[Element, Form]:
+        return self.taken if at == "before" else self.given
 
-@dataclass
+
 class DryRun:
-    """All calls of a model's modules in one forward of an example."""
+    """All calls of a model's modules in one forward of an example; the model is as it was afterwards."""
 
-    #: the network; afterwards it is as it was
-    model: nn.Module
-    #: an image batch
-    example: Tensor
-    #: by path of the module, in order; made by the run
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, example: Tensor) -> None:
+        self.model = model
+        self.example = example
+        #: by path of the module, in order
+        self.calls = calls_of(model, example)
 
-    def __post_init__(self) -> None:
-        self.calls = calls_of(self.model, self.example)
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the example, in pixels."""
-        return self.example.shape[-2], self.example.shape[-1]
-
-    def maps(self, name: str, at: str = "after") -> dict[Element, tuple[FeatureMap, Layout]]:
-        """The maps among what a module that is called once gives, or takes, and how they lie in their tensors."""
-        calls = self.calls.get(name, [])
+    def maps(self, target: str, at: str = "after") -> list[Map]:
+        """The maps among what a module that is called once gives, or takes."""
+        calls = self.calls.get(target, [])
         if len(calls) != 1:
-            return {}
-        found: dict[Element, tuple[FeatureMap, Layout]] = {}
-        for element, tensor in self.side(calls[0], at).items():
-            layouts = self.layouts(name, tensor)
-            if layouts and self.wider is not None and len(self.wider.calls.get(name, [])) == 1:
-                twin = self.wider.side(self.wider.calls[name][0], at).get(element)
-                layouts = same_kind(layouts, self.wider.layouts(name, twin)) if twin is not None else set()
+            return []
+        found = []
+        for element, form in calls[0].side(at).items():
+            layouts = self.layouts(target, form)
+            if layouts and self.wider is not None and len(wide := self.wider.calls.get(target, [])) == 1:
+                twin = wide[0].side(at).get(element)
+                layouts = same_kind(layouts, self.wider.layouts(target, twin)) if twin is not None else set()
             if len(layouts) > 1:
                 layouts &= self.usual_layouts
             if len(layouts) == 1:
-                found[element] = (tensor, layouts.pop())
+                found.append(Map(target, at, element, form, layouts.pop()))
         return found
 
-    def side(self, call: Call, at: str) -> dict[Element, FeatureMap]:
-        """The tensors of a call on one side of it."""
-        return call.taken if at == "before" else call.given
-
-    def layouts(self, name: str, tensor: FeatureMap) -> set[Layout]:
+    def layouts(self, target: str, form: Form) -> set[Layout]:
         """The layouts in which a tensor of a module can be a map; none if it cannot be one."""
-        if not tensor.dtype.is_floating_point or self.compares_tokens(name, tensor.shape):
+        if not form.dtype.is_floating_point or self.compares_tokens(target, form.shape):
             return set()
         prefix = getattr(self.model, "num_prefix_tokens", None)
+        rows, columns = self.example.shape[-2:]
         return consistent_layouts(
-            tensor.shape, self.example.shape[0], self.image_size, prefix if isinstance(prefix, int) else None
+            form.shape, len(self.example), (rows, columns), prefix if isinstance(prefix, int) else None
         )
 
-    def compares_tokens(self, name: str, shape: tuple[int, ...]) -> bool:
+    def compares_tokens(self, target: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of a module holds the weights of an attention.
 
         These are a number for each pair of the tokens that a module around it takes.
         """
         if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
-        taken = [
-            tensor.shape
-            for around in modules_around(name)
-            for call in self.calls.get(around, [])
-            for tensor in call.taken.values()
-        ]
+        calls = [call for around in modules_around(target) for call in self.calls.get(around, [])]
+        taken = [form.shape for call in calls for form in call.taken.values()]
         return any(len(tokens) == 3 and tokens[1] == shape[2] for tokens in taken)
 
     @cached_property
@@ -107,94 +93,80 @@ class DryRun:
     @cached_property
     def usual_layouts(self) -> set[Layout]:
         """The layouts of maps of which there is no doubt: what a model has elsewhere it has everywhere."""
-        certain = set()
-        for name, calls in self.calls.items():
-            for call in calls:
-                for tensor in call.given.values():
-                    layouts = self.layouts(name, tensor)
-                    if len(layouts) == 1 and len(tensor.shape) == 4:
-                        certain |= layouts
+        given = [(name, form) for name, calls in self.calls.items() for call in calls for form in call.given.values()]
+        found = [self.layouts(name, form) for name, form in given if len(form.shape) == 4]
+        certain = set().union(*(layouts for layouts in found if len(layouts) == 1))
         return certain if len(certain) == 1 else set()
 
-    def check_called_once(self, name: str) -> None:
+    def check_called_once(self, target: str) -> None:
         """Refuse a module that one block cannot follow."""
-        times = len(self.calls.get(name, []))
+        times = len(self.calls.get(target, []))
         if times == 0:
-            raise SiteError(f"{name!r} is not called in the forward pass of the model: choose a module that is")
+            raise SiteError(f"{target!r} is not called in the forward pass of the model: choose a module that is")
         if times > 1:
             raise SiteError(
-                f"{name!r} is called {times} times in one forward pass, so one block cannot follow it: "
+                f"{target!r} is called {times} times in one forward pass, so one block cannot follow it: "
                 "choose the module around it"
             )
 
-    def the_map(self, name: str, at: str = "after") -> tuple[Element, FeatureMap, Layout]:
+    def the_map(self, target: str, at: str = "after") -> Map:
         """The one map that a module gives or takes."""
-        self.check_called_once(name)
-        maps = self.maps(name, at)
+        self.check_called_once(target)
+        maps = self.maps(target, at)
         if len(maps) > 1 and at == "after":
-            maps = self.meant(name, maps)
+            maps = self.meant(maps)
         if len(maps) == 1:
-            ((element, (tensor, layout)),) = maps.items()
-            return element, tensor, layout
-        call = self.calls[name][0]
-        verb, side = ("takes", call.taken) if at == "before" else ("returns", call.given)
-        rows, columns = self.image_size
+            return maps[0]
+        call = self.calls[target][0]
+        verb, side = "takes" if at == "before" else "returns", call.side(at)
         if len(maps) > 1:
-            shapes = ", ".join(str(tensor.shape) for tensor, _ in maps.values())
+            shapes = ", ".join(str(one.form.shape) for one in maps)
             raise SiteError(
-                f"{name!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
+                f"{target!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
             )
         if len(side) == 1:
-            (shape,) = (tensor.shape for tensor in side.values())
+            (form,) = side.values()
+            size = "×".join(map(str, self.example.shape[-2:]))
             raise SiteError(
-                f"{name!r} {verb} a tensor of shape {shape} for {self.example.shape[0]} image(s) of {rows}×{columns}: "
-                "that is no map (batch, channels, height, width) or (batch, height, width, channels), and no "
-                "sequence of tokens of such a grid; choose another module"
+                f"{target!r} {verb} a tensor of shape {form.shape} for {len(self.example)} image(s) of {size}: that is "
+                "no map (batch, channels, height, width) or (batch, height, width, channels), and no sequence of "
+                "tokens of such a grid; choose another module"
             )
         what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
-        raise SiteError(f"{name!r} {verb} {what}: choose a module inside or around it")
+        raise SiteError(f"{target!r} {verb} {what}: choose a module inside or around it")
 
-    def the_maps(self, names: Iterable[str], at: str) -> dict[str, tuple[Element, FeatureMap, Layout]]:
-        """The one map of each of several modules, each seen to be one of the image."""
-        found = {name: self.the_map(name, at) for name in names}
-        for name in self.misplaced(found, at):
-            _, tensor, layout = found[name]
-            height, width = layout.map_shape(tensor.shape)[2:]
-            raise SiteError(
-                f"{name!r} {'takes' if at == 'before' else 'returns'} a tensor of shape {tensor.shape}, which is no "
-                f"map of {height}×{width}: what changes in the image does not show at its place there; choose another "
-                "module"
-            )
-        return found
+    def the_maps(self, targets: Iterable[str], at: str) -> list[Map]:
+        """The one map of each of several modules, each seen to be one of the image and whether it is read."""
+        found = [self.the_map(target, at) for target in targets]
+        misplaced = self.misplaced(found)
+        for one in found:
+            if one.target in misplaced:
+                raise SiteError(
+                    f"{one.target!r} {'takes' if at == 'before' else 'returns'} a tensor of shape {one.form.shape}, "
+                    f"which is no map of {one.shape[2]}×{one.shape[3]}: what changes in the image does not show at its "
+                    "place there; choose another module"
+                )
+        unread = self.unread(found) if at == "after" else set()
+        return [replace(one, read=one.target not in unread) for one in found]
 
-    def misplaced(self, found: Mapping[str, tuple[Element, FeatureMap, Layout]], at: str = "after") -> set[str]:
-        """The modules among these whose tensor has the shape of a map and is none of the image."""
+    def misplaced(self, maps: Iterable[Map]) -> set[str]:
+        """The targets of those that have the shape of a map and are none of the image."""
         # Of tokens, and where there is no other size of image to compare with, a shape says little.
-        doubtful = {
-            name: (element, layout)
-            for name, (element, _, layout) in found.items()
-            if layout.grid is not None or self.wider is None
-        }
-        return misaligned(self.model, doubtful, self.example, at)
+        doubtful = [one for one in maps if one.layout.grid is not None or self.wider is None]
+        return misaligned(self.model, doubtful, self.example)
 
-    def meant(
-        self, name: str, maps: dict[Element, tuple[FeatureMap, Layout]]
-    ) -> dict[Element, tuple[FeatureMap, Layout]]:
-        """The maps among several that the network reads and, if that is more than one, that it declares for a stage."""
-        read = {element: found for element, found in maps.items() if self.is_read(name, element, found[1])} or maps
+    def meant(self, maps: list[Map]) -> list[Map]:
+        """Those among a module's maps that the network reads and, if that is more than one, declares for a stage."""
+        read = [one for one in maps if self.is_read(one)] or maps
         channels = {
             count
             for stage, count in declared_stages(self.model)
-            if stage in self.calls and last_of_sequential(self.model, stage) == name
+            if stage in self.calls and end_of_sequential(self.model, stage) == maps[0].target
         }
-        return {
-            element: (tensor, layout)
-            for element, (tensor, layout) in read.items()
-            if layout.map_shape(tensor.shape)[1] in channels
-        } or read
+        return [one for one in read if one.shape[1] in channels] or read
 
-    def unread(self, maps: Mapping[str, tuple[Element, FeatureMap, Layout]]) -> set[str]:
-        """The modules among these whose maps nothing comes of.
+    def unread(self, maps: Iterable[Map]) -> set[str]:
+        """The targets of those that nothing comes of.
 
         A head may read the class token alone, and then so it is with the grid after the last block; tokens that come
         before a grid that is read are taken to be read with it. And what a module gives among other things may be for
@@ -202,26 +174,21 @@ class DryRun:
         """
         found = set()
         grid_is_read = False
-        for name in sorted(maps, key=lambda name: -self.calls[name][0].order):
-            element, _, layout = maps[name]
-            if element is not None or (layout.prefix and not grid_is_read):
-                if self.is_read(name, element, layout):
-                    grid_is_read |= layout.prefix > 0
+        for one in sorted(maps, key=lambda one: -self.calls[one.target][0].order):
+            if one.element is not None or (one.layout.prefix and not grid_is_read):
+                if self.is_read(one):
+                    grid_is_read |= one.layout.prefix > 0
                 else:
-                    found.add(name)
+                    found.add(one.target)
         return found
 
-    def is_read(self, name: str, element: Element, layout: Layout) -> bool:
-        """Whether what the model gives depends on the map that a module gives: with NaN for that map, NaN comes out."""
+    def is_read(self, one: Map) -> bool:
+        """Whether what the model gives depends on a map that a module gives: with NaN for it, NaN comes out."""
 
-        def spoil(module: nn.Module, args: object, output: object) -> object:
-            return change(output, element, lambda x: layout.of_map(x, layout.to_map(x) * torch.nan))
+        def spoil(module: nn.Module, args: object, kwargs: object, output: object) -> object:
+            return change(output, one.element, lambda x: one.layout.of_map(x, one.layout.to_map(x) * torch.nan))
 
-        handle = self.model.get_submodule(name).register_forward_hook(spoil)
-        try:
-            output = run_quietly(self.model, self.example)
-        finally:
-            handle.remove()
+        output = run_quietly(self.model, self.example, {one.target: spoil})
         return self.example.is_meta or any(bool(tensor.isnan().any()) for tensor in leaves(output))
 
 
@@ -231,12 +198,6 @@ def leaves(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from leaves(item)
-
-
-def modules_around(name: str) -> list[str]:
-    """The paths of the modules that a module is inside of, without the model."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def same_kind(layouts: set[Layout], others: set[Layout]) -> set[Layout]:
@@ -249,21 +210,14 @@ def calls_of(model: nn.Module, example: Tensor) -> dict[str, list[Call]]:
     calls: dict[str, list[Call]] = {}
     ended = 0
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+    def note(name: str) -> Hook:
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             nonlocal ended
-            taken = {**tensors_in(args), **tensors_in(kwargs)}
-            calls.setdefault(name, []).append(Call(taken, tensors_in(output), type(output).__name__, ended))
+            taken = {**forms_in(args), **forms_in(kwargs)}
+            calls.setdefault(name, []).append(Call(taken, forms_in(output), type(output).__name__, ended))
             ended += 1
 
         return hook
 
-    handles = [
-        module.register_forward_hook(note(name), with_kwargs=True) for name, module in model.named_modules() if name
-    ]
-    try:
-        run_quietly(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
     return calls

@@ -1,4 +1,4 @@
-"""A backbone that stays as it is while the blocks in it are trained: its parameters and its running statistics."""
+"""What is trained: the gates of inserted blocks, and a backbone that keeps its parameters and running statistics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 from torch import nn
 
-from vision_attn.insertion.out import inserted_keys, replaced
-from vision_attn.insertion.running import plain_network
+from vision_attn.checks import check_number
+from vision_attn.insertion.attach import inserted, inserted_keys, replaced
+from vision_attn.insertion.backbone import plain_network
 
-__all__ = ["freeze_backbone_"]
+__all__ = ["freeze_backbone_", "freeze_gates_", "gates", "set_gates_"]
 
 #: The attribute in which a module with something frozen keeps what it was.
 FROZEN = "_before_freezing"
@@ -26,6 +28,88 @@ class BeforeFreezing:
     trained: tuple[str, ...]
     #: the mode that it was in, or was last asked to be in
     training: bool
+
+
+def gates(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The gates of a model's inserted blocks by site: the parameters themselves, one value a channel.
+
+    Blocks without a gate, such as a convolution's replacement, have no entry.
+
+    Args:
+        model: a model that blocks are inserted in.
+
+    Returns:
+        A gate ``(c,)`` for each site.
+
+    Raises:
+        ValueError: no block of the model has a gate.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> {site: gate.shape for site, gate in gates(model).items()}
+    {'0': torch.Size([8])}
+    """
+    found = {site: getattr(block, "gate", None) for site, block in inserted(model).items()}
+    live = {site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)}
+    if not live:
+        what = f"the blocks at {', '.join(map(repr, found))} have none" if found else "nothing is inserted in it"
+        raise ValueError(f"model has no gate ({what}): insert a block that has one, such as AttentionBlock2d")
+    return live
+
+
+@torch.no_grad()
+def set_gates_(model: nn.Module, value: float) -> int:
+    """Give every channel of every gate one value, in place.
+
+    Args:
+        model: a model that blocks are inserted in.
+        value: 0 for the network without its blocks, 1 for their whole contribution.
+
+    Returns:
+        How many gates there are.
+
+    Raises:
+        ValueError: no block of the model has a gate, or the value is not a finite number.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> freeze_gates_(model)
+    1
+    >>> for step in range(100):
+    ...     _ = set_gates_(model, 0.1 * (step + 1) / 100)  # and a step of the optimiser
+    """
+    check_number("value", value)
+    found = gates(model)
+    for gate in found.values():
+        gate.fill_(value)
+    return len(found)
+
+
+def freeze_gates_(model: nn.Module, frozen: bool = True) -> int:
+    """Take the gates out of training, or put them back, in place.
+
+    What is behind a gate that is frozen at zero gets no gradient: give it another value with :func:`set_gates_`.
+
+    Args:
+        model: a model that blocks are inserted in.
+        frozen: whether they keep their values.
+
+    Returns:
+        How many gates there are.
+
+    Raises:
+        ValueError: no block of the model has a gate.
+
+    >>> freeze_gates_(nn.ReLU())
+    Traceback (most recent call last):
+    ValueError: model has no gate (nothing is inserted in it): insert a block that has one, such as AttentionBlock2d
+    """
+    found = gates(model)
+    for gate in found.values():
+        gate.requires_grad_(not frozen)
+    return len(found)
 
 
 def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str | Iterable[str] = ()) -> int:

@@ -1,27 +1,39 @@
-"""Into a backbone: blocks at sites of a model that is there already, which begin as the identity.
+"""Blocks into a backbone that is there already, by :func:`insert_` and :func:`replace_`, and out again.
 
-A block becomes a child of the module at its site, under the name :data:`CHILD`, and a hook applies it to what that
-module gives or takes. No module of the model is renamed or wrapped, so its checkpoints fit before and after.
+A block that is inserted begins as the identity and renames no module of the model, so that checkpoints of the model fit
+before and after; one that replaces a module changes what the network computes. Nothing is changed before all that can
+fail has gone well.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vision_attn.blocks import AttentionBlock2d
-from vision_attn.insertion.attach import RECORD, attach, find_holders
+from vision_attn.blocks import AttentionBlock2d, StridedAttention2d
+from vision_attn.errors import SiteError
+from vision_attn.insertion.attach import (
+    RECORD,
+    REPLACED,
+    attach,
+    exchange,
+    inserted,
+    records,
+    take_out,
+    with_owners,
+)
+from vision_attn.insertion.backbone import changeable, example_images
 from vision_attn.insertion.dry_run import DryRun
-from vision_attn.insertion.out import forget_compiled_graphs
+from vision_attn.insertion.maps import FIRST, Map
 from vision_attn.insertion.report import InsertionReport, describe
-from vision_attn.insertion.running import changeable, example_images
-from vision_attn.insertion.selection import hosts_of, select_sites
-from vision_attn.insertion.sites import Names
+from vision_attn.insertion.sites import Names, select_sites, targets_of
 
-__all__ = ["check_maker", "check_new", "insert_", "warn"]
+__all__ = ["check_maker", "insert_", "remove_", "replace_"]
 
 
 def insert_(
@@ -73,36 +85,130 @@ def insert_(
     check_maker(block)
     model = changeable(model)
     run = DryRun(model, example_images(model, example_input))
-    hosts = hosts_of(run, select_sites(run, stages=stages, names=names, where=where), at)
+    targets = targets_of(run, select_sites(run, stages=stages, names=names, where=where), at)
     side = "before" if at == "before" else "after"
-    maps = run.the_maps(hosts, side)
-    holders = find_holders(model, hosts, run.example)
-
-    unread = set() if side == "before" else run.unread(maps)
+    maps = with_owners(model, run.the_maps(targets, side), run.example)
     make = AttentionBlock2d if block is None else block
-    blocks: dict[str, nn.Module] = {}
-    for host, (element, tensor, layout) in maps.items():
-        shape = layout.map_shape(tensor.shape)
-        new = make(shape[1], device=tensor.device, dtype=tensor.dtype, **block_options)
-        check_new(new, blocks.values())
-        new.train(model.get_submodule(host).training)
-        vars(new)[RECORD] = describe(
-            new,
-            shape,
-            site=host,
-            at=side,
-            options=block_options,
-            input_shape=tuple(run.example.shape),
-            element=element,
-            layout=layout,
-            read=host not in unread,
-        )
-        blocks[host] = new
-    report = InsertionReport(tuple(vars(new)[RECORD] for new in blocks.values()))
-    warn(report)
-    # Only now, when nothing can fail any more, is the model changed.
-    for host, new in blocks.items():
-        attach(model, host, holders[host], new)
+    blocks: list[nn.Module] = []
+    for one in maps:
+        new = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **block_options)
+        check_new(new, blocks)
+        new.train(model.get_submodule(one.target).training)
+        vars(new)[RECORD] = describe(new, one, side, block_options, tuple(run.example.shape))
+        blocks.append(new)
+    report = report_of(blocks, "inserted")
+    for one, new in zip(maps, blocks, strict=True):
+        attach(model, one, new)
+    forget_compiled_graphs()
+    return report
+
+
+def replace_(
+    model: nn.Module,
+    block: Callable[..., nn.Module] | None = None,
+    *,
+    stages: int | str | Iterable[int | str] | None = None,
+    names: Names | Iterable[Names] | None = None,
+    where: Callable[[str, nn.Module], bool] | None = None,
+    example_input: Tensor | tuple[int, ...] | None = None,
+    **block_options: Any,
+) -> InsertionReport:
+    """Put attention in the place of chosen modules of a model, in place.
+
+    A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` from its input channels to its output channels, with
+    its groups in the projections (``groups=1`` for dense ones) and an average pool for its stride, as in BoTNet; its
+    kernel and dilation have no counterpart, since every position sees every other. Any other module that returns a map
+    of the shape it takes, such as squeeze and excitation, becomes a :class:`vision_attn.AttentionBlock2d`. What is new
+    is untrained, and unlike :func:`insert_` this changes what the network computes. :func:`remove_` puts the old
+    modules back.
+
+    Args:
+        model: any network on images whose maps are ``(b, c, h, w)``.
+        block: class or function in the place of these two, called as ``block(channels, device=…, dtype=…,
+            **block_options)``, and with ``stride=…, out_channels=…`` in the place of a convolution.
+        stages: as in :func:`insert_`.
+        names: as in :func:`insert_`: ``"layer4.*.conv2"`` are the 3×3 convolutions of a ResNet-50's last stage.
+        where: as in :func:`insert_`.
+        example_input: as in :func:`insert_`.
+        **block_options: handed to the block.
+
+    Returns:
+        A report that prints as a table; parameters and multiply-adds are those of what is new.
+
+    Raises:
+        SiteError: nothing matches, or a module that matches cannot be replaced; the message says which and why, and the
+            model is as it was.
+        ValueError: not exactly one of ``stages``, ``names`` and ``where``, or options that the block refuses.
+
+    Source: Srinivas et al., *Bottleneck Transformers for Visual Recognition*, 2021, https://arxiv.org/abs/2101.11605
+
+    >>> from torchvision.models import resnet50
+    >>> report = replace_(resnet50(), names="layer4.*.conv2", num_heads=4)
+    >>> [(block.site, block.height) for block in report.blocks]
+    [('layer4.0.conv2', 14), ('layer4.1.conv2', 7), ('layer4.2.conv2', 7)]
+    """
+    check_maker(block)
+    model = changeable(model)
+    run = DryRun(model, example_images(model, example_input))
+    sites = select_sites(run, stages=stages, names=names, where=where)
+    blocks: list[nn.Module] = []
+    for site in sites:
+        old = model.get_submodule(site)
+        check_replaceable(site, old, sites)
+        taken, given = maps_around(run, site)
+        factory: dict[str, Any] = {"device": taken.form.device, "dtype": taken.form.dtype}
+        if isinstance(old, nn.Conv2d):
+            make = StridedAttention2d if block is None else block
+            own: dict[str, Any] = {"groups": old.groups} if block is None else {}
+            own |= {"stride": int(old.stride[0]), "out_channels": old.out_channels}
+        elif taken.shape == given.shape:
+            make, own = AttentionBlock2d if block is None else block, {}
+        else:
+            raise SiteError(
+                f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
+                "and modules that return a map of the shape they take"
+            )
+        new = make(taken.shape[1], **factory, **{**own, **block_options})
+        check_new(new, blocks)
+        new.train(old.training)
+        vars(new)[RECORD] = describe(new, taken, "instead", block_options, tuple(run.example.shape), given)
+        blocks.append(new)
+    report = report_of(blocks, "put in place")
+    for site, new in zip(sites, blocks, strict=True):
+        old = model.get_submodule(site)
+        exchange(model, old, new)
+        vars(new)[REPLACED] = old
+    forget_compiled_graphs()
+    return report
+
+
+def remove_(model: nn.Module) -> InsertionReport:
+    """Take out every block that was inserted, and put back what was replaced: the model as it was, object for object.
+
+    Args:
+        model: a model that :func:`insert_` or :func:`replace_` worked on.
+
+    Returns:
+        A report of what was removed.
+
+    Raises:
+        ValueError: nothing is inserted in the model.
+
+    >>> from torchvision.models import resnet18
+    >>> from vision_attn.insertion import insert_
+    >>> model = resnet18()
+    >>> keys = list(model.state_dict())
+    >>> report = insert_(model, stages=[-2, -1])
+    >>> len(remove_(model)), list(model.state_dict()) == keys
+    (2, True)
+    """
+    model = changeable(model)
+    blocks = inserted(model)
+    if not blocks:
+        raise ValueError("model has no inserted block to remove")
+    report = InsertionReport(records(model), verb="removed")
+    for site, block in blocks.items():
+        take_out(model, site, block)
     forget_compiled_graphs()
     return report
 
@@ -121,7 +227,37 @@ def check_new(block: object, others: Iterable[nn.Module]) -> None:
         raise ValueError(f"block must make a new module for each site; it made the same {type(block).__name__} again")
 
 
-def warn(report: InsertionReport) -> None:
-    """Give the report's warnings, before anything is changed: a person may have made them errors."""
+def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
+    """Refuse what holds a block, has other sites inside of it, or is a convolution that strides unevenly."""
+    if any(RECORD in vars(module) for module in old.modules()):
+        raise SiteError(f"{site!r} holds an inserted block or is one: take it out with remove_ first")
+    inner = next((other for other in sites if other.startswith(f"{site}.")), None)
+    if inner is not None:
+        raise SiteError(f"{inner!r} lies inside of {site!r}: replace one of the two")
+    if isinstance(old, nn.Conv2d) and len(set(old.stride)) > 1:
+        raise SiteError(f"{site!r} has the stride {old.stride}: replace_ takes convolutions with one for both axes")
+
+
+def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
+    """The one map that a module takes, and the one that it makes of it."""
+    taken, given = run.the_map(site, "before"), run.the_map(site, "after")
+    if taken.element != 0 or given.element is not None or (taken.layout, given.layout) != (FIRST, FIRST):
+        raise SiteError(
+            f"{site!r} does not make one map (batch, channels, height, width) of another, its only argument: "
+            "choose a module that does"
+        )
+    return taken, given
+
+
+def report_of(blocks: Iterable[nn.Module], verb: str) -> InsertionReport:
+    """The report of new blocks, with its warnings given before anything is changed: they may have been made errors."""
+    report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+    return report
+
+
+def forget_compiled_graphs() -> None:
+    """A model that was compiled runs the graph it had, and does not look whether its hooks are still the same."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

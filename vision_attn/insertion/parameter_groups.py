@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vision_attn.checks import check_number
-from vision_attn.insertion.out import inserted_keys
-from vision_attn.insertion.running import plain_network
+from vision_attn.insertion.attach import inserted_keys
+from vision_attn.insertion.backbone import plain_network
 from vision_attn.position import PositionTerm
 
 __all__ = ["check_optimizer", "parameter_groups"]

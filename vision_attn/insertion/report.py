@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
-from vision_attn.insertion.layout import FIRST, Layout
+from vision_attn.insertion.maps import FIRST, Layout, Map
 from vision_attn.text import table
 
-__all__ = ["InsertedBlock", "InsertionReport", "describe"]
-
+__all__ = ["InsertedBlock", "InsertionReport", "count_multiply_adds", "describe"]
 
 #: What is easily forgotten.
 OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
@@ -32,7 +31,7 @@ class InsertedBlock:
     (16, 12, 192)
     """
 
-    #: path of the module at which the block is
+    #: path of the module at which the block runs: the target of the site that was chosen
     site: str
     #: ``"after"`` or ``"before"`` it, or ``"instead"`` of it
     at: str
@@ -141,30 +140,52 @@ class InsertionReport:
 
 def describe(
     block: nn.Module,
-    shape: tuple[int, int, int, int],
-    expected: tuple[int, ...] | None = None,
-    **where: Any,
+    taken: Map,
+    at: str,
+    options: Mapping[str, Any],
+    input_shape: tuple[int, ...],
+    given: Map | None = None,
 ) -> InsertedBlock:
-    """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it."""
-    expected = shape if expected is None else expected
-    # Counted on the form whose every product is a matrix product that the counter knows.
-    meta = copy.deepcopy(block).to("meta").eval()
-    with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
-        parameter = next(meta.parameters(), torch.empty(0))
-        y = meta(torch.empty(1, *shape[1:], device="meta", dtype=parameter.dtype))
-    if tuple(y.shape[1:]) != tuple(expected[1:]):
-        wanted = (
-            "maps of the shape it is given" if expected == shape else f"maps of {expected[1:]}, as what it replaces"
-        )
+    """The record of a block for a map, once it is seen to make a map of the same shape, or of what it replaces."""
+    shape, expected = taken.shape[1:], (given or taken).shape[1:]
+    output, multiply_adds = run_on_meta(block, shape)
+    if tuple(output.shape[1:]) != expected:
+        wanted = "maps of the shape it is given" if given is None else f"maps of {expected}, as what it replaces"
         raise ValueError(
-            f"block must return {wanted}; {type(block).__name__} makes {tuple(y.shape)} of {(1, *shape[1:])}"
+            f"block must return {wanted}; {type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
         )
     return InsertedBlock(
-        **where,
+        site=taken.target,
+        at=at,
         block=type(block).__name__,
-        channels=shape[1],
-        height=shape[2],
-        width=shape[3],
+        options=options,
+        channels=shape[0],
+        height=shape[1],
+        width=shape[2],
         parameters=sum(p.numel() for p in block.parameters()),
-        multiply_adds=counter.get_total_flops() // 2,
+        multiply_adds=multiply_adds,
+        input_shape=input_shape,
+        element=taken.element if given is None else None,
+        layout=taken.layout,
+        read=taken.read,
     )
+
+
+def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
+    """The multiply-adds of one forward of one image or map, found without computing anything.
+
+    >>> from vision_attn.blocks import Attention2d
+    >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
+    8128512
+    """
+    return run_on_meta(module, shape[1:])[1]
+
+
+def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]:
+    """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
+    # Counted on the form whose every product is a matrix product that the counter knows.
+    meta = copy.deepcopy(module).to("meta").eval()
+    parameter = next(meta.parameters(), torch.empty(0))
+    with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
+        output = meta(torch.empty(1, *shape, device="meta", dtype=parameter.dtype))
+    return output, counter.get_total_flops() // 2

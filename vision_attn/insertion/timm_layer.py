@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d
+from vision_attn.insertion.insert import check_maker
 
 __all__ = ["TimmLayer", "timm_layer"]
 
@@ -85,8 +86,7 @@ def timm_layer(block: Callable[..., nn.Module] | None = None, **options: Any) ->
     >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
-    if isinstance(block, nn.Module) or not (block is None or callable(block)):
-        raise ValueError(f"block must be a class or a function that makes a block, or None; got {block!r}")
+    check_maker(block)
     return TimmLayer(AttentionBlock2d if block is None else block, options)
 
 

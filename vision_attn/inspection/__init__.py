@@ -1,7 +1,6 @@
 """A network looked at before anything is inserted: what a block would cost at each stage, and where to put one."""
 
 from vision_attn.inspection.inspect import inspect_model
-from vision_attn.inspection.report import Inspection
-from vision_attn.inspection.sites import Site
+from vision_attn.inspection.report import Inspection, Site
 
 __all__ = ["Inspection", "Site", "inspect_model"]

@@ -1,28 +1,46 @@
-"""Look at a network before anything is inserted in it."""
+"""What a block costs at each stage of a network, and where it is worth trying, before anything is inserted."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from vision_attn.insertion import InsertionReport, SiteError, insert_, inserted, plain_network
+from vision_attn.blocks import AttentionBlock2d
+from vision_attn.checks import check_counts
+from vision_attn.errors import SiteError
+from vision_attn.insertion import InsertedBlock, example_images, insert_, inserted, plain_network
+from vision_attn.insertion.backbone import end_of_sequential, run_quietly
 from vision_attn.insertion.dry_run import DryRun
-from vision_attn.insertion.sites import last_of_sequential
-from vision_attn.insertion.stages import stages_of
-from vision_attn.inspection.advice import propose
-from vision_attn.inspection.memory import machine_memory
-from vision_attn.inspection.network import TORCHVISION, Work, example_for, measure, network_of
-from vision_attn.inspection.report import Inspection
-from vision_attn.inspection.sites import Cost, Site, cost_of, cost_of_default, heads_for
-from vision_attn.inspection.units import GIBI
+from vision_attn.insertion.report import describe
+from vision_attn.insertion.sites import stages_of
+from vision_attn.inspection.memory import IMPLS_COUNTED, count_saved_bytes, machine_memory
+from vision_attn.inspection.report import GIBI, LONGEST, SHORTEST, Inspection, Proposal, Share, Site
+from vision_attn.patterns import Window
 
 __all__ = ["inspect_model"]
+
+#: What stands before the names of torchvision's networks.
+TORCHVISION = "torchvision:"
+
+#: Sides of windows, the most usual first.
+WINDOWS = (7, 8, 6, 9, 10, 5)
+
+#: A proposal that adds more than this share to a network's multiply-adds is followed by a cheaper one, ...
+DEAR = 0.25
+
+#: ... whose heads are the first of these wide that does not.
+NARROW = (64, 32, 16, 8)
 
 
 def inspect_model(
@@ -40,8 +58,8 @@ def inspect_model(
 ) -> Inspection:
     """What an attention block would cost at each stage of a network, and where it is worth trying.
 
-    The network is run once, on one empty image; blocks are not run at all. With ``stages`` or ``names`` blocks are
-    inserted in a copy, and what is reported is what these cost. The model is left as it is.
+    The network is run on an empty image; blocks are not run at all. With ``stages`` or ``names`` blocks are inserted
+    in a copy, and what is reported is what these cost. The model is left as it is.
 
     Args:
         model: a network, or the name of one: as timm knows it, or ``"torchvision:resnet18"``.
@@ -66,120 +84,178 @@ def inspect_model(
     >>> [(site.path, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
-    check_limits(batch_size, num_heads, memory_limit)
+    check_counts(batch_size=batch_size, num_heads=num_heads)
+    if memory_limit is not None and not 0 < memory_limit < math.inf:
+        raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size)
-    run = dry_run(network, example, model if isinstance(model, str) else type(network).__name__)
-    device = example.device if not isinstance(model, str) or not torch.cuda.is_available() else torch.device("cuda")
-    limit = machine_memory(device) if memory_limit is None else round(memory_limit * GIBI)
-
+    run = dry_run(network, example)
     paths = stages_of(run)
-    work = measure(network, paths, example)
-    chosen = stages is not None or names is not None
-    report = None
-    if chosen:
-        network = network if isinstance(model, str) else copy.deepcopy(network)
-        options = {"num_heads": num_heads, **block_options}
-        report = insert_quietly(network, stages=stages, names=names, at=at, example_input=example, **options)
-        sites = sites_of(network, report, batch_size, dtype)
+    whole, shares = measure(network, paths, example)
+
+    def row(block: nn.Module, record: InsertedBlock, **more: Any) -> Site:
+        shape = (batch_size, record.channels, record.height, record.width)
+        saved = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
+        return Site(**vars(record), saved=saved, **more)
+
+    def price(path: str, options: Mapping[str, Any], **more: Any) -> Site:
+        found = replace(run.the_map(end_of_sequential(network, path)), target=path)
+        block = AttentionBlock2d(found.shape[1], device="meta", dtype=dtype, **options)
+        return row(block, describe(block, found, "after", options, tuple(example.shape)), **more)
+
+    report, proposals, sites = None, [], []
+    if stages is not None or names is not None:
+        other = network if isinstance(model, str) else copy.deepcopy(network)
+        with warnings.catch_warnings():  # an inspection has them in its text
+            warnings.filterwarnings("ignore", "the map at|nothing that the network gives")
+            options = {"num_heads": num_heads, **block_options}
+            report = insert_(other, stages=stages, names=names, at=at, example_input=example, **options)
+        blocks = inserted(other)
+        sites = [row(blocks[record.site].to(dtype), record) for record in report.blocks]
     elif not paths:
         raise SiteError(f"model: {type(network).__name__} has no modules that give maps of the image")
     else:
-        sites = stages_as_sites(run, paths, work, batch_size, dtype, num_heads, block_options)
+        taken = inserted(network)
+        for index, path in enumerate(paths):
+            target = end_of_sequential(network, path)
+            options = {"num_heads": heads_for(run.the_map(target).shape[1], num_heads), **block_options}
+            sites.append(price(path, options, stage=index, share=shares[path], occupied=target in taken))
+        # The activation that ends a stem has learned nothing that positions could be compared by.
+        learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
+        free = [site for site in learning if not site.occupied]
+        proposals = propose(free, len(sites), whole, price, num_heads, block_options)
 
-    def cost(site: Site, heads: int, options: dict[str, Any]) -> Cost:
-        # By one implementation: einx takes a while to read a line for a size that it has not seen.
-        shape = (batch_size, site.channels, site.height, site.width)
-        return cost_of_default(shape, heads, dtype, options, impls=("sdpa",))
-
+    # timm writes its name for a network into its configuration.
+    known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
+    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.device)
     return Inspection(
-        model=model if isinstance(model, str) else type(network).__name__,
-        trainable=isinstance(model, str) and not model.startswith(TORCHVISION),
+        model=known or type(network).__name__,
+        trainable=known is not None and not known.startswith(TORCHVISION) and not any(site.occupied for site in sites),
         input_shape=tuple(example.shape),
         own_size=input_size is None,
         batch_size=batch_size,
         dtype=dtype,
         options=block_options,
-        whole=work.whole,
+        whole=whole,
         sites=tuple(sites),
         inserted=report,
-        memory_limit=limit,
-        proposals=() if chosen else tuple(propose(sites, work.whole, cost, num_heads=num_heads, options=block_options)),
+        memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
+        proposals=tuple(proposals),
     )
 
 
-def check_limits(batch_size: int, num_heads: int, memory_limit: float | None) -> None:
-    for name, value in (("batch_size", batch_size), ("num_heads", num_heads)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
-    if memory_limit is not None and not 0 < memory_limit < math.inf:
-        raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
+def network_of(name: str) -> nn.Module:
+    """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows."""
+    if not name.startswith(TORCHVISION):
+        from timm.models import get_pretrained_cfg
+
+        from vision_attn.models import create_model
+
+        config = None
+        with suppress(RuntimeError):  # there is no such tag, which is refused in the next line with those there are
+            config = get_pretrained_cfg(name)
+        return create_model(name, num_classes=config.num_classes if config else 1000)
+
+    from torchvision import models
+
+    wanted, known = name.removeprefix(TORCHVISION), models.list_models(models)
+    if wanted not in known:
+        close = difflib.get_close_matches(wanted, known, n=5)
+        hint = f"close to it: {', '.join(close)}" if close else "torchvision.models.list_models() names them all"
+        raise ValueError(f"model: torchvision has no classifier {wanted!r}; {hint}")
+    # Weights are drawn and then never looked at: some of torchvision's networks ask, with a warning, how to draw them.
+    options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
+    model = models.get_model(wanted, weights=None, **options)
+    assert isinstance(model, nn.Module)
+    return model
 
 
-def dry_run(network: nn.Module, example: Tensor, name: str) -> DryRun:
+def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Tensor:
+    """One empty image of the size that is asked for, or of the model's own."""
+    own = example_images(model, None)
+    if input_size is None:
+        return own
+    size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
+        raise ValueError(f"input_size must be a side or a height and a width, in pixels; got {input_size!r}")
+    return own.new_zeros(1, own.shape[1], *size)
+
+
+def dry_run(network: nn.Module, example: Tensor) -> DryRun:
     try:
         return DryRun(network, example)
     except SiteError as error:
-        size = "×".join(map(str, example.shape[1:]))
-        raise ValueError(
-            f"input_size: {name!r} does not run on an image of {size} ({error.__cause__ or error}): "
-            "give a size that it takes"
-        ) from error
+        what = f"{type(network).__name__} does not run on an image of {'×'.join(map(str, example.shape[1:]))}"
+        raise ValueError(f"input_size: {what} ({error.__cause__ or error}): give a size that it takes") from error
 
 
-def insert_quietly(network: nn.Module, **arguments: Any) -> InsertionReport:
-    with warnings.catch_warnings():  # of small maps, which an inspection says in its own words
-        warnings.filterwarnings("ignore", "the map at")
-        return insert_(network, **arguments)
+def measure(model: nn.Module, stages: Sequence[str], example: Tensor) -> tuple[Share, dict[str, Share]]:
+    """What a network has and does, and by stage what runs after the stage before it, up to this one."""
+    names = {id(model.get_submodule(stage)): stage for stage in stages}
+    met: set[nn.Parameter] = set()
+    until: dict[str, Share] = {}
+
+    def note(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        met.update(module.parameters(recurse=False))
+        if id(module) in names:
+            until[names[id(module)]] = Share(sum(p.numel() for p in met), counter.get_total_flops() // 2)
+
+    with FlopCounterMode(display=False) as counter:
+        run_quietly(model, example, {name: note for name, _ in model.named_modules()})
+    ends = [Share(0, 0), *until.values()]  # in the order in which they run
+    shares = [Share(b.parameters - a.parameters, b.multiply_adds - a.multiply_adds) for a, b in pairwise(ends)]
+    whole = Share(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+    return whole, dict(zip(until, shares, strict=True))
 
 
-def sites_of(network: nn.Module, report: InsertionReport, batch_size: int, dtype: torch.dtype) -> list[Site]:
-    """The sites that blocks are inserted at."""
-    blocks = inserted(network)
-    return [
-        Site(
-            path=record.site if record.at == "after" else f"{record.at} {record.site}",
-            stage=None,
-            channels=record.channels,
-            height=record.height,
-            width=record.width,
-            share=None,
-            cost=cost_of(
-                blocks[record.site].to(dtype), (batch_size, record.channels, record.height, record.width), dtype
-            ),
-        )
-        for record in report.blocks
-    ]
+def heads_for(channels: int, most: int) -> int:
+    """The largest number of heads that divides the channels.
+
+    >>> heads_for(64, 8), heads_for(20, 8), heads_for(64, 5)
+    (8, 5, 4)
+    """
+    return next(heads for heads in range(min(most, channels), 0, -1) if channels % heads == 0)
 
 
-def stages_as_sites(
-    run: DryRun,
-    paths: Sequence[str],
-    work: Work,
-    batch_size: int,
-    dtype: torch.dtype,
+def propose(
+    free: Sequence[Site],
+    count: int,
+    whole: Share,
+    price: Callable[..., Site],
     num_heads: int,
-    options: dict[str, Any],
-) -> list[Site]:
-    """Every stage, with what a block after it would cost."""
-    sites, taken = [], inserted(run.model)
-    for index, path in enumerate(paths):
-        host = last_of_sequential(run.model, path)
-        _, tensor, layout = run.the_map(host)
-        _, channels, height, width = layout.map_shape(tensor.shape)
-        sites.append(
-            Site(
-                path=path,
-                stage=index,
-                channels=channels,
-                height=height,
-                width=width,
-                share=work.of_stage[path],
-                cost=cost_of_default(
-                    (batch_size, channels, height, width), heads_for(channels, num_heads), dtype, options
-                ),
-                learns=any(True for _ in run.model.get_submodule(path).parameters()),
-                occupied=host in taken,
-            )
-        )
-    return sites
+    asked: Mapping[str, Any],
+) -> list[Proposal]:
+    """What is worth trying first at free ones of so many stages: late, on a good size, and windows on a larger one."""
+
+    def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
+        heads = heads_for(math.gcd(*(site.channels for site in chosen)), num_heads)
+        options = {"num_heads": heads, **asked, **options}
+        sites = tuple(price(site.site, options) for site in chosen)
+        # The last two stages are counted from the end, as one speaks of them.
+        indices = [site.stage or 0 for site in chosen]
+        stages = [index - count if index >= count - 2 else index for index in indices]
+        if heads == 8:
+            del options["num_heads"]
+        return Proposal(sites, {"stages": stages, **options}, why)
+
+    def between(least: int, most: float) -> list[Site]:
+        return [site for site in free if least <= min(site.height, site.width) <= max(site.height, site.width) <= most]
+
+    found = []
+    if late := between(SHORTEST, LONGEST)[-2:]:
+        found.append(proposal(late, "late, with enough positions to mix and few enough to compare all"))
+        cost = found[0].cost.multiply_adds
+        if cost > DEAR * whole.multiply_adds and not {"key_dim", "value_dim"} & set(asked):
+            why = "the same with narrower heads, for less"
+            tried = [proposal(late, why, key_dim=width, value_dim=width) for width in NARROW]
+            narrow = next((one for one in tried if one.cost.multiply_adds <= DEAR * whole.multiply_adds), tried[-1])
+            found += [narrow] if narrow.cost.multiply_adds < cost else []
+    elif small := between(3, LONGEST)[-1:]:
+        found.append(proposal(small, "the latest with something to mix, if not much: a larger input is better"))
+    large = [site for site in free if max(site.height, site.width) > LONGEST][-1:]
+    if large and not asked:
+        # A window that divides the map; else the most usual, which pads it.
+        window = next((side for side in WINDOWS if large[0].height % side == large[0].width % side == 0), WINDOWS[0])
+        why = f"finer detail, in windows: comparing all {large[0].tokens:,} positions costs too much"
+        found.append(proposal(large, why, pattern=Window(window)))
+    return found

@@ -1,4 +1,4 @@
-"""What a block costs, found without computing anything: it runs on tensors that have shapes and no values."""
+"""The memory that training keeps of a block, found without computing anything: on tensors that have no values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
 
-__all__ = ["IMPLS_COUNTED", "count_multiply_adds", "count_saved_bytes", "machine_memory"]
+__all__ = ["IMPLS_COUNTED", "count_saved_bytes", "machine_memory"]
 
-#: The implementations whose memory differs. FlexAttention has gradients on CUDA alone, and keeps what sdpa keeps.
-IMPLS_COUNTED = ("einx", "bmm", "einsum", "sdpa")
+#: The implementations whose memory differs: einx and einsum keep what bmm keeps, and flex what sdpa keeps.
+IMPLS_COUNTED = ("bmm", "sdpa")
 
 
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
@@ -34,36 +33,16 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True), use_impl(block, impl):
-        own = fake_tensors(block)
+        own = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            for name, tensor in (*block.named_parameters(), *block.named_buffers())
+        }
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             functional_call(block, own, (x,))
         for tensor in own.values():
             kept.pop(tensor.untyped_storage()._cdata, None)
         return sum(storage.nbytes() for storage in kept.values())
-
-
-def count_multiply_adds(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """The multiply-adds of one forward of one image.
-
-    >>> from vision_attn.blocks import Attention2d
-    >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
-    8128512
-    """
-    # Counted on the form whose every product is a matrix product that the counter knows.
-    with FakeTensorMode(allow_non_fake_inputs=True), use_impl(block, "bmm"), torch.no_grad():
-        own = fake_tensors(block)
-        with FlopCounterMode(display=False) as counter:
-            functional_call(block, own, (torch.empty(1, *shape[1:], dtype=dtype),))
-    return counter.get_total_flops() // 2
-
-
-def fake_tensors(block: nn.Module) -> dict[str, Tensor]:
-    """Its parameters and buffers as fake tensors of the CPU."""
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-        for name, tensor in (*block.named_parameters(), *block.named_buffers())
-    }
 
 
 def machine_memory(device: torch.device) -> int | None:

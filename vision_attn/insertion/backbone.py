@@ -1,17 +1,31 @@
-"""A model run on an example, without a trace of it left in the model."""
+"""A backbone as it stands: inside its wrappers, row by row of its modules, and run on an example without a trace."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
 
-__all__ = ["changeable", "example_images", "plain_network", "quiet_eval", "run_quietly"]
+__all__ = [
+    "Hook",
+    "changeable",
+    "declared_stages",
+    "end_of_sequential",
+    "example_images",
+    "modules_around",
+    "plain_network",
+    "quiet_eval",
+    "run_quietly",
+]
+
+#: A forward hook that is given keyword arguments, too.
+Hook = Callable[[nn.Module, Any, Any, Any], Any]
 
 #: Classes that count a network's parameters when they wrap it, by name: importing them all takes a while.
 SYNCHRONISED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -77,10 +91,46 @@ def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | N
     return torch.zeros(shape, device=reference.device, dtype=reference.dtype)
 
 
-def run_quietly(model: nn.Module, example: Tensor) -> object:
-    """What a model gives for an example, in one forward that leaves no trace in it."""
+def declared_stages(model: nn.Module) -> list[tuple[str, int]]:
+    """The path and channels of the stages in timm's ``feature_info``; empty where a model has none."""
+    info = getattr(model, "feature_info", None)
+    entries = getattr(info, "info", info) or []
+    return [(entry.get("module") or "", entry["num_chs"]) for entry in entries]
+
+
+def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
+    """The module that gives a plain Sequential its output or, at index 0, takes what it takes; any other is its own.
+
+    A Sequential calls every child it has, so a block cannot be one of them without being run in their row.
+    """
+    module = model.get_submodule(name)
+    while True:
+        # The wrapper of torch.compile has no hooks of its own.
+        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            name, module = f"{name}._orig_mod", inner
+        elif type(module).forward is nn.Sequential.forward and len(module._modules):
+            child = list(module._modules)[index]
+            name, module = f"{name}.{child}", module.get_submodule(child)
+        else:
+            return name
+
+
+def modules_around(name: str) -> list[str]:
+    """The paths of the modules that a module is inside of, without the model."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def run_quietly(model: nn.Module, example: Tensor, hooks: Mapping[str, Hook] | None = None) -> object:
+    """What a model gives for an example, in one forward that leaves no trace in it.
+
+    Hooks, by the paths of their modules, are called as ``hook(module, args, kwargs, output)`` and then removed.
+    """
     try:
-        with quiet_eval(model):
+        with quiet_eval(model), ExitStack() as stack:
+            for path, hook in (hooks or {}).items():
+                handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
             return model(example)
     except Exception as error:
         raise SiteError(

@@ -1,0 +1,250 @@
+"""A map of the image among the tensors of a network: where it is, how it lies in its tensor, and whether it is one.
+
+How that is decided, here and in ``dry_run``. By its shape a tensor can be a map if it has the batch and, give or take a
+cell, the aspect of the image: as ``(b, c, h, w)``, as ``(b, h, w, c)``, or as tokens ``(b, t, c)`` of a grid with class
+and register tokens before them. It is none if it holds whole numbers, or a number for each pair of the tokens that a
+module around it takes, which are the weights of an attention. In an image twice as wide it must be a map in the same
+layout again, if the network takes such an image. What still fits two layouts is read as the network's maps without
+doubt all lie. The shape of tokens says little, and any shape does where the network takes one size of image: there a
+change at each of four places of the image must show most at the cell that stands for that place. Of several maps that
+a module gives, the one is meant on which the output of the network depends: with NaN for it, NaN comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.insertion.backbone import Hook, run_quietly
+
+__all__ = ["FIRST", "Element", "Form", "Layout", "Map", "change", "consistent_layouts", "forms_in", "misaligned"]
+
+#: An index of a tuple or list, a key of a dictionary, or ``None`` where the value is the tensor itself.
+Element = int | str | None
+
+#: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
+#: four registers without and with the first.
+PREFIXES = (0, 1, 2, 4, 5)
+
+#: Where the image is changed, as shares of its height and width. No two are mirror images of each other.
+PLACES = ((0.2, 0.3), (0.75, 0.6), (0.4, 0.85), (0.9, 0.15))
+
+#: How much of either side is changed.
+SIDE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where batch, channels, rows and columns of a map are in a tensor."""
+
+    #: ``"b c h w"``, ``"b h w c"``, or ``"b t c"`` for tokens
+    axes: str
+    #: rows and columns that the tokens are, row-major
+    grid: tuple[int, int] | None = None
+    #: class and register tokens before them, which are left alone
+    prefix: int = 0
+
+    def __str__(self) -> str:
+        return self.axes if self.axes != "b t c" else f"b ({self.prefix} + h w) c" if self.prefix else "b (h w) c"
+
+    def map_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """The batch, channels, rows and columns of a tensor of a shape."""
+        if self.grid is not None:
+            return (shape[0], shape[2], *self.grid)
+        batch, *rest = shape
+        channels, height, width = rest if self == FIRST else (rest[2], rest[0], rest[1])
+        return batch, channels, height, width
+
+    def to_map(self, x: Tensor) -> Tensor:
+        """The map, ``(b, c, h, w)``."""
+        if self.grid is None:
+            return x if self == FIRST else x.permute(0, 3, 1, 2)
+        return x[:, self.prefix :].transpose(1, 2).unflatten(2, self.grid)
+
+    def of_map(self, x: Tensor, y: Tensor) -> Tensor:
+        """A tensor like ``x`` with another map, ``(b, c, h, w)``, for its own."""
+        if self.grid is None:
+            return y if self == FIRST else y.permute(0, 2, 3, 1)
+        tokens = y.flatten(2).transpose(1, 2)
+        return torch.cat([x[:, : self.prefix], tokens], dim=1) if self.prefix else tokens
+
+
+#: Maps with their channels second, as convolutions take them.
+FIRST = Layout("b c h w")
+#: Maps with their channels last.
+LAST = Layout("b h w c")
+
+
+@dataclass(frozen=True)
+class Map:
+    """A map that a module takes or gives: all that a dry run measures of a place where a block can be.
+
+    The **target** is the module that takes or gives the map, and at which a block runs. The **owner** is the module
+    that the block becomes a child of: the target itself, unless that minds how many children it has.
+    """
+
+    #: path of the target
+    target: str
+    #: whether the map is what the target gives, ``"after"`` it, or takes, ``"before"`` it
+    at: str
+    #: where the map is in that
+    element: Element
+    #: of the tensor that it lies in
+    form: Form
+    #: how it lies there
+    layout: Layout
+    #: whether what the network gives depends on it
+    read: bool = True
+    #: path of the owner, and the name that the block has there
+    owner: tuple[str, str] = ("", "")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, channels, rows, columns."""
+        return self.layout.map_shape(self.form.shape)
+
+
+def forms_in(value: object) -> dict[Element, Form]:
+    """The tensors in what a module takes or gives, without their values."""
+    if isinstance(value, Tensor):
+        return {None: Form(tuple(value.shape), value.dtype, value.device)}
+    items: list[tuple[Element, object]] = []
+    if isinstance(value, Mapping):
+        items = [(key, item) for key, item in value.items() if isinstance(key, str)]
+    elif isinstance(value, (tuple, list)):
+        items = list(enumerate(value))
+    return {key: forms_in(item)[None] for key, item in items if isinstance(item, Tensor)}
+
+
+def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -> Any:
+    """A value of the same kind with a function applied to one of its tensors."""
+    if element is None:
+        return function(value)
+    if isinstance(element, str):
+        changed = value.copy()
+        changed[element] = function(value[element])
+        return changed
+    items = [function(item) if index == element else item for index, item in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def consistent_layouts(
+    shape: tuple[int, ...], batch: int, image_size: tuple[int, int], prefix: int | None = None
+) -> set[Layout]:
+    """The layouts in which a tensor of that shape can be a map of an image of that size; none if it is no map.
+
+    A map keeps the aspect of the image, give or take a cell of rounding.
+    """
+    if not shape or shape[0] != batch or 0 in shape:
+        return set()
+    rows, columns = image_size
+    if len(shape) == 4:
+        return {
+            layout
+            for layout in (FIRST, LAST)
+            for height, width in [layout.map_shape(shape)[2:]]
+            if abs(height * columns - width * rows) <= rows + columns and height <= rows and width <= columns
+        }
+    if len(shape) == 3:
+        prefixes = PREFIXES if prefix is None else {0, prefix}
+        grids = ((count, token_grid(shape[1] - count, rows, columns)) for count in prefixes)
+        return {Layout("b t c", grid, count) for count, grid in grids if grid is not None}
+    return set()
+
+
+def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
+    """Rows and columns of a grid of so many tokens with the aspect of the image; None where there is no such grid."""
+    if tokens < 2:  # one token is a class, or a vector
+        return None
+    around = math.sqrt(tokens * rows / columns)
+    for height in range(max(1, math.floor(around) - 1), math.ceil(around) + 2):
+        width, rest = divmod(tokens, height)
+        if rest == 0 and abs(width - height * columns / rows) < 1:
+            return height, width
+    return None
+
+
+def misaligned(model: nn.Module, maps: Sequence[Map], example: Tensor) -> set[str]:
+    """The targets of those maps that do not change most where the image does.
+
+    Each of four places of the image is changed in turn, and three of them at least must show, give or take a cell: deep
+    in a network every position sees the whole image, but none as much of a place as the one that stands for it.
+    """
+    if not maps or example.is_meta:
+        return set()
+    generator = torch.Generator().manual_seed(0)
+    noise = 0.1 * torch.randn(example.shape, generator=generator).to(example)
+    plain = seen(model, maps, noise)
+    touched = [seen(model, maps, touch(noise, y, x)) for y, x in PLACES]
+    wrong = set()
+    for one in maps:
+        changes = [one.layout.to_map(tensors[one.target] - plain[one.target])[0] for tensors in touched]
+        if not shows(torch.stack(changes).double().norm(dim=1).nan_to_num()):
+            wrong.add(one.target)
+    return wrong
+
+
+def shows(changes: Tensor) -> bool:
+    """Whether what changes for each place ``(places, h, w)`` does so there.
+
+    A cell is judged by its change, or by how much of its change is due to one place: deep in a network some cells
+    change more than others with anything.
+    """
+    share = changes / (changes.mean(0) + 1e-3 * changes.max() + torch.finfo(changes.dtype).tiny)
+    return max(hits(changes), hits(share)) >= 3
+
+
+def hits(changes: Tensor) -> int:
+    """For how many places the cell that changes most is where the place is."""
+    height, width = changes.shape[1:]
+    count = 0
+    for (y, x), change in zip(PLACES, changes, strict=True):
+        row, column = divmod(int(change.argmax()), width)
+        near = abs(row + 0.5 - y * height) <= reach(height) and abs(column + 0.5 - x * width) <= reach(width)
+        count += near and bool(change.any())
+    return count
+
+
+def reach(side: int) -> float:
+    """How far from the middle of the change its cell may be: within the change, and one cell more."""
+    return side * SIDE / 2 + 1.5
+
+
+def touch(images: Tensor, y: float, x: float) -> Tensor:
+    """The images with a square around a place turned to large values."""
+    rows, columns = images.shape[-2:]
+    high, wide = math.ceil(rows * SIDE), math.ceil(columns * SIDE)
+    top = min(max(0, round(y * rows - high / 2)), rows - high)
+    left = min(max(0, round(x * columns - wide / 2)), columns - wide)
+    touched = images.clone()
+    touched[..., top : top + high, left : left + wide] += 3
+    return touched
+
+
+def seen(model: nn.Module, maps: Sequence[Map], images: Tensor) -> dict[str, Tensor]:
+    """The tensors that maps lie in, for some images, by their targets."""
+    found: dict[str, Tensor] = {}
+
+    def look(one: Map) -> Hook:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            value = output if one.at == "after" else kwargs if isinstance(one.element, str) else args
+            found[one.target] = (value if one.element is None else value[one.element]).clone()
+
+        return hook
+
+    run_quietly(model, images, {one.target: look(one) for one in maps})
+    return found
