@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
 from vision_attn.insertion.layout import FIRST, Layout
@@ -146,6 +145,8 @@ def describe(
     **where: Any,
 ) -> InsertedBlock:
     """The record of a block for maps of a shape, once it is seen to make maps of the shape that is expected of it."""
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     expected = shape if expected is None else expected
     # Counted on the form whose every product is a matrix product that the counter knows.
     meta = copy.deepcopy(block).to("meta").eval()

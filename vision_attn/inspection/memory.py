@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
 
@@ -50,6 +49,8 @@ def count_multiply_adds(block: nn.Module, shape: tuple[int, ...], dtype: torch.d
     >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
     8128512
     """
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     # Counted on the form whose every product is a matrix product that the counter knows.
     with FakeTensorMode(allow_non_fake_inputs=True), use_impl(block, "bmm"), torch.no_grad():
         own = fake_tensors(block)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.insertion import example_images, quiet_eval
 
@@ -74,6 +73,8 @@ class Work:
 
 def measure(model: nn.Module, sites: Sequence[str], example: Tensor) -> Work:
     """The parameters and multiply-adds of a network and of each of its stages, by one forward."""
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     met: set[nn.Parameter] = set()
     until: dict[str, Share] = {}
     counter = FlopCounterMode(display=False)
