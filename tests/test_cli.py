@@ -305,11 +305,10 @@ def test_a_log_file_holds_lines_and_no_bars(capfd, image_folder, tmp_path):
     assert len(out.splitlines()) == 8
 
 
-def test_the_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"vision-attn {vision_attn.__version__}\n"
+def test_the_version_is_the_packages_and_the_package_is_a_program():
+    command = [sys.executable, "-W", "error", "-m", "vision_attn", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"vision-attn {vision_attn.__version__}\n", "")
 
 
 def in_two_processes(*arguments):

@@ -1,10 +1,8 @@
 """Exported networks, run as a stranger would run them: the same logits, the classes with them, or no file at all."""
 
-import copy
 import functools
 import json
 import os
-import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -65,6 +63,15 @@ def network():
     model = create_model("resnet20", num_classes=3)
     va.insert_(model, names="layer3", num_heads=4, example_input=(1, 3, 32, 32))
     return model.eval()
+
+
+def small_classifier():
+    """A network that no registry knows, with a block that does something."""
+    torch.manual_seed(0)
+    body, head = torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.Linear(8, 2)
+    model = torch.nn.Sequential(body, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head)
+    va.insert_(model, names="0", num_heads=4, gate_init=0.5, example_input=(1, 3, 16, 24))
+    return Classifier(model.eval(), ("cat", "dog"), (3, 16, 24), MEAN, STD)
 
 
 @pytest.fixture
@@ -193,7 +200,7 @@ def test_what_computes_something_else_leaves_no_file(capsys, checkpoint, tmp_pat
 
 
 def for_one_batch(classifier, normalize, path):
-    program = torch.export.export(classifier.model, (torch.zeros(2, 3, 32, 32),))
+    program = torch.export.export(classifier.model, (torch.zeros(2, *classifier.input_size),))
     torch.export.save(program, path)
 
 
@@ -205,24 +212,22 @@ def half_way(classifier, normalize, path):
 @pytest.mark.parametrize(
     ("write", "message"), [(half_way, r"\(RuntimeError: data-dependent control flow\)"), (for_one_batch, r"\(\w+: ")]
 )
-def test_an_old_file_survives_a_failure(capsys, checkpoint, tmp_path, monkeypatch, write, message):
+def test_an_old_file_survives_a_failure(tmp_path, monkeypatch, write, message):
     form = formats.FORMATS["torch-export"]
     monkeypatch.setitem(formats.FORMATS, "torch-export", replace(form, write=write))
-    path = tmp_path / "out" / "net.pt2"
-    path.parent.mkdir()
+    path = tmp_path / "net.pt2"
     path.write_bytes(b"old")
-    code, _, err = export(capsys, checkpoint, path)
-    assert code == 1
-    assert re.search("the network cannot be exported " + message, err)
-    assert "Traceback" not in err
-    assert [entry.name for entry in path.parent.iterdir()] == ["net.pt2"]
+    with pytest.raises(ExportError, match="the network cannot be exported " + message):
+        export_classifier(small_classifier(), path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["net.pt2"]
     assert path.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("format", ["timm", "safetensors"])
-def test_what_is_there_is_replaced_whole_or_not_at_all(capsys, checkpoint, tmp_path, monkeypatch, format):
+def test_what_is_there_is_replaced_whole_or_not_at_all(network, tmp_path, monkeypatch, format):
+    classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, architecture="resnet20")
     path = tmp_path / "out" / FILES[format]
-    assert export(capsys, checkpoint, path)[0] == 0
+    export_classifier(classifier, path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     old, replace_file, replaced = {}, os.replace, []
     for file in files:
@@ -236,13 +241,12 @@ def test_what_is_there_is_replaced_whole_or_not_at_all(capsys, checkpoint, tmp_p
         return replace_file(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    code, _, err = export(capsys, checkpoint, path)
-    assert code == 1
-    assert "no space left" in err
+    with pytest.raises(OSError, match="no space left"):
+        export_classifier(classifier, path)
     assert [file.read_bytes() for file in replaced] == [old[file] for file in replaced[:-1]] + [b"old"]
     assert (sorted(path.iterdir()) if path.is_dir() else [*path.parent.iterdir()]) == files
     monkeypatch.undo()
-    assert export(capsys, checkpoint, path)[0] == 0
+    export_classifier(classifier, path)
     assert [file.read_bytes() for file in files] == [old[file] for file in files]
 
 
@@ -330,33 +334,30 @@ def test_a_run_that_began_from_other_files_is_exported_without_them(image_folder
         open_run(tmp_path / "adapter.safetensors")
 
 
-def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and_normalisation(network, tmp_path):
-    half = copy.deepcopy(network).bfloat16()
+def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and_normalisation(tmp_path):
+    classifier = small_classifier()
+    half = classifier.model.bfloat16()
     va.set_impl(half, "einx")  # which fixes the sizes
-    classifier = Classifier(torch.nn.DataParallel(half), tuple(CLASSES), (3, 32, 32), MEAN, STD)
-    report = export_classifier(classifier, tmp_path / "net.pt2", normalize=False)
+    wrapped = replace(classifier, model=torch.nn.DataParallel(half))
+    report = export_classifier(wrapped, tmp_path / "net.pt2", normalize=False)
     assert report.difference < 1e-4
     assert "normalised by mean and std before" in str(report)
-    assert (half.fc.weight.dtype, half.layer3[2].inserted.attn.impl) == (torch.bfloat16, "einx")
-    images = torch.randn(4, 3, 32, 32)
+    (block,) = va.inserted(half).values()
+    assert (half[3].weight.dtype, block.attn.impl) == (torch.bfloat16, "einx")
+    images = torch.randn(4, 3, 16, 24)
     with torch.no_grad():
         expected = half.float()(images)
     torch.testing.assert_close(run(tmp_path / "net.pt2", images), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_any_network_can_be_exported_in_python(tmp_path):
-    torch.manual_seed(0)
-    body, head = torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.Linear(8, 2)
-    model = torch.nn.Sequential(body, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head)
-    va.insert_(model, names="0", num_heads=4, gate_init=0.5, example_input=(1, 3, 64, 96))
-    va.freeze_backbone_(model, also_train="3.*")
-    model.train()
-    modes = [module.training for module in model.modules()]
-    classifier = Classifier(model, ("cat", "dog"), (3, 64, 96), MEAN, STD)
+    classifier = small_classifier()
+    va.freeze_backbone_(classifier.model.train(), also_train="3.*")
+    modes = [module.training for module in classifier.model.modules()]
     report = export_classifier(classifier, tmp_path / "net.pt2")
-    assert report.input_size == (3, 64, 96)
-    assert run(tmp_path / "net.pt2", torch.rand(1, 3, 64, 96)).shape == (1, 2)
-    assert [module.training for module in model.modules()] == modes
+    assert report.input_size == (3, 16, 24)
+    assert run(tmp_path / "net.pt2", torch.rand(1, 3, 16, 24)).shape == (1, 2)
+    assert [module.training for module in classifier.model.modules()] == modes
     with pytest.raises(ValueError, match=r"classes: the network gives \(2,\) numbers .* and 3 classes are named"):
         export_classifier(replace(classifier, classes=("a", "b", "c")), tmp_path / "other.pt2")
     with pytest.raises(ValueError, match="timm knows no network with the blocks"):
@@ -388,12 +389,13 @@ def test_what_makes_no_sense_exits_with_2(capsys, checkpoint, tmp_path, output, 
 
 
 def test_the_format_may_be_named(checkpoint, tmp_path):
-    assert export_classifier(open_run(checkpoint), tmp_path / "NET.SafeTensors").format == "safetensors"
-    report = export_classifier(open_run(checkpoint), tmp_path / "net-v1.2", format="timm")
+    classifier = open_run(checkpoint)
+    assert export_classifier(classifier, tmp_path / "NET.SafeTensors").format == "safetensors"
+    report = export_classifier(classifier, tmp_path / "net-v1.2", format="timm")
     assert report.format == "timm"
     assert sorted(path.name for path in (tmp_path / "net-v1.2").iterdir()) == ["config.json", "model.safetensors"]
     with pytest.raises(ValueError, match=r"one of onnx, torch-export, timm, safetensors; got .*'tflite'"):
-        export_classifier(open_run(checkpoint), tmp_path / "net", format="tflite")
+        export_classifier(classifier, tmp_path / "net", format="tflite")
     for name in formats.FORMATS:
         assert cli.parser().parse_args(["export", "best.pth", "--output", "net", "--format", name]).format == name
 
