@@ -1,5 +1,6 @@
 """The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import vision_attn
 from vision_attn import cli
 from vision_attn.models import create_model
 from vision_attn.training.run_folder import RunFolder
@@ -296,41 +298,42 @@ def test_an_interrupt_exits_with_130_and_says_how_to_go_on(capsys, monkeypatch, 
     assert "--resume" in err
 
 
-def test_a_log_file_holds_lines_and_no_bars(image_folder, tmp_path):
-    command = [
-        sys.executable, "-W", "error", "-m", "vision_attn", "train", "--data", image_folder, "--epochs", "2",
-        "--batch-size", "16", "--device", "cpu", "--output", tmp_path / "run",
-    ]  # fmt: skip
+def test_a_log_file_holds_lines_and_no_bars(capfd, image_folder, tmp_path):
+    code, out, err = train(capfd, image_folder, tmp_path, "--epochs", 2, "--batch-size", 36)
+    assert (code, err) == (0, "")
+    assert "\r" not in out
+    assert len(out.splitlines()) == 8
+
+
+def test_the_version_is_the_packages_and_the_package_is_a_program():
+    command = [sys.executable, "-W", "error", "-m", "vision_attn", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert "\r" not in done.stdout
-    assert len(done.stdout.splitlines()) == 8
+    assert (done.stdout, done.stderr) == (f"vision-attn {vision_attn.__version__}\n", "")
 
 
-def test_the_version_is_the_packages(capsys):
-    import vision_attn
+def in_two_processes(*arguments):
+    """What torchrun's two processes of the same command say."""
+    # Without a GPU they find one another though no --device is given.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launch, "vision_attn", "train", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1/1: ") == 1
+    return done.stdout
 
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"vision-attn {vision_attn.__version__}\n"
 
-
-def test_two_processes_give_what_one_gives(image_folder, tmp_path):
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives(capsys, image_folder, tmp_path):
     """torchrun starts the same command; the global batch, and so the result, is the same."""
     # A network without batch norm, whose statistics are those of each process's share.
     arguments = [
-        "--data", image_folder, "--epochs", "1", "--batch-size", "16", "--device", "cpu", "--lr", "0.01",
-        "--model", "convnext_atto", "--img-size", "32", "--insert", "stages.1", "--mixup", "0.2", "--cutmix", "1",
-        "--cutout", "8",
+        "--data", image_folder, "--epochs", 1, "--batch-size", 16, "--device", "cpu", "--lr", 0.01,
+        "--model", "convnext_atto", "--img-size", 32, "--insert", "stages.1", "--mixup", 0.2, "--cutmix", 1,
+        "--cutout", 8,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    for launcher, output in (([sys.executable, "-m"], "one"), (launch, "two")):
-        command = [*launcher, "vision_attn", "train", *arguments, "--output", tmp_path / output]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("epoch 1/1") == 1
+    assert run(capsys, "train", *arguments, "--output", tmp_path / "one")[0] == 0
+    in_two_processes(*arguments, "--output", tmp_path / "two")
     one, two = (torch.load(tmp_path / name / "last.pth", weights_only=True) for name in ("one", "two"))
     start = create_model("convnext_atto", num_classes=3).state_dict()
     for key, value in one["model"].items():
@@ -340,37 +343,33 @@ def test_two_processes_give_what_one_gives(image_folder, tmp_path):
         assert float(two["rows"][0][key]) == pytest.approx(float(one["rows"][0][key]), rel=1e-3)
 
 
-def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
+@pytest.mark.slow
+def test_two_processes_score_the_network_that_they_save(capsys, image_folder, tmp_path):
     """Batch norms see other images in each process; what is evaluated is what the first one has, and saves."""
-    # Without a GPU they find one another though no --device is given.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = ["vision_attn", "train", "--data", image_folder, "--model", "resnet20", "--insert", "layer3"]
-    arguments += ["--block-options", "gate_init=1"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    options = ["--epochs", "1", "--batch-size", "16", "--output", tmp_path / "run"]
-    done = subprocess.run([*launch, *arguments, *options], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1: ") == 1
+    arguments = ["--data", image_folder, "--model", "resnet20", "--insert", "layer3", "--block-options", "gate_init=1"]
+    together = in_two_processes(*arguments, "--epochs", 1, "--batch-size", 16, "--output", tmp_path / "run")
     saved = torch.load(tmp_path / "run" / "last.pth", weights_only=True)["rows"][0]
-    options = ["--weights", tmp_path / "run" / "last.pth", "--test-only"]
-    alone = subprocess.run(
-        [sys.executable, "-m", *arguments, *options], capture_output=True, text=True, env=environment
-    )
-    assert f"loss {float(saved['eval_loss']):.4f}" in alone.stdout
-    assert f"branch/stream {float(saved['branch_share']):.4f}" in alone.stdout
+    options = ["--weights", tmp_path / "run" / "last.pth", "--test-only", "--device", "cpu"]
+    code, alone, _ = run(capsys, "train", *arguments, *options)
+    assert code == 0
+    assert f"loss {float(saved['eval_loss']):.4f}" in alone
+    assert f"branch/stream {float(saved['branch_share']):.4f}" in alone
     # What the blocks contribute is counted over the images of both.
-    (worth,) = [line for line in done.stdout.splitlines() if "predictions" in line]
-    assert worth in alone.stdout
+    (worth,) = [line for line in together.splitlines() if "predictions" in line]
+    assert worth in alone
 
 
-@pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("psutil", "train"), ("matplotlib", "train")])
-def test_an_extra_that_is_not_installed_is_named(package, extra, tmp_path):
-    code = f"import sys; sys.modules[{package!r}] = None; from vision_attn import cli; sys.exit(cli.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "demo", "--output", tmp_path / "demo"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"pip install 'vision-attn[{extra}]'" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("package", ["accelerate", "psutil", "matplotlib"])
+def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, tmp_path):
+    importlib.import_module("vision_attn.training.demo")  # all of the room, so that all is as it was afterwards
+    monkeypatch.setattr(vision_attn, "training", vision_attn.training, raising=False)
+    for name in [name for name in sys.modules if name.startswith("vision_attn.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, out, err = run(capsys, "demo", "--output", tmp_path / "demo")
+    assert (code, out) == (1, "")
+    assert "pip install 'vision-attn[train]'" in err
+    assert "Traceback" not in err
     assert not (tmp_path / "demo").exists()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import timm
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vision_attn.attend import IMPLS
+from vision_attn.benchmark.plan import LAYOUTS, Shape
 from vision_attn.blocks import Attention2d, AttentionBlock2d
 from vision_attn.convert import (
     from_timm_attention2d,
@@ -30,12 +31,7 @@ from vision_attn.insertion import insert_
 from vision_attn.patterns import Neighborhood, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
 
-__all__ = ["COMPARISONS", "LAYOUTS", "Case", "Contestant", "Shape", "Step", "make_map"]
-
-#: Batch, channels, height and width of maps.
-Shape = tuple[int, int, int, int]
-
-LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last}
+__all__ = ["CASES", "Case", "Contestant", "Step", "contestant", "make_map"]
 
 
 @dataclass(frozen=True)
@@ -77,16 +73,6 @@ class Case:
     gradients: bool = True
     #: the contestant that the others add to: ratios are of what they add
     base: str | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What ``--rows`` names: cases, and the shapes, heads and layouts that they are made at by default."""
-
-    text: str
-    cases: Callable[[Tensor, int], Iterator[Case]]
-    shapes: Mapping[Shape, int]
-    layouts: tuple[str, ...] = ("nchw",)
 
 
 def make_map(shape: Shape, layout: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -205,12 +191,11 @@ def einx(x: Tensor, heads: int) -> Iterator[Case]:
 
 def compiled(x: Tensor, heads: int) -> Iterator[Case]:
     torch.compiler.reset()  # so that no shape is compiled as one more of the last one's
-    blocks, rows = with_impls(x, heads, "einx", "bmm"), {}
-    for impl, block in blocks.items():
-        (step,) = contestant(block, x).steps
-        fast = Step(torch.compile(block, fullgraph=True, dynamic=False), step.inputs, step.parameters)
-        rows[f"ours {impl}"] = Contestant((fast,), blocks["bmm"])
-    yield Case("compiled", rows)
+    for case in einx(x, heads):
+        for name, one in case.contestants.items():
+            step = replace(one.steps[0], call=torch.compile(one.steps[0].call, fullgraph=True, dynamic=False))
+            case.contestants[name] = replace(one, steps=(step,))
+        yield replace(case, title="compiled")
 
 
 # --- positions, windows, a backbone -----------------------------------------------------------------------------------
@@ -266,70 +251,30 @@ def backbone(x: Tensor, heads: int) -> Iterator[Case]:
     yield Case("blocks at the last two stages of resnet50", rows, gradients=False, base="plain network")
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
-
-
-def memory(x: Tensor, heads: int) -> Iterator[Case]:
-    """Each block on the map and, as a second step, on one of twice its sides."""
-    b, c, h, w = x.shape
-    large = torch.randn(b, c, 2 * h, 2 * w).to(x).requires_grad_()
-    rows: dict[str, Contestant] = {}
-    for y in (x, large):
-        size = (y.shape[2], y.shape[3])
-        blocks = {
-            "full": Attention2d(c, heads),
-            "RelPosDecomposed": Attention2d(c, heads, position=RelPosDecomposed(feat_size=size)),
-            "RelPosTable": Attention2d(c, heads, position=RelPosTable(feat_size=size)),
-            "Rope2d": Attention2d(c, heads, position=Rope2d()),
-            "ConditionalPos": Attention2d(c, heads, position=ConditionalPos(3)),
-            "window with a table": Attention2d(c, heads, pattern=Window(7), position=RelPosTable()),
-            "shifted window with a table": Attention2d(c, heads, pattern=Window(7, shift=3), position=RelPosTable()),
-            "neighbourhood": Attention2d(c, heads, pattern=Neighborhood(7)),
-        }
-        for name, block in blocks.items():
-            before = rows[name].steps if y is large else ()
-            rows[name] = Contestant((*before, *contestant(block.eval(), y).steps))
-    yield Case("peak memory, MiB", rows)
-
-
-def calls(x: Tensor, heads: int) -> Iterator[Case]:
-    c = x.shape[1]
+def variants(x: Tensor, heads: int) -> Iterator[Case]:
+    c, size = x.shape[1], (x.shape[2], x.shape[3])
     blocks = {
-        "plain": Attention2d(c, heads),
+        "full": Attention2d(c, heads),
+        "RelPosDecomposed": Attention2d(c, heads, position=RelPosDecomposed(feat_size=size)),
+        "RelPosTable": Attention2d(c, heads, position=RelPosTable(feat_size=size)),
+        "Rope2d": Attention2d(c, heads, position=Rope2d()),
+        "ConditionalPos": Attention2d(c, heads, position=ConditionalPos(3)),
+        "window with a table": Attention2d(c, heads, pattern=Window(7), position=RelPosTable()),
         "shifted window with a table": Attention2d(c, heads, pattern=Window(7, shift=3), position=RelPosTable()),
         "neighbourhood": Attention2d(c, heads, pattern=Neighborhood(7)),
     }
-    yield Case("Python calls of ours in a forward", {k: contestant(block.eval(), x) for k, block in blocks.items()})
+    yield Case("positions and patterns", {name: contestant(block.eval(), x) for name, block in blocks.items()})
 
 
-BOTH = tuple(LAYOUTS)
-SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
-
-COMPARISONS = {
-    "implementations": Comparison(
-        "every implementation, attention written out by hand, timm, torch and the floor",
-        implementations,
-        {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
-    ),
-    "attention": Comparison(
-        "sdpa, timm, torch and the floor",
-        attention,
-        {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
-        BOTH,
-    ),
-    "backbone": Comparison(
-        "two blocks in resnet50: inserted, and by hand with timm's layers",
-        backbone,
-        {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
-    ),
-    "positions": Comparison(
-        "RelPosDecomposed and timm's BottleneckAttn",
-        positions,
-        {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
-    ),
-    "windows": Comparison("windows with a table, ours and torchvision's", windows, {(2, 96, 56, 56): 3}, BOTH),
-    "einx": Comparison("einx and bmm", einx, SIZES),
-    "compiled": Comparison("einx and bmm, compiled", compiled, SIZES),
-    "memory": Comparison("peak memory with four times the tokens", memory, {(1, 64, 28, 28): 4}),
-    "calls": Comparison("Python calls of ours in a forward", calls, {(2, 64, 14, 14): 4}),
+#: The cases of each comparison, from a map and the number of heads.
+CASES: dict[str, Callable[[Tensor, int], Iterator[Case]]] = {
+    "implementations": implementations,
+    "attention": attention,
+    "backbone": backbone,
+    "positions": positions,
+    "windows": windows,
+    "einx": einx,
+    "compiled": compiled,
+    "memory": variants,
+    "calls": variants,
 }

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Action", "count_calls", "peak_memory", "quartiles", "ratio", "time_in_turns"]
+__all__ = ["Action", "Spread", "count_calls", "peak_memory", "quartiles", "ratio", "time_in_turns"]
 
 #: A measurement takes at least this long, in seconds: a call that is shorter is repeated in it.
 SHORTEST = 5e-3
@@ -35,11 +34,7 @@ Spread = tuple[float, float, float]
 
 
 def time_in_turns(
-    calls: Mapping[str, Sequence[Action]],
-    *,
-    rounds: int,
-    device: torch.device,
-    progress: Callable[[str], None] = lambda text: None,
+    calls: Mapping[str, Sequence[Action]], *, rounds: int, device: torch.device
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of each contestant, one number for each round; after a warm-up, in an order that changes by the round.
 
@@ -49,13 +44,9 @@ def time_in_turns(
     >>> len(times["add"])
     3
     """
-    repeats = {}
-    for name, parts in calls.items():
-        progress(f"warm-up, {name}")
-        repeats[name] = [enough_repeats(call, device) for call in parts]
+    repeats = {name: [enough_repeats(call, device) for call in parts] for name, parts in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
-        progress(f"round {turn + 1}/{rounds}")
         # What ran before leaves its traces in the caches: nobody always follows the same one.
         for name in random.Random(turn).sample(list(calls), len(calls)):
             parts_and_repeats = zip(calls[name], repeats[name], strict=True)
@@ -70,20 +61,19 @@ def enough_repeats(call: Action, device: torch.device) -> int:
 
 
 def seconds(call: Action, repeats: int, device: torch.device) -> float:
-    """Seconds of one call, the mean of some in a row: by the device's own clock on CUDA, by the wall's on the CPU."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000 / repeats
+    """Seconds of one call, the mean of some in a row."""
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(repeats):
         call()
+    synchronize(device)
     return (time.perf_counter() - began) / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def quartiles(values: Sequence[float]) -> Spread:
@@ -101,9 +91,6 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], base: Sequence[float] 
     """
     taken_off = np.zeros(len(ours)) if base is None else np.array(base)
     return quartiles(list((np.array(ours) - taken_off) / (np.array(theirs) - taken_off)))
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def peak_memory(call: Action, device: torch.device) -> int:
@@ -127,8 +114,10 @@ def peak_memory(call: Action, device: torch.device) -> int:
 
 def allocations(call: Action) -> list[int]:
     """The bytes of each allocation of a call on the CPU, in order; negative where they are given back."""
+    # Some versions of the profiler write to the terminal that they began and ended, and that there is no GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Without acc_events some versions of torch warn that the events of earlier cycles, of which there are none, go.
-    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -138,35 +127,12 @@ def allocations(call: Action) -> list[int]:
     return [event["args"]["Bytes"] for event in sorted(found, key=lambda event: event["ts"])]
 
 
-@contextmanager
-def quiet_profiler() -> Iterator[None]:
-    """Some versions of torch's profiler write to the terminal that they began and ended, and that there is no GPU."""
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = before or "99"  # read once, when a process first profiles
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["KINETO_LOG_LEVEL"]
-
-
-# --- Python calls -----------------------------------------------------------------------------------------------------
-
-
 def count_calls(call: Action, package: Path = PACKAGE) -> Counter[tuple[str, str]]:
     """How often a call enters each function of a package, by file and name; each step of a generator is one."""
+    profiler = cProfile.Profile(builtins=False)
+    profiler.runcall(call)
     found: Counter[tuple[str, str]] = Counter()
-    folder = f"{package}{os.sep}"
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder):
-            found[code.co_filename.removeprefix(folder), code.co_qualname] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    for entry in profiler.getstats():
+        if isinstance(entry.code, CodeType) and (path := Path(entry.code.co_filename)).is_relative_to(package):
+            found[str(path.relative_to(package)), entry.code.co_qualname] += entry.callcount
     return found

@@ -1,16 +1,62 @@
-"""The plan of a benchmark: what is measured, on what, and how often."""
+"""The plan of a benchmark: what is measured, on what, and how often. Light: the command line's flags are made of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vision_attn.benchmark.contestants import COMPARISONS, LAYOUTS, Shape
+import torch
 
-__all__ = ["DEVICES", "DTYPES", "ROWS", "Plan", "parse_shape"]
+from vision_attn.checks import check_counts, check_divides
 
+__all__ = ["COMPARISONS", "DTYPES", "LAYOUTS", "ROWS", "Plan", "Shape", "parse_shape"]
+
+#: Batch, channels, height and width of maps.
+Shape = tuple[int, int, int, int]
+
+LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last}
 #: The largest difference of an output from ours, in parts of ours' largest value, by the type of the numbers.
 DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``--rows`` names: who runs is in contestants.py; here the shapes, heads and layouts where none are given."""
+
+    text: str
+    shapes: Mapping[Shape, int]
+    layouts: tuple[str, ...] = ("nchw",)
+
+
+BOTH = tuple(LAYOUTS)
+SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
+
+COMPARISONS = {
+    "implementations": Comparison(
+        "every implementation, attention written out by hand, timm, torch and the floor",
+        {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
+    ),
+    "attention": Comparison(
+        "sdpa, timm, torch and the floor",
+        {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
+        BOTH,
+    ),
+    "backbone": Comparison(
+        "two blocks in resnet50: inserted, and by hand with timm's layers",
+        {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
+    ),
+    "positions": Comparison(
+        "RelPosDecomposed and timm's BottleneckAttn",
+        {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
+    ),
+    "windows": Comparison("windows with a table, ours and torchvision's", {(2, 96, 56, 56): 3}, BOTH),
+    "einx": Comparison("einx and bmm", SIZES),
+    "compiled": Comparison("einx and bmm, compiled", SIZES),
+    "memory": Comparison(
+        "positions and patterns of ours, with four times the tokens", {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}
+    ),
+    "calls": Comparison("Python calls of ours in a forward of these", {(2, 64, 14, 14): 4}),
+}
 #: What ``--rows`` takes; compiling takes minutes, and is done only where it is asked for by name.
 ROWS = (*COMPARISONS, "all")
 IN_ALL = tuple(name for name in COMPARISONS if name != "compiled")
@@ -44,38 +90,33 @@ class Plan:
     chart: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("heads", "threads", "rounds"):
-            count = getattr(self, name)
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1; got {count!r}")
-        if self.dtype not in DTYPES or self.device not in (None, *DEVICES):
-            raise ValueError(f"dtype and device must be of {[*DTYPES]} and {DEVICES}; got {self.dtype}, {self.device}")
-        if not {*self.rows} <= {*ROWS} or not {*(self.layouts or ())} <= {*LAYOUTS}:
-            raise ValueError(f"rows and layouts must be of {ROWS} and {[*LAYOUTS]}; got {self.rows}, {self.layouts}")
+        check_counts(heads=self.heads, threads=self.threads, rounds=self.rounds)
+        if self.chart and not self.chart.endswith(".png"):
+            raise ValueError(f"chart must end in .png; got {self.chart!r}")
         if self.shapes and len(self.comparisons) > 1:
             raise ValueError(f"shapes can be given for one of the rows at a time; got {', '.join(self.comparisons)}")
         for name in self.comparisons:
-            for shape, heads in self.shapes_of(name).items():
-                if len(shape) != 4 or min(shape) < 1:
-                    raise ValueError(wrong_shape(",".join(map(str, shape))))
-                if name != "backbone" and shape[1] % heads:
-                    raise ValueError(f"heads must divide channels; got heads={heads} and channels={shape[1]} in {name}")
-        if self.chart and self.comparisons != ("implementations",):
-            raise ValueError("chart is of implementations alone: leave --rows out")
-        varying = {shape[:2] for shape in self.shapes or ()}
-        if self.chart and (len(varying) > 1 or len(self.layouts or ()) > 1):
-            raise ValueError("chart needs shapes of one batch and one number of channels, in one layout")
+            for _, shape, heads in self.maps_of(name):
+                if name != "backbone":  # whose shapes are those of images
+                    check_divides("heads", heads, "channels", shape[1])
+        tables = {(name, layout, *shape[:2]) for name in self.comparisons for layout, shape, _ in self.maps_of(name)}
+        if self.chart and (len(tables) > 1 or self.rows == ("calls",)):
+            raise ValueError(
+                "chart is of one of the rows but calls, at shapes of one batch and one number of channels, in one "
+                "layout: give such --rows, --shapes and --layouts"
+            )
 
     @property
     def comparisons(self) -> tuple[str, ...]:
         """What is measured, in order."""
         return tuple(dict.fromkeys(name for row in self.rows for name in (IN_ALL if row == "all" else (row,))))
 
-    def shapes_of(self, name: str) -> dict[Shape, int]:
-        """The shapes of a comparison, and the heads at each."""
-        if self.shapes:
-            return dict.fromkeys(self.shapes, self.heads or 8)
-        return {shape: self.heads or heads for shape, heads in COMPARISONS[name].shapes.items()}
+    def maps_of(self, name: str) -> list[tuple[str, Shape, int]]:
+        """The layouts and shapes of a comparison, and the heads at each."""
+        usual = COMPARISONS[name]
+        shapes = dict.fromkeys(self.shapes, 8) if self.shapes else usual.shapes
+        layouts = self.layouts or usual.layouts
+        return [(layout, shape, self.heads or heads) for shape, heads in shapes.items() for layout in layouts]
 
 
 def parse_shape(text: str) -> Shape:
@@ -84,12 +125,9 @@ def parse_shape(text: str) -> Shape:
     >>> parse_shape("8,256,14,14")
     (8, 256, 14, 14)
     """
-    parts = text.split(",")
-    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-        raise ValueError(wrong_shape(text))
-    b, c, h, w = map(int, parts)
-    return b, c, h, w
-
-
-def wrong_shape(got: str) -> str:
-    return f"shapes must each be batch,channels,height,width, numbers of at least 1 such as 8,256,14,14; got {got!r}"
+    parts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if len(parts) != 4 or 0 in parts:
+        raise ValueError(
+            f"shapes must each be batch,channels,height,width, numbers of at least 1 such as 8,256,14,14; got {text!r}"
+        )
+    return parts[0], parts[1], parts[2], parts[3]

@@ -1,31 +1,59 @@
-"""A benchmark from its plan: contestants are made, compared, measured in turns, and reported."""
+"""A benchmark: contestants are made, compared and measured in turns; a table, JSON and a chart of what was measured."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vision_attn.benchmark.contestants import COMPARISONS, Case, Shape, make_map
-from vision_attn.benchmark.measure import count_calls, peak_memory, quartiles, ratio, time_in_turns
-from vision_attn.benchmark.plan import DTYPES, Plan
-from vision_attn.benchmark.report import BEST, ResultTable, as_json, as_text, chart, header
+from vision_attn.benchmark.contestants import CASES, Case, make_map
+from vision_attn.benchmark.measure import Spread, count_calls, peak_memory, quartiles, ratio, time_in_turns
+from vision_attn.benchmark.plan import DTYPES, Plan, Shape
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import BenchmarkError
+from vision_attn.text import table
 
-__all__ = ["run_benchmark"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BEST", "ResultTable", "as_text", "chart", "run_benchmark"]
+
+#: The row of the fastest of the other libraries.
+BEST = "best of the others"
+
+#: A number, or first quartile, median and third quartile; None where there is nothing to measure.
+Value = float | Spread | None
 
 MEBI = 2**20
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One table: the rows have the same columns, named by what was run and by what was measured of it."""
+
+    comparison: str
+    title: str
+    shape: Shape
+    heads: int
+    layout: str
+    rows: dict[str, dict[str, Value]]
+    note: str
+    #: what the rows were computed from: seconds of each round, calls of each function
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[2] * self.shape[3]
 
 
 def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[ResultTable]:
@@ -40,17 +68,19 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     device = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for path in filter(None, (plan.output, plan.chart)):
-        check_writable(Path(path))
-    results = []
+        open(path, "ab").close()  # what cannot be written is said before anything is measured for it
+    results: list[ResultTable] = []
     with prepared(plan.threads, device):
         machine = describe_machine(device)
         say(header(machine, plan.dtype, plan.rounds))
         for name in plan.comparisons:
-            for shape, heads in plan.shapes_of(name).items():
-                for layout in plan.layouts or COMPARISONS[name].layouts:
-                    for result in measure(name, shape, heads, layout, plan, device):
-                        say("\n" + as_text(result))
-                        results.append(result)
+            for layout, shape, heads in plan.maps_of(name):
+                place, how = f"{name} at {','.join(map(str, shape))}", python_calls if name == "calls" else times
+                x = make_map(shape, layout, device, getattr(torch, plan.dtype))
+                for case in CASES[name](x, heads):
+                    results.append(ResultTable(name, case.title, shape, heads, layout, *how(case, x, place, plan)))
+                    show_progress()
+                    say("\n" + as_text(results[-1]))
     if plan.output:
         write_atomically(Path(plan.output), as_json(machine, asdict(plan), results).encode())
         say(f"\nAll of it is in {plan.output}.")
@@ -62,40 +92,23 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
     return results
 
 
-def measure(
-    name: str, shape: Shape, heads: int, layout: str, plan: Plan, device: torch.device
-) -> Iterator[ResultTable]:
-    place = f"{name} at {','.join(map(str, shape))}"
-    try:
-        x = make_map(shape, layout, device, getattr(torch, plan.dtype))
-        for case in COMPARISONS[name].cases(x, heads):
-            rows, note, details = MEASURES.get(name, times)(case, x, place, plan)
-            yield ResultTable(name, case.title, shape, heads, layout, rows, note, details)
-    except RuntimeError as error:
-        # On the CPU the allocator of torch raises a plain RuntimeError.
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise BenchmarkError(f"{place}: there is not enough memory: choose smaller --shapes") from error
-        raise
-    finally:
-        show_progress()
-
-
 #: Of one case: the rows, a note below them, and what they were computed from.
 Measured = tuple[dict[str, dict[str, Any]], str, dict[str, Any]]
 
 
 def times(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Time, ratios of the first contestant to each, and peak memory, forward and with gradients."""
+    show_progress(f"{place}: comparing outputs")
     worst = check_outputs(case, x, place, plan.dtype)
     rows: dict[str, dict[str, Any]] = {name: {} for name in (*case.contestants, *((BEST,) if case.rivals else ()))}
     seconds = {}
     for what in ("forward", "gradients")[: 1 + case.gradients]:
+        show_progress(f"{place}: {what}")
         calls = {
             name: [step.forward if what == "forward" else step.gradients() for step in one.steps]
             for name, one in case.contestants.items()
         }
-        progress = partial(show_progress, f"{place}, {what}")
-        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device, progress=progress)
+        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device)
         seconds[what] = dict(taken)
         if case.rivals:
             taken[BEST] = min((taken[name] for name in case.rivals), key=lambda values: quartiles(values)[1])
@@ -109,7 +122,7 @@ def times(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
                 f"{what} ratio": None if name == ours else ratio(taken[ours], values, base),
                 f"{what} MiB": peak_memory(calls[name][0], x.device) / MEBI if whole else None,
             }
-    note = f"Outputs agree to {worst:.0e} of the largest value ({DTYPES[plan.dtype]:.0e} is allowed)."
+    note = f"Outputs agree to {worst:.0e} of the largest value ({DTYPES[plan.dtype]:.0e} is allowed)." if worst else ""
     if case.base:
         note = f"Ratios are of what is added to the {case.base}; beside the {case.base} itself, of the whole. {note}"
     return rows, note, {"seconds": seconds}
@@ -121,7 +134,6 @@ def check_outputs(case: Case, x: Tensor, place: str, dtype: str) -> float:
     for name, one in case.contestants.items():
         if one.twin is None:
             continue
-        show_progress(place, f"comparing outputs, {name}")
         with torch.no_grad():
             found, expected = one.as_map(one.steps[-1].forward()).double(), one.twin(x).double()
         same_shape = found.shape == expected.shape
@@ -135,22 +147,6 @@ def check_outputs(case: Case, x: Tensor, place: str, dtype: str) -> float:
     return worst
 
 
-def memory_growth(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
-    """The peak at a map and at one with twice its sides."""
-    rows: dict[str, dict[str, Any]] = {name: {} for name in case.contestants}
-    for name, one in case.contestants.items():
-        show_progress(place, name)
-        for what in ("forward", "gradients"):
-            peaks = {}
-            for step in one.steps:
-                call = step.forward if what == "forward" else step.gradients()
-                call()  # what is made once and kept is not counted
-                peaks["×".join(map(str, step.inputs[0].shape[2:]))] = peak_memory(call, x.device) / MEBI
-            small, large = peaks.values()
-            rows[name] |= {f"{what} {size}": peak for size, peak in peaks.items()} | {f"{what} times": large / small}
-    return rows, "times: the peak with four times the tokens, in parts of that before.", {}
-
-
 def python_calls(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Calls of functions of ours in a forward that is not the first."""
     rows, walks = {}, {}
@@ -160,30 +156,22 @@ def python_calls(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
         found = {key: count for key, count in count_calls(step.forward).items() if not key[0].startswith("benchmark")}
         rows[name] = {"calls": sum(found.values()), "functions": len(found), "files": len({file for file, _ in found})}
         walks[name] = [[file, function, count] for (file, function), count in found.items()]
-    return rows, "Each step of a generator is a call.", {"walks": walks}
-
-
-#: How a comparison is measured, where it is not timed.
-MEASURES: dict[str, Callable[[Case, Tensor, str, Plan], Measured]] = {
-    "memory": memory_growth,
-    "calls": python_calls,
-}
+    return rows, "Calls of functions of ours in a forward; each step of a generator is a call.", {"walks": walks}
 
 
 @contextmanager
 def prepared(threads: int | None, device: torch.device) -> Iterator[None]:
     """So many threads, a seed, and float32 that is float32; as it was before when it ends."""
-    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     # On CUDA convolutions take shorter numbers (TF32) by default and linear layers do not: that would compare types.
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_num_threads(threads or before[0])
+    float32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
+        with float32, torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
             torch.manual_seed(0)
             yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[1:]
+        torch.set_num_threads(before)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -199,22 +187,100 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {
-            "torch": str(torch.__version__),  # with what it was built for
-            **{name: version(name) for name in ("torchvision", "timm", "einx", "vision-attn")},
-        },
+        # torch says with it what it was built for
+        "versions": {"torch": str(torch.__version__)}
+        | {name: version(name) for name in ("torchvision", "timm", "einx", "vision-attn")},
     }
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written before anything is measured for it."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give a file")
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"there is no folder {path.parent} that {path.name} could be written into")
-
-
-def show_progress(*parts: str) -> None:
+def show_progress(text: str = "") -> None:
     """One line that each call writes over, where a person sees it; nothing in a log file."""
     if sys.stderr.isatty():
-        print("\r\033[K" + ": ".join(parts), end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    # With other work on the cores the threads wait for each other, and what is measured is how often.
+    load = "" if machine["load"] is None else f", load before {machine['load']:.1f} on {machine['cores']} cores"
+    return (
+        f"{machine['device']}, threads {machine['threads']}, dtype {dtype}{load}\n{versions}\n\n"
+        f"Median (quartiles) of {rounds} rounds in which the contestants take turns, and of the ratios in each round.\n"
+        "gradients: forward and backward. MiB: peak beyond what was held before.\n"
+        "floor: projection, fused kernel, projection, each on contiguous inputs, measured apart and summed."
+    )
+
+
+def as_text(result: ResultTable) -> str:
+    b, c, h, w = result.shape
+    title = f"--- {result.title}: batch {b}, {c} channels, {h}×{w}, {result.heads} heads, {result.layout}"
+    columns = list(next(iter(result.rows.values())))
+    passes, _, names = zip(*(column.rpartition(" ") for column in columns), strict=True)
+    cells = [
+        ["", *(name if name != before else "" for before, name in zip(("", *passes), passes, strict=False))],
+        ["", *(f"{next(iter(result.rows))} ÷ it" if name == "ratio" else name for name in names)],
+        *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
+    ]
+    return "\n".join(filter(None, [title, table(cells if any(passes) else cells[1:]), result.note]))
+
+
+def written(value: Value) -> str:
+    """A number by three digits; a spread as its median and quartiles.
+
+    >>> [written(value) for value in (12, 1.23456, 12.3456, (0.95, 1.0, 1.123), None)]
+    ['12', '1.23', '12.3', '1.00 (0.95–1.12)', '–']
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, tuple):
+        low, middle, high = map(written, value)
+        return f"{middle} ({low}–{high})"
+    if isinstance(value, int):
+        return str(value)
+    places = next((places for places, limit in ((3, 0.1), (2, 10), (1, 100)) if abs(value) < limit), 0)
+    return f"{value:.{places}f}"
+
+
+def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[ResultTable]) -> str:
+    document = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
+    return json.dumps(document, indent=2)
+
+
+def chart(results: Sequence[ResultTable]) -> Figure:
+    """Time and memory against tokens, a line for each contestant; the tables differ in the sides of their maps."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    results = sorted(results, key=lambda result: result.tokens)
+    lines = dict.fromkeys((result.title, name) for result in results for name in result.rows if name != BEST)
+    several = len({title for title, _ in lines}) > 1
+    columns = [column for column in next(iter(results[0].rows.values())) if not column.endswith("ratio")]
+    figure = Figure(figsize=(5 * len(columns) / 2 + 1, 9), layout="constrained")
+    axes = figure.subplots(2, len(columns) // 2, sharex=True, squeeze=False)  # below each time its memory
+    for axis, column in zip(axes.T.flat, columns, strict=True):
+        for number, (title, name) in enumerate(lines):
+            cells = [(result.tokens, result.rows[name][column]) for result in results if result.title == title]
+            points = [(x, y[1] if isinstance(y, tuple) else y) for x, y in cells if y is not None]
+            axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=f"C{number}",
+                marker="ovsD^P*"[number % 7],  # ten colours, seven shapes: no two lines are alike
+                linestyle="-" if name.startswith("ours") else "--",
+                label=f"{name}, {title}" if several else name,
+            )
+        axis.set(xscale="log", yscale="log", title=column)
+        axis.set_xticks(tokens := sorted({result.tokens for result in results}), tokens)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens")
+    b, c = results[0].shape[:2]
+    figure.suptitle(f"{results[0].comparison}: batch {b}, {c} channels, {results[0].heads} heads, {results[0].layout}")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    return figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vision_attn.cli.flags import adder, given
+from vision_attn.cli.commands import adder, given
 
 __all__ = ["HELP", "add_arguments"]
 

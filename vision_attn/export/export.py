@@ -13,8 +13,8 @@ import torch
 
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import ExportError
-from vision_attn.export.classifier import Classifier
-from vision_attn.export.formats import FOLDER, FORMATS, Format
+from vision_attn.export.formats import FOLDER, FORMATS, Classifier, Format
+from vision_attn.text import shorten
 
 __all__ = ["ExportReport", "export_classifier"]
 
@@ -80,7 +80,6 @@ def export_classifier(
     for package in form.packages:
         import_module(package)
     classifier = classifier.to_export()
-    refuse_other_classes(classifier)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
@@ -94,48 +93,41 @@ def export_classifier(
 
 
 def format_of(output: Path, format: str | None) -> str:
-    endings = {form.ending: name for name, form in FORMATS.items()}
-    ending = output.suffix.lower()
-    found = endings.get(ending)
-    if format is None and found is None:
+    """The format that is named, or that the ending says; they must not say two."""
+    by_ending = {form.ending: name for name, form in FORMATS.items()}.get(output.suffix.lower())
+    if format not in (None, *FORMATS) or (format is None and by_ending is None):
+        endings = ", ".join(form.ending for form in FORMATS.values() if form.ending)
         raise ValueError(
-            f"output must end in {', '.join(filter(None, endings))}, or in nothing for a folder of timm's; got "
-            f"{output.name!r}: name it so, or give the format"
+            f"output must end in {endings}, or in nothing for a folder of timm's, or format be one of "
+            f"{', '.join(FORMATS)}; got {output.name!r} and {format!r}"
         )
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
-    if format is not None and ending and found not in (None, format):
-        raise ValueError(f"format: {output.name!r} has the ending of {found}; got {format!r}: give one of the two")
-    return format or str(found)
+    if format is not None and output.suffix and by_ending not in (None, format):
+        raise ValueError(f"format: {output.name!r} has the ending of {by_ending}; got {format!r}: give one of the two")
+    return format or str(by_ending)
 
 
 def refuse_something_else(output: Path, form: Format) -> None:
     """Refuse to write over what is no export."""
-    if output.is_dir() and form.ending:
-        raise ValueError(f"output: {output} is a folder, and {form.ending} is a file: choose another --output")
-    if output.exists() and not output.is_dir() and not form.ending:
-        raise ValueError(f"output: {output} is a file, and timm's format is a folder: choose another --output")
+    if output.exists() and output.is_dir() == bool(form.ending):
+        raise ValueError(
+            f"output: {output} is a {'folder' if output.is_dir() else 'file'}, and what is written a "
+            f"{'file' if form.ending else 'folder'}: choose another --output"
+        )
     others = sorted({path.name for path in output.iterdir()} - FOLDER) if output.is_dir() else []
     if others:
-        raise ValueError(
-            f"output: {output} holds more than an export ({', '.join(others[:6])}{', …' if len(others) > 6 else ''}): "
-            "choose another --output"
-        )
-
-
-@torch.no_grad()
-def refuse_other_classes(classifier: Classifier) -> None:
-    shape = tuple(classifier.model(torch.zeros(1, *classifier.input_size)).shape)
-    if shape != (1, len(classifier.classes)):
-        raise ValueError(f"classes: the network gives {shape} for an image, and {len(classifier.classes)} are named")
+        raise ValueError(f"output: {output} holds more than an export ({shorten(others)}): choose another --output")
 
 
 def write_and_compare(form: Format, classifier: Classifier, normalize: bool, path: Path) -> tuple[float, float]:
     """Write it, read it back, and compare it with the network: the largest difference, and the largest logit."""
     generator = torch.Generator().manual_seed(0)
     pixels = [torch.rand(count, *classifier.input_size, generator=generator) for count in BATCHES]
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (classifier.mean, classifier.std))
-    images = [(batch - mean) / std for batch in pixels]
+    images = [classifier.normalization(batch) for batch in pixels]
+    with torch.no_grad():
+        expected = torch.cat([classifier.model(batch) for batch in images])
+    if expected.shape[1:] != (len(classifier.classes),):
+        given, named = tuple(expected.shape[1:]), len(classifier.classes)
+        raise ValueError(f"classes: the network gives {given} numbers for an image, and {named} classes are named")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # Of the exporters, about themselves.
@@ -149,8 +141,6 @@ def write_and_compare(form: Format, classifier: Classifier, normalize: bool, pat
             raise
         # torch's exporters, and what runs their graphs, may fail in any way.
         raise ExportError(f"the network cannot be exported ({type(error).__name__}: {error})") from error
-    with torch.no_grad():
-        expected = torch.cat([classifier.model(batch) for batch in images])
     if found.shape != expected.shape:
         raise ExportError(f"what was written gives {tuple(found.shape)}, the network {tuple(expected.shape)}")
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())

@@ -1,4 +1,4 @@
-"""The forms that a network is written in, each with the way to read it back and run it.
+"""A classifier, and the forms that it is written in, each with the way to read it back and run it.
 
 ===============  ===========================================================================================
 ``onnx``         a graph for onnxruntime and others; what must be known is in its metadata
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ import timm
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torchvision.transforms.v2 import Normalize
 
-from vision_attn.blocks import use_impl
+from vision_attn.blocks import set_impl, use_impl
 from vision_attn.checkpoints import write_atomically
 from vision_attn.checkpoints.write import copy_to_write
-from vision_attn.export.classifier import Classifier, NormalizedNetwork
-from vision_attn.insertion import inserted, records
+from vision_attn.insertion import inserted, plain_network
 from vision_attn.models.registry import config_of, save_model
+from vision_attn.version import __version__
 
-__all__ = ["ENTRY", "FOLDER", "FORMATS", "Format"]
+__all__ = ["ENTRY", "FOLDER", "FORMATS", "Classifier", "Format"]
 
 #: The name of the metadata's entry.
 ENTRY = "classifier"
@@ -39,6 +40,70 @@ ENTRY = "classifier"
 FOLDER = frozenset({"config.json", "model.safetensors"})
 #: What makes logits of images.
 Classify = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A network, its classes and what it is fed with.
+
+    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
+    >>> json.loads(classifier.about(normalize=True))["classes"]
+    ['cat', 'dog']
+    """
+
+    #: gives logits ``(b, classes)`` for images ``(b, c, h, w)``
+    model: nn.Module
+    #: name of each class
+    classes: tuple[str, ...]
+    #: channels, rows and columns of an image
+    input_size: tuple[int, int, int]
+    #: mean of each channel, of pixels in 0…1
+    mean: tuple[float, ...]
+    #: standard deviation of each channel
+    std: tuple[float, ...]
+    #: the name under which timm makes the network without its blocks, if it does
+    architecture: str | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.mean) == len(self.std) == self.input_size[0] or not min(self.std) > 0:
+            raise ValueError(
+                f"mean and std must have a value for each of the {self.input_size[0]} channels, and std positive ones; "
+                f"got {tuple(self.mean)} and {tuple(self.std)}"
+            )
+
+    def about(self, *, normalize: bool) -> str:
+        """What whoever runs the network has to know, as JSON."""
+        notes = {
+            "classes": self.classes,
+            "input_size": self.input_size,
+            "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
+            "mean": self.mean,
+            "std": self.std,
+            "architecture": self.architecture,
+            "inserted": list(inserted(self.model)),
+            "library": f"vision_attn {__version__}",
+        }
+        return json.dumps(notes, ensure_ascii=False)
+
+    def to_export(self) -> Classifier:
+        """The same with a copy of the network: on the CPU, in float32 and evaluation mode, its attention as ``"sdpa"``.
+
+        All implementations compute the same; this is the one that exports with any batch.
+        """
+        model = copy.deepcopy(plain_network(self.model)).cpu().float().eval()
+        set_impl(model, "sdpa")
+        return replace(self, model=model)
+
+    @property
+    def normalization(self) -> Normalize:
+        """From pixels in 0…1 to what the network takes."""
+        return Normalize(list(self.mean), list(self.std))
+
+    def to_trace(self, normalize: bool) -> tuple[nn.Module, tuple[Tensor]]:
+        """The network that becomes a graph, and images to trace it with: one image would fix the batch."""
+        network = nn.Sequential(self.normalization, self.model).eval() if normalize else self.model
+        return network, (torch.zeros(2, *self.input_size),)
 
 
 @dataclass(frozen=True)
@@ -57,21 +122,8 @@ class Format:
     reopen: Callable[[Classifier, Path], Classify]
 
 
-def network_to_write(classifier: Classifier, normalize: bool) -> tuple[nn.Module, tuple[Tensor]]:
-    """The network that becomes a graph, and images to trace it with."""
-    network = NormalizedNetwork(classifier).eval() if normalize else classifier.model
-    return network, (torch.zeros(2, *classifier.input_size),)  # one image would fix the batch
-
-
-def notes(classifier: Classifier, normalize: bool) -> str:
-    return json.dumps(classifier.about(normalize=normalize), ensure_ascii=False)
-
-
-# --- onnx -------------------------------------------------------------------------------------------------------------
-
-
 def write_onnx(classifier: Classifier, normalize: bool, path: Path) -> None:
-    network, example = network_to_write(classifier, normalize)
+    network, example = classifier.to_trace(normalize)
     program = torch.onnx.export(
         network,
         example,
@@ -82,7 +134,7 @@ def write_onnx(classifier: Classifier, normalize: bool, path: Path) -> None:
         dynamic_shapes=({0: "batch"},),
     )
     assert program is not None
-    program.model.metadata_props[ENTRY] = notes(classifier, normalize)
+    program.model.metadata_props[ENTRY] = classifier.about(normalize=normalize)
     program.save(path, external_data=False)
 
 
@@ -93,20 +145,14 @@ def open_onnx(classifier: Classifier, path: Path) -> Classify:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-# --- torch.export -----------------------------------------------------------------------------------------------------
-
-
 def write_program(classifier: Classifier, normalize: bool, path: Path) -> None:
-    network, example = network_to_write(classifier, normalize)
+    network, example = classifier.to_trace(normalize)
     program = torch.export.export(network, example, dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, path, extra_files={ENTRY: notes(classifier, normalize)})
+    torch.export.save(program, path, extra_files={ENTRY: classifier.about(normalize=normalize)})
 
 
 def open_program(classifier: Classifier, path: Path) -> Classify:
     return torch.export.load(path).module()
-
-
-# --- timm -------------------------------------------------------------------------------------------------------------
 
 
 def write_folder(classifier: Classifier, normalize: bool, path: Path) -> None:
@@ -123,9 +169,8 @@ def write_folder(classifier: Classifier, normalize: bool, path: Path) -> None:
         "interpolation": "bilinear",
     }
     save_model(model, path, architecture=architecture, model_args=options)
-    config = json.loads((path / "config.json").read_text())
-    config["label_names"] = list(classifier.classes)
-    write_atomically(path / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    config = {**json.loads((path / "config.json").read_text()), "label_names": classifier.classes}
+    (path / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def open_folder(classifier: Classifier, path: Path) -> Classify:
@@ -134,43 +179,29 @@ def open_folder(classifier: Classifier, path: Path) -> Classify:
 
 def architecture_of(classifier: Classifier) -> tuple[str, dict[str, Any]]:
     """The name under which timm makes this network with its blocks, and the arguments that are not the usual ones."""
-    base, known = classifier.architecture or "network", []
+    base, channels = classifier.architecture or "network", classifier.input_size[0]
     names = (base, f"{base}_attention") if "pretrained_cfg" in vars(classifier.model) else ()
     for name in filter(timm.is_model, names):
-        channels = classifier.input_size[0]
         options = {} if channels == timm.get_pretrained_cfg(name).input_size[0] else {"in_chans": channels}
         with torch.device("meta"):
             made = timm.create_model(name, num_classes=len(classifier.classes), **options)
-        if descriptions(made) == descriptions(classifier.model):
+        if blocks_of(made) == blocks_of(classifier.model):
             return name, options
-        known.append(f"{name} has {said(made)}")
     raise ValueError(
-        f"format: timm makes no {base} with {said(classifier.model)} ({'; '.join(known) or 'it knows no such name'}): "
+        f"format: timm knows no {base} with the blocks {blocks_of(classifier.model)}: "
         "choose onnx, torch-export or safetensors"
     )
 
 
-def descriptions(model: nn.Module) -> dict[str, str]:
+def blocks_of(model: nn.Module) -> dict[str, str]:
     """What is inserted in a network, by site: the number of heads and the like are not in the shapes of its weights."""
     with use_impl(model, "bmm"):
         return {site: str(block) for site, block in inserted(model).items()}
 
 
-def said(model: nn.Module) -> str:
-    """The same in short: the blocks and their options."""
-    blocks = []
-    for record in records(model):
-        options = ", ".join(f"{name}={value!r}" for name, value in record.options.items() if name != "impl")
-        blocks.append(f"{record.block}({options}) at {record.site}")
-    return " and ".join(blocks) or "no blocks"
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def write_weights(classifier: Classifier, normalize: bool, path: Path) -> None:
     tensors = {key: copy_to_write(value) for key, value in classifier.model.state_dict().items()}
-    write_atomically(path, save(tensors, {ENTRY: notes(classifier, normalize)}))
+    write_atomically(path, save(tensors, {ENTRY: classifier.about(normalize=normalize)}))
 
 
 def open_weights(classifier: Classifier, path: Path) -> Classify:

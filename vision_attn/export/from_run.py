@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vision_attn.checkpoints import read_checkpoint
-from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES, is_adapter
 from vision_attn.errors import CheckpointError
-from vision_attn.export.classifier import Classifier
+from vision_attn.export.formats import Classifier
 from vision_attn.training.data import Source
 from vision_attn.training.images import ImageSet
 from vision_attn.training.network import build_network
@@ -30,18 +26,20 @@ def open_run(path: str | Path) -> Classifier:
     """
     path = Path(path)
     file = path / "best.pth" if path.is_dir() else path
-    if file.suffix == ".safetensors" and file.is_file() and is_adapter(file):
-        raise CheckpointError(
-            f"{file} is an adapter, blocks without their network: give the best.pth beside it, which holds both"
-        )
     content: dict[str, Any] = read_checkpoint(file)
     missing = {"model", "settings", "classes", "input_size", "mean", "std"} - content.keys()
     if missing:
         raise CheckpointError(
-            f"{file} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): "
-            "in Python, export_classifier takes any network"
+            f"{file} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): give its "
+            "best.pth or last.pth; in Python, export_classifier takes any network"
         )
-    settings = settings_of(content["settings"], file)
+    try:
+        settings = Settings(**Settings.values_in(content["settings"]))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is damaged, or was written by another version of vision_attn than this one, {__version__}, and is "
+            f"to be exported with that: {error}"
+        ) from error
     again = replace(
         settings,
         weights=str(file),
@@ -55,7 +53,6 @@ def open_run(path: str | Path) -> Classifier:
     )
     classes, (channels, *size) = tuple(content["classes"]), content["input_size"]
     source = Source(str(file), classes, channels, (size[0], size[1]), no_images, count=0)
-    refuse_larger(replace(again, weights=None, weights_ema=False), source, content, file)
     network = build_network(again, source, lambda line: None)
     return Classifier(
         network.model,
@@ -65,29 +62,6 @@ def open_run(path: str | Path) -> Classifier:
         std=tuple(content["std"]),
         architecture=settings.model.partition(".")[0],
     )
-
-
-def refuse_larger(settings: Settings, source: Source, content: dict[str, Any], file: Path) -> None:
-    """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
-    with torch.device("meta"):
-        named = build_network(settings, source, lambda line: None)
-    asked, held = (
-        sum(value.numel() for value in state.values()) for state in (named.model.state_dict(), content["model"])
-    )
-    if asked > 2 * held or math.prod((source.channels, *named.size)) > LARGEST_IMAGES:
-        raise CheckpointError(
-            f"{file} names a network of {asked:,} numbers on images of {named.size}, and holds {held:,}: it is damaged"
-        )
-
-
-def settings_of(saved: object, file: Path) -> Settings:
-    try:
-        return Settings(**Settings.values_in(saved))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} is damaged, or was written by another version of vision_attn than this one, {__version__}, and is "
-            f"to be exported with that: {error}"
-        ) from error
 
 
 def no_images(size: tuple[int, int]) -> ImageSet:

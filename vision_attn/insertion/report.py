@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import use_impl
 from vision_attn.insertion.maps import FIRST, Layout, Map
@@ -183,6 +182,8 @@ def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
 
 def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]:
     """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     # Counted on the form whose every product is a matrix product that the counter knows.
     meta = copy.deepcopy(module).to("meta").eval()
     parameter = next(meta.parameters(), torch.empty(0))
