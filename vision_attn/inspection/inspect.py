@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.blocks import AttentionBlock2d
 from vision_attn.checks import check_counts
@@ -191,6 +190,8 @@ def dry_run(network: nn.Module, example: Tensor) -> DryRun:
 
 def measure(model: nn.Module, stages: Sequence[str], example: Tensor) -> tuple[Share, dict[str, Share]]:
     """What a network has and does, and by stage what runs after the stage before it, up to this one."""
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     names = {id(model.get_submodule(stage)): stage for stage in stages}
     met: set[nn.Parameter] = set()
     until: dict[str, Share] = {}
