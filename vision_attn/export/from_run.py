@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vision_attn.checkpoints import read_checkpoint
+from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES
 from vision_attn.errors import CheckpointError
 from vision_attn.export.formats import Classifier
 from vision_attn.training.data import Source
@@ -53,6 +57,7 @@ def open_run(path: str | Path) -> Classifier:
     )
     classes, (channels, *size) = tuple(content["classes"]), content["input_size"]
     source = Source(str(file), classes, channels, (size[0], size[1]), no_images, count=0)
+    refuse_larger(replace(again, weights=None, weights_ema=False), source, content, file)
     network = build_network(again, source, lambda line: None)
     return Classifier(
         network.model,
@@ -62,6 +67,19 @@ def open_run(path: str | Path) -> Classifier:
         std=tuple(content["std"]),
         architecture=settings.model.partition(".")[0],
     )
+
+
+def refuse_larger(settings: Settings, source: Source, content: dict[str, Any], file: Path) -> None:
+    """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
+    with torch.device("meta"):
+        named = build_network(settings, source, lambda line: None)
+    asked, held = (
+        sum(value.numel() for value in state.values()) for state in (named.model.state_dict(), content["model"])
+    )
+    if asked > 2 * held or math.prod((source.channels, *named.size)) > LARGEST_IMAGES:
+        raise CheckpointError(
+            f"{file} names a network of {asked:,} numbers on images of {named.size}, and holds {held:,}: it is damaged"
+        )
 
 
 def no_images(size: tuple[int, int]) -> ImageSet:
