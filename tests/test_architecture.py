@@ -89,7 +89,7 @@ def test_an_import_that_points_up_is_found(room, source, upward):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    heavy = ("einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision")
+    heavy = ("einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision", "keras")
     code = f"import sys, vision_attn; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
