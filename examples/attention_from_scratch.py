@@ -498,7 +498,7 @@ for side in sides:
 
 # %% [markdown]
 # The calls are timed in turns, so that whatever else your machine does falls on all of them alike, and the median of
-# five rounds counts. Memory is the most that tensors take at one moment of a call. From 32×32 to 64×64 there are four
+# three rounds counts. Memory is the most that tensors take at one moment of a call. From 32×32 to 64×64 there are four
 # times as many tokens. Written out, memory grows by nearly 16, as the matrix does: not quite, since the map beside it
 # grows by 4. The others grow by 4 at most.
 
@@ -507,7 +507,7 @@ cpu = torch.device("cpu")
 seconds, peak = {}, {}
 for side, x in maps.items():
     calls = {name: [partial(block, x)] for name, block in blocks.items()}
-    times = time_in_turns(calls, rounds=5, device=cpu)
+    times = time_in_turns(calls, rounds=3, device=cpu)
     for name, (call,) in calls.items():
         seconds[name, side] = np.array(times[name])
         peak[name, side] = peak_memory(call, cpu) / 2**20

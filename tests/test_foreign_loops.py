@@ -1,5 +1,8 @@
 """Blocks learn in loops that are not ours: after a hundred steps at usual rates they weigh in the network's maps."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,17 +18,7 @@ BATCH, STEPS = 64, 20
 EPOCHS, MADE = 20, 5
 
 
-@pytest.fixture(autouse=True)
-def no_accelerator_of_before():
-    """A process keeps the precision of its first Accelerator."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def digits():
     from sklearn.datasets import load_digits
 
@@ -40,7 +33,7 @@ def loader(digits):
 
 @pytest.fixture
 def model(digits):
-    """A small network that reads digits already, and then gets a block."""
+    """A small network that reads digits already."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
@@ -53,8 +46,16 @@ def model(digits):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    va.insert_(model, names="5", num_heads=4, example_input=(1, 1, 8, 8))
     return model
+
+
+@pytest.fixture
+def forget_accelerators():
+    """A process keeps the precision of its first one."""
+    from accelerate.state import AcceleratorState
+
+    yield partial(AcceleratorState._reset_state, reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def timms(model, loader):
@@ -134,12 +135,17 @@ def hugging_faces(model, loader, folder):
     trainer.train()
 
 
-@pytest.mark.parametrize("loop", [timms, torchvisions, accelerates, hugging_faces])
-def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(model, loader, digits, tmp_path, loop):
+def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(
+    model, loader, digits, tmp_path, forget_accelerators
+):
     images = digits.tensors[0][:256]
-    with torch.no_grad():
-        assert va.contribution(model, images).blocks[0].share == 0
-    loop(model, loader, *([tmp_path] if loop is hugging_faces else []))
-    (block,) = va.contribution(model, images).blocks
-    assert block.share > 0.01
-    assert (block.by_channel > 0.001).all()  # not a few channels alone
+    for loop in (timms, torchvisions, accelerates, partial(hugging_faces, folder=tmp_path)):
+        with_block = copy.deepcopy(model)
+        va.insert_(with_block, names="5", num_heads=4, example_input=(1, 1, 8, 8))
+        with torch.no_grad():
+            assert va.contribution(with_block, images).blocks[0].share == 0
+        forget_accelerators()
+        loop(with_block, loader)
+        (block,) = va.contribution(with_block, images).blocks
+        assert block.share > 0.01, loop
+        assert (block.by_channel > 0.001).all(), loop  # not a few channels alone
