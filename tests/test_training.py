@@ -441,7 +441,7 @@ def test_data_that_is_not_there_is_refused_with_what_was_expected(base, image_fo
         with pytest.raises(DataError, match=message):
             train(replace(base, data=str(folder), **options), quiet)
 
-    attempt(tmp_path / "nothing", "there is no such folder of images")
+    attempt(tmp_path / "nothing", "nothing has no folder 'val'")
     attempt(tmp_path, "has no folder 'val' or 'validation' or 'valid' or 'test': expected train/CLASS/IMAGE")
     (tmp_path / "val").mkdir()
     attempt(tmp_path, "val has 0 class folders: expected CLASS/IMAGE")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vision_attn.errors import DataError
 from vision_attn.training import digits
-from vision_attn.training.images import Decoder, ImageLoader, Images, ImageSet, ImageStream, rgb
+from vision_attn.training.images import Decoder, ImageLoader, Images, ImageSet, ImageStream, prepare, rgb
 from vision_attn.training.settings import Settings
 
 __all__ = ["Source", "image_folder", "open_data", "open_images"]
@@ -88,14 +88,11 @@ def named(settings: Settings, train: bool) -> Source:
     except (AssertionError, OSError, RuntimeError) as error:
         fetch = ", or fetch it with --dataset-download" if name.startswith("torch/") else ""
         raise DataError(f"{settings.dataset} is not in {root}: name the folder it is in{fetch} ({error})") from error
-    if hasattr(found, "loader"):  # of torchvision's, which would leave images as the camera was held
-        found.loader = open_image
     reader: Any = getattr(found, "reader", None)
-    count = len(found)
-    if isinstance(found, IterableImageDataset):
-        count = reader.num_samples  # and not what its workers round it up to
-        if not train:  # each process evaluates its rows of the whole stream
-            reader.dist_rank, reader.dist_num_replicas = 0, 1
+    stream = isinstance(found, IterableImageDataset)
+    if stream and not train:  # each process evaluates its rows of the whole stream
+        reader.dist_rank, reader.dist_num_replicas = 0, 1
+    count = reader.num_samples if stream else len(found)
     if not count:
         raise DataError(f"{name} does not say how many images {split} has: give them as in 'val-{{0..9}}.tar|10000'")
     classes = getattr(found, "classes", None) or list(getattr(reader, "class_to_idx", ()))
@@ -122,17 +119,12 @@ def as_tensors(dataset: Any) -> tuple[Tensor, Tensor]:
 
 
 def split_folder(root: Path, train: bool, test_only: bool) -> Path:
-    if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder of images")
     names = ("train",) if train else EVALUATION_FOLDERS
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    if test_only:
-        return root
-    raise DataError(
-        f"{root} has no folder {' or '.join(map(repr, names))}: expected train/CLASS/IMAGE and val/CLASS/IMAGE in it"
-    )
+    found = [root / name for name in names if (root / name).is_dir()] or [root] * test_only
+    if not found:
+        folders = " or ".join(map(repr, names))
+        raise DataError(f"{root} has no folder {folders}: expected train/CLASS/IMAGE and val/CLASS/IMAGE in it")
+    return found[0]
 
 
 class Folder(ImageFolder):
@@ -142,7 +134,7 @@ class Folder(ImageFolder):
         super().__init__(str(folder), loader=open_image, is_valid_file=self.is_image)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
+        names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
             raise DataError(f"{directory} has {len(names)} class folders: expected CLASS/IMAGE in it, of two or more")
         return names, {name: label for label, name in enumerate(names)}
@@ -190,7 +182,8 @@ def open_images(
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
     decoding = workers or max(1, min(MOST_WORKERS, cores() // processes))
     if isinstance(source.dataset, IterableImageDataset):
-        return ImageStream(source.dataset, size, crop_scale, workers=decoding, device=device)
+        source.dataset.transform = partial(prepare, size=size, crop_scale=crop_scale)
+        return ImageStream(source.dataset, workers=decoding, device=device)
     small = source.count * source.channels * math.prod(size) <= SMALL
     keep = cache == "ram" or (cache == "auto" and small and not workers)
     if source.dataset is not None and (crop_scale is not None or not keep):

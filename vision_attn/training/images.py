@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from timm.data import ImageDataset, IterableImageDataset
+from timm.data import ImageDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
@@ -55,67 +55,58 @@ class ImageSet:
 
 
 class ImageLoader:
-    """Images that worker processes decode ahead of the device."""
+    """Images of a :class:`Decoder` that worker processes decode ahead of the device."""
 
-    def __init__(self, decoder: Decoder, *, workers: int, device: torch.device) -> None:
-        self.decoder = decoder
+    verb = "decoded in every epoch"
+
+    def __init__(self, dataset: Any, *, workers: int, device: torch.device) -> None:
+        self.dataset = dataset
+        self.workers = workers
         self.device = device
-        self.kept = f"decoded in every epoch by {workers} worker process{'es' if workers > 1 else ''}"
-        #: the batches to come, which persistent workers have to be told through the sampler they were made with
-        self.order: list[tuple[list[int], int]] = []
-        self.loader = DataLoader(
-            decoder,
-            batch_size=None,  # an element of the order is a batch
-            sampler=self.order,
-            num_workers=workers,
-            persistent_workers=True,
-            pin_memory=device.type == "cuda",
-            worker_init_fn=obey_the_parent_alone,
-            generator=torch.Generator(),  # or it draws from torch's own, on which dropout depends
-        )
+        self.kept = f"{self.verb} by {workers} worker process{'es' if workers > 1 else ''}"
 
     def __len__(self) -> int:
-        return len(self.decoder)
+        return len(self.dataset)
 
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        self.order[:] = [(chosen.tolist(), seed) for chosen in rows]
-        for found in from_workers(self.loader):
+        order = [(chosen.tolist(), seed) for chosen in rows]
+        for found in self.from_workers(seed, batch_size=None, sampler=order):  # an element of the order is a batch
             if isinstance(found, DataError):
                 raise found
             yield to_device(found, self.device)
 
+    def from_workers(self, seed: int, **how: Any) -> Iterator[Any]:
+        loader = DataLoader(
+            self.dataset,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=obey_the_parent_alone,
+            generator=torch.Generator().manual_seed(seed),  # or it draws from torch's own, on which dropout depends
+            **how,
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:
+            refuse_lost_worker(error)
+            raise
 
-class ImageStream:
+
+class ImageStream(ImageLoader):
     """Images of shards that are read from their beginning, in an order that timm's reader shuffles by the seed.
 
     Training takes as many as its rows have, of the shards of this process; evaluation takes those at its rows.
     """
 
-    def __init__(
-        self, dataset: IterableImageDataset, size: tuple[int, int], crop_scale: float | None, *, workers: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        dataset.transform = partial(prepare, size=size, crop_scale=crop_scale)
-        self.dataset = dataset
-        self.workers = workers
-        self.device = device
-        self.kept = f"streamed by {workers} worker process{'es' if workers > 1 else ''}"
+    verb = "streamed"
 
     def __len__(self) -> int:
-        return int(self.dataset.reader.num_samples)
+        return int(self.dataset.reader.num_samples)  # len(dataset) is rounded up for the workers
 
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         rows = list(rows)
         self.dataset.set_epoch(seed % 2**31)
-        loader = DataLoader(
-            self.dataset,
-            batch_size=CHUNK,
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=obey_the_parent_alone,
-            generator=torch.Generator().manual_seed(seed),  # of which the reader shuffles in each worker
-        )
-        images = (pair for chunk in from_workers(loader) for pair in zip(*chunk, strict=True))
+        chunks = self.from_workers(seed, batch_size=CHUNK)
+        images = (pair for chunk in chunks for pair in zip(*chunk, strict=True))
         if not self.dataset.reader.is_training:
             wanted = set(torch.cat(rows).tolist()) if rows else set()
             images = (pair for place, pair in enumerate(images) if place in wanted)
@@ -223,14 +214,6 @@ def prepare(image: Image.Image, size: tuple[int, int], crop_scale: float | None)
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
     images, labels = batch
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-
-
-def from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    try:
-        yield from loader
-    except RuntimeError as error:
-        refuse_lost_worker(error)
-        raise
 
 
 def refuse_lost_worker(error: BaseException | None) -> None:
