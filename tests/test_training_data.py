@@ -320,9 +320,9 @@ def test_timms_readers_give_every_image_or_name_it(damaged_folder, image_folder,
         Decoder(damaged, (24, 24)).decode(range(len(damaged)))
 
 
-def test_a_data_set_of_hugging_face(image_folder):
+def test_a_data_set_of_hugging_face(image_folder, tmp_path):
     pytest.importorskip("datasets")
-    found = open_data(Settings(dataset=f"hfds/{image_folder}"), train=True)
+    found = open_data(Settings(dataset=f"hfds/{image_folder}", data=str(tmp_path)), train=True)
     assert (found.classes, len(found)) == (("blue", "green", "red"), 72)
     images, labels = Decoder(found.dataset, (24, 24)).decode(range(72))
     assert labels.bincount().tolist() == [24, 24, 24]
