@@ -363,7 +363,7 @@ def test_two_processes_score_the_network_that_they_save(image_folder, tmp_path):
     assert worth in alone.stdout
 
 
-@pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("psutil", "train"), ("matplotlib", "train")])
+@pytest.mark.parametrize(("package", "extra"), [("accelerate", "train"), ("matplotlib", "train")])
 def test_an_extra_that_is_not_installed_is_named(package, extra, tmp_path):
     code = f"import sys; sys.modules[{package!r}] = None; from vision_attn import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--output", tmp_path / "demo"]

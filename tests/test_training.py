@@ -454,7 +454,7 @@ def test_data_that_is_not_there_is_refused_with_what_was_expected(base, image_fo
     attempt(tmp_path, "has no folder 'train'")
     os.symlink(image_folder / "train", tmp_path / "train")
     attempt(tmp_path, "val lacks classes that .*train has: green: both need the same class folders")
-    attempt(tmp_path, "cifar10 is not in .* --dataset-download", dataset="cifar10")
+    attempt(tmp_path, "cifar10 cannot be read in .* --dataset-download", dataset="cifar10")
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ BAD_USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "matplotlib", "psutil", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 

@@ -85,9 +85,11 @@ def named(settings: Settings, train: bool) -> Source:
         found = create_dataset(
             name, root, split, is_training=train, download=settings.dataset_download, seed=settings.seed
         )
-    except (AssertionError, OSError, RuntimeError) as error:
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
         fetch = ", or fetch it with --dataset-download" if name.startswith("torch/") else ""
-        raise DataError(f"{settings.dataset} is not in {root}: name the folder it is in{fetch} ({error})") from error
+        raise DataError(
+            f"{settings.dataset} cannot be read in {root} ({error}): name the folder it is in{fetch}"
+        ) from error
     reader: Any = getattr(found, "reader", None)
     stream = isinstance(found, IterableImageDataset)
     if stream and not train:  # each process evaluates its rows of the whole stream
