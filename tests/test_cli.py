@@ -359,7 +359,7 @@ def test_two_processes_score_the_network_that_they_save(capsys, image_folder, tm
     assert worth in alone
 
 
-@pytest.mark.parametrize("package", ["accelerate", "psutil", "matplotlib"])
+@pytest.mark.parametrize("package", ["accelerate", "matplotlib"])
 def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, tmp_path):
     importlib.import_module("vision_attn.training.demo")  # all of the room, so that all is as it was afterwards
     monkeypatch.setattr(vision_attn, "training", vision_attn.training, raising=False)

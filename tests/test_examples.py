@@ -25,7 +25,8 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.models import create_model
 from vision_attn.training import digits, network, settings
-from vision_attn.training.image_files import ImageFiles
+from vision_attn.training.data import open_image
+from vision_attn.training.images import prepare
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
@@ -456,7 +457,7 @@ def pictures(tmp_path):
 def test_classifying_sees_images_as_training_does(exported, image_folder, pictures, run_here, flags):
     model, network = exported(*flags)
     paths = [image_folder / "val" / "red" / "0.png", *pictures]
-    images = ImageFiles([str(path) for path in paths], [0] * 3).decode(range(3), (32, 32))
+    images = torch.stack([prepare(open_image(path), (32, 32), None) for path in paths])
     mean, std = (torch.tensor(STATISTICS[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         shares = model((images / 255 - mean) / std).softmax(1)

@@ -26,8 +26,8 @@ from vision_attn.export.export import export_classifier
 from vision_attn.export.formats import Classifier
 from vision_attn.export.from_run import open_run
 from vision_attn.models import create_model
-from vision_attn.training.data import open_data
-from vision_attn.training.image_files import ImageFiles
+from vision_attn.training.data import open_data, open_image
+from vision_attn.training.images import prepare
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -177,7 +177,7 @@ def test_a_folder_says_it_in_the_words_of_timm(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (150, 150, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
     found = timm.data.create_transform(**config)(Image.open(tmp_path / "noise.png"))
-    (pixels,) = ImageFiles([str(tmp_path / "noise.png")], [0]).decode([0], (96, 96)) / 255
+    pixels = prepare(open_image(tmp_path / "noise.png"), (96, 96), None) / 255
     torch.testing.assert_close(found, normalized(pixels))
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
 }
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "matplotlib", "psutil", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 

@@ -14,7 +14,6 @@ from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES
 from vision_attn.errors import CheckpointError
 from vision_attn.export.formats import Classifier
 from vision_attn.training.data import Source
-from vision_attn.training.images import ImageSet
 from vision_attn.training.network import build_network
 from vision_attn.training.settings import Settings
 from vision_attn.version import __version__
@@ -56,7 +55,7 @@ def open_run(path: str | Path) -> Classifier:
         resume=None,
     )
     classes, (channels, *size) = tuple(content["classes"]), content["input_size"]
-    source = Source(str(file), classes, channels, (size[0], size[1]), no_images, count=0)
+    source = Source(str(file), classes, channels, (size[0], size[1]), count=0)
     refuse_larger(replace(again, weights=None, weights_ema=False), source, content, file)
     network = build_network(again, source, lambda line: None)
     return Classifier(
@@ -80,7 +79,3 @@ def refuse_larger(settings: Settings, source: Source, content: dict[str, Any], f
         raise CheckpointError(
             f"{file} names a network of {asked:,} numbers on images of {named.size}, and holds {held:,}: it is damaged"
         )
-
-
-def no_images(size: tuple[int, int]) -> ImageSet:
-    raise AssertionError("a network is made without its images")

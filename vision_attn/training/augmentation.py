@@ -1,22 +1,40 @@
 """What training images go through on the device, a whole batch at a time: crop, flip, cutout, mixup and cutmix.
 
-What is random is drawn for the batch of all processes together, of which each then takes its :func:`share`. Images are
-mixed with those that stand as far from the other end of the batch, as in timm, and a share holds both of such a pair.
+What is random is drawn for the batch of all processes together, of which each then takes its :func:`share`. timm mixes
+an image with the one that stands as far from the other end of the batch, and a share holds both of such a pair.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from timm.data.mixup import mixup_target
+from timm.data import Mixup
 from torch import Tensor
 
-__all__ = ["Augmentation", "Choice", "Mixing", "crop_and_flip", "cut_out", "draw_mixing", "mix", "share"]
+__all__ = ["Augmentation", "Choice", "crop_and_flip", "cut_out", "share"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is drawn for a batch of ``b`` images."""
+
+    #: row and column of the padded image at which each crop begins, ``(2, b)``
+    corner: Tensor
+    #: whether each is flipped, ``(b,)``
+    flip: Tensor
+    #: row and column of the middle of each square that is cut out, ``(2, b)``
+    centre: Tensor | None
+    #: what mixup and cutmix of the batch follow from
+    seed: int
+
+    def __getitem__(self, part: Tensor) -> Choice:
+        centre = None if self.centre is None else self.centre[:, part]
+        return Choice(self.corner[:, part], self.flip[part], centre, self.seed)
 
 
 @dataclass(frozen=True)
@@ -48,24 +66,15 @@ class Augmentation:
     def choices(self, batch_size: int, *, seed: int, device: torch.device | str) -> Iterator[Choice]:
         """What is drawn for one batch after the other, without end."""
         generator = torch.Generator(device).manual_seed(seed)
-        numbers = np.random.default_rng(seed)  # torch draws no beta distribution from a generator
+        seeds = np.random.default_rng(seed)
+        sides = torch.tensor(self.size, device=device)[:, None]
         while True:
-            yield self.draw(batch_size, generator, numbers)
-
-    def draw(self, count: int, generator: torch.Generator, numbers: np.random.Generator) -> Choice:
-        """What happens to each image of a batch."""
-        device = generator.device
-        top, left = torch.randint(2 * self.crop_padding + 1, (2, count), generator=generator, device=device)
-        flip = torch.rand(count, generator=generator, device=device) < self.hflip
-        centre = None
-        if self.cutout:
-            places = torch.rand(2, count, generator=generator, device=device)
-            centre = torch.stack([place * side for place, side in zip(places, self.size, strict=True)]).long()
-        mixing = None
-        if self.mixup or self.cutmix:
-            cut = numbers.random() < self.mixup_switch_prob if self.mixup and self.cutmix else bool(self.cutmix)
-            mixing = draw_mixing(self.size, self.cutmix if cut else self.mixup, cut=cut, numbers=numbers)
-        return Choice(top, left, flip, centre, mixing)
+            corner = torch.randint(2 * self.crop_padding + 1, (2, batch_size), generator=generator, device=device)
+            flip = torch.rand(batch_size, generator=generator, device=device) < self.hflip
+            centre = None
+            if self.cutout:
+                centre = (torch.rand(2, batch_size, generator=generator, device=device) * sides).long()
+            yield Choice(corner, flip, centre, int(seeds.integers(2**32)))
 
     def apply(
         self,
@@ -80,37 +89,24 @@ class Augmentation:
         images = normalize(crop_and_flip(images, choice, self.crop_padding))
         if choice.centre is not None:
             images = cut_out(images, choice.centre, self.cutout)
-        return mix(images, labels, choice.mixing, classes) if choice.mixing else (images, labels)
+        if not (self.mixup or self.cutmix):
+            return images, labels
+        mixup = Mixup(
+            self.mixup, self.cutmix, switch_prob=self.mixup_switch_prob, label_smoothing=0.0, num_classes=classes
+        )
+        with numpy_seed(choice.seed):
+            return mixup(images, labels)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is drawn for a batch of ``b`` images."""
-
-    #: row of the padded image at which each crop begins, ``(b,)``
-    top: Tensor
-    #: column of the padded image at which each crop begins, ``(b,)``
-    left: Tensor
-    #: whether each is flipped, ``(b,)``
-    flip: Tensor
-    #: row and column of the middle of each square that is cut out, ``(2, b)``
-    centre: Tensor | None = None
-    #: how pairs of images are mixed
-    mixing: Mixing | None = None
-
-    def __getitem__(self, part: Tensor) -> Choice:
-        centre = None if self.centre is None else self.centre[:, part]
-        return Choice(self.top[part], self.left[part], self.flip[part], centre, self.mixing)
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """How all images of a batch are mixed with their partners."""
-
-    #: share of an image itself
-    share: float
-    #: what is the partner's, from and to which row, from and to which column; None where both are laid over each other
-    box: tuple[int, int, int, int] | None = None
+@contextmanager
+def numpy_seed(seed: int) -> Iterator[None]:
+    """NumPy's own numbers follow from a seed inside, for timm draws from them; afterwards they go on as before."""
+    before = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
 
 
 def share(batch_size: int, process: int, processes: int) -> Tensor:
@@ -128,8 +124,9 @@ def crop_and_flip(images: Tensor, choice: Choice, padding: int) -> Tensor:
     """Crop each image out of its zero-padded self and flip it left to right, in one gather."""
     b, _, h, w = images.shape
     device = images.device
-    rows = choice.top[:, None] + torch.arange(h, device=device)
-    columns = choice.left[:, None] + torch.arange(w, device=device)
+    top, left = choice.corner
+    rows = top[:, None] + torch.arange(h, device=device)
+    columns = left[:, None] + torch.arange(w, device=device)
     columns = torch.where(choice.flip[:, None], columns.flip(1), columns)
     padded = F.pad(images, (padding, padding, padding, padding))
     image = torch.arange(b, device=device)
@@ -147,32 +144,3 @@ def cut_out(images: Tensor, centre: Tensor, side: int) -> Tensor:
     columns = torch.arange(images.shape[3], device=images.device) - first_column[:, None]
     inside_rows, inside_columns = ((places >= 0) & (places < side) for places in (rows, columns))
     return images.masked_fill((inside_rows[:, :, None] & inside_columns[:, None, :])[:, None], 0.0)
-
-
-def draw_mixing(size: tuple[int, int], alpha: float, *, cut: bool, numbers: np.random.Generator) -> Mixing:
-    """How much of its partner an image gets and, for cutmix, in which box."""
-    own = float(numbers.beta(alpha, alpha))
-    if not cut:
-        return Mixing(own)
-    box: list[int] = []
-    for length in size:
-        side = int(length * math.sqrt(1 - own))
-        middle = int(numbers.integers(length))
-        box += max(0, middle - side // 2), min(length, middle + (side + 1) // 2)
-    top, bottom, left, right = box
-    return Mixing(1 - (bottom - top) * (right - left) / math.prod(size), (top, bottom, left, right))
-
-
-def mix(images: Tensor, labels: Tensor, mixing: Mixing, classes: int) -> tuple[Tensor, Tensor]:
-    """Mix each image and its label with the one that stands as far from the other end of the batch.
-
-    Source: Zhang et al., mixup: Beyond Empirical Risk Minimization, 2017, https://arxiv.org/abs/1710.09412; Yun et al.,
-    CutMix, 2019, https://arxiv.org/abs/1905.04899; as ``timm.data.Mixup`` does it in its mode ``batch``.
-    """
-    if mixing.box is None:
-        mixed = images * mixing.share + images.flip(0) * (1 - mixing.share)
-    else:
-        top, bottom, left, right = mixing.box
-        mixed = images.clone()
-        mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
-    return mixed, mixup_target(labels, classes, mixing.share)

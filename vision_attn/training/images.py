@@ -1,56 +1,241 @@
-"""Images and their classes as training and evaluation see them: so many, in batches of any order, on the device."""
+"""Images and their classes as training and evaluation see them: in batches of any order, on the device.
+
+They lie in memory, are decoded by worker processes in every epoch, or arrive as a stream. The first two give the same
+batches, bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from timm.data import ImageDataset
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
-__all__ = ["ImageSet", "Images"]
+from vision_attn.errors import DataError
 
+__all__ = ["Decoder", "ImageLoader", "ImageSet", "ImageStream", "Images", "refuse_lost_worker", "rgb"]
 
-class Images(Protocol):
-    """What a run asks of its images, wherever they are kept."""
-
-    @property
-    def kept(self) -> str:
-        """How they are kept, for the log."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are."""
-
-    def __len__(self) -> int: ...
-
-    def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The images of one batch after the other."""
+CPU = torch.device("cpu")
+#: How many damaged files one message names.
+NAMED = 20
+#: Images that a worker hands over at a time from a stream.
+CHUNK = 32
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images held in memory as one tensor, decoded once; its methods are those of :class:`Images`."""
+    """Images in memory as one tensor; batches are copied to the device where that is another."""
 
     images: Tensor
     labels: Tensor
+    device: torch.device = CPU
 
     kept = "in memory"
 
     def __len__(self) -> int:
         return len(self.images)
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.images.device
-
-    def to(self, device: torch.device | str) -> ImageSet:
-        """The same images on a device."""
-        return ImageSet(self.images.to(device), self.labels.to(device))
-
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            here = chosen.to(self.device, non_blocking=True)
-            yield self.images[here], self.labels[here]
+            here = chosen.to(self.images.device, non_blocking=True)
+            yield to_device((self.images[here], self.labels[here]), self.device)
+
+
+class ImageLoader:
+    """Images of a :class:`Decoder` that worker processes decode ahead of the device."""
+
+    verb = "decoded in every epoch"
+
+    def __init__(self, dataset: Any, *, workers: int, device: torch.device) -> None:
+        self.dataset = dataset
+        self.workers = workers
+        self.device = device
+        self.kept = f"{self.verb} by {workers} worker process{'es' if workers > 1 else ''}"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        order = [(chosen.tolist(), seed) for chosen in rows]
+        for found in self.from_workers(seed, batch_size=None, sampler=order):  # an element of the order is a batch
+            if isinstance(found, DataError):
+                raise found
+            yield to_device(found, self.device)
+
+    def from_workers(self, seed: int, **how: Any) -> Iterator[Any]:
+        loader = DataLoader(
+            self.dataset,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=obey_the_parent_alone,
+            generator=torch.Generator().manual_seed(seed),  # or it draws from torch's own, on which dropout depends
+            **how,
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:
+            refuse_lost_worker(error)
+            raise
+
+
+class ImageStream(ImageLoader):
+    """Images of shards that are read from their beginning, in an order that timm's reader shuffles by the seed.
+
+    Training takes as many as its rows have, of the shards of this process; evaluation takes those at its rows.
+    """
+
+    verb = "streamed"
+
+    def __len__(self) -> int:
+        return int(self.dataset.reader.num_samples)  # len(dataset) is rounded up for the workers
+
+    def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = list(rows)
+        self.dataset.set_epoch(seed % 2**31)
+        chunks = self.from_workers(seed, batch_size=CHUNK)
+        images = (pair for chunk in chunks for pair in zip(*chunk, strict=True))
+        if not self.dataset.reader.is_training:
+            wanted = set(torch.cat(rows).tolist()) if rows else set()
+            images = (pair for place, pair in enumerate(images) if place in wanted)
+        for chosen in rows:
+            taken = list(islice(images, len(chosen)))
+            if len(taken) < len(chosen):
+                raise DataError(
+                    f"the stream ends before its {len(self):,} images: say how many there are, give each process a "
+                    "shard or more, and see timm's warnings of images that it leaves out"
+                )
+            found, labels = (torch.stack(part) for part in zip(*taken, strict=True))
+            yield to_device((found, labels), self.device)
+
+
+#: What a run asks of its images, wherever they are: ``len``, ``device``, ``kept`` (for the log) and ``batches``.
+Images: TypeAlias = ImageSet | ImageLoader | ImageStream
+
+
+class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
+    """The images of a map-style data set of torchvision's or timm's, decoded to pixels of one size."""
+
+    def __init__(self, dataset: Any, size: tuple[int, int], crop_scale: float | None = None) -> None:
+        self.dataset = dataset
+        self.size = size
+        self.crop_scale = crop_scale
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, batch: tuple[Sequence[int], int]) -> tuple[Tensor, Tensor] | DataError:
+        """A batch; an error is handed over, as DataLoader would wrap the worker's traceback around one raised."""
+        try:
+            return self.decode(*batch)
+        except DataError as error:
+            return error
+
+    def decode(
+        self, rows: Sequence[int], seed: int = 0, run: Callable[..., Iterable[Any]] = map
+    ) -> tuple[Tensor, Tensor]:
+        """Some of the images and their classes; what is random follows from the seed and the row."""
+        images = torch.empty(len(rows), 3, *self.size, dtype=torch.uint8)
+        labels = torch.empty(len(rows), dtype=torch.long)
+        damaged = []
+        for index, found in enumerate(run(partial(self.one, seed=seed), rows)):
+            if isinstance(found, str):
+                damaged.append(found)
+            else:
+                images[index], labels[index] = found
+        if damaged:
+            more = f" and {len(damaged) - NAMED:,} more" if len(damaged) > NAMED else ""
+            raise DataError(
+                f"damaged or no images: {', '.join(sorted(damaged)[:NAMED])}{more}: fetch them again or remove them"
+            )
+        return images, labels
+
+    def one(self, row: int, seed: int) -> tuple[Tensor, int] | str:
+        """An image and its class, or which it is that cannot be decoded, and why."""
+        try:
+            image, label = self.open(row)
+        except Exception as error:  # what a decoder raises that meets bytes of any kind, is not known to its caller
+            reason = "is of no known format" if isinstance(error, UnidentifiedImageError) else error
+            return f"{self.name(row)} ({' '.join(str(reason).split())})"
+        with torch.random.fork_rng(devices=(), enabled=self.crop_scale is not None):
+            if self.crop_scale is not None:
+                torch.manual_seed(int(np.random.SeedSequence((seed, row)).generate_state(1)[0]))
+            return prepare(image, self.size, self.crop_scale), label
+
+    def open(self, row: int) -> tuple[Image.Image, int]:
+        if isinstance(self.dataset, ImageDataset):  # by itself it would give another image in place of a damaged one
+            file, label = self.dataset.reader[row]
+            with file, Image.open(file) as image:
+                return rgb(image), label
+        image, label = self.dataset[row]
+        return rgb(image), label
+
+    def name(self, row: int) -> str:
+        if hasattr(self.dataset, "samples"):
+            return str(self.dataset.samples[row][0])
+        return str(self.dataset.filename(row) if hasattr(self.dataset, "filename") else f"image {row}")
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """An image upright by its EXIF orientation, in 8 bits: of 16 the upper ones; transparency is dropped."""
+    # Pillow has some formats of 16 bits in a mode of 32, and would clip 16 bits at 255.
+    deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if image.mode in ("I", "F") and not deep:
+        raise ValueError("pixels of 32 bits, whose range is not known")
+    image = ImageOps.exif_transpose(image)
+    if deep:
+        image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # or Pillow warns
+    return image.convert("RGB")
+
+
+def prepare(image: Image.Image, size: tuple[int, int], crop_scale: float | None) -> Tensor:
+    """The centre of an image, or a random crop of this share of it or more, as ``(3, *size)`` of bytes."""
+    if crop_scale is not None:
+        image = v2.RandomResizedCrop(size, (crop_scale, 1.0))(image)
+    elif image.size != size[::-1]:
+        image = ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
+    return v2.functional.pil_to_tensor(image)
+
+
+def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def refuse_lost_worker(error: BaseException | None) -> None:
+    """Say what it means that a worker is no more, which torch raises wherever the main thread is."""
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        raise DataError(
+            "a worker process that decodes images ended, often for want of (shared) memory: give fewer --workers or a "
+            f"smaller --batch-size ({error})"
+        ) from error
+
+
+def obey_the_parent_alone(worker: int) -> None:
+    """Ctrl-C and SIGTERM may reach every process of a job: what comes of them is decided by the one that trains."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=end_with_the_parent, daemon=True).start()
+
+
+def end_with_the_parent() -> None:
+    """Wait for the SIGTERM by which the parent ends workers that are left over when it exits."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)

@@ -24,8 +24,11 @@ USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 SHARE, RATE, UP_TO_1000 = (0, 1), (1e-12, 1000), (0, 1000)
 SIZE, COUNT, EPOCHS = (1, 65_536), (1, 1_000_000), (0, 1_000_000)
 #: What settings apply to: other settings, as one of these texts, or as anything where there are none.
-FOLDER, CIFAR = {"dataset": ("folder",)}, {"dataset": ("cifar10", "cifar100")}
-IMAGES = {"dataset": FOLDER["dataset"] + CIFAR["dataset"]}
+HUB, STREAMS, TORCH = ("hfds/…",), ("hfids/…", "tfds/…", "wds/…"), ("cifar10", "cifar100", "torch/…")
+NAMED = {"dataset": ("torch/…", *HUB, *STREAMS)}
+#: All but streams have images that can be kept; all but the embedded data set have images to decode.
+KEPT = {"dataset": ("folder", *TORCH, *HUB)}
+IMAGES = {"dataset": (*KEPT["dataset"], *STREAMS)}
 INSERTED: dict[str, tuple[str, ...]] = {"insert": ()}
 ATTENTION = {**INSERTED, "block": ("attention",)}
 
@@ -58,19 +61,25 @@ class Settings:
     """
 
     data: str | None = setting(
-        None, "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of CIFAR", group="data", concerns="machine"
+        None, "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of the data set", group="data",
+        concerns="machine",
+    )  # fmt: skip
+    dataset: str = setting(
+        "folder", "folder, cifar10, cifar100, digit-pairs or a name of timm's: torch/…, hfds/…; streams: wds/…, tfds/…"
     )
-    dataset: str = setting("folder", "kind of data", (*IMAGES["dataset"], "digit-pairs"))
     dataset_download: bool = setting(
-        False, "fetch CIFAR into --data if it is not there", needs=CIFAR, concerns="machine"
+        False, "fetch it into --data if it is not there", needs={"dataset": TORCH}, concerns="machine"
     )
+    train_split: str = setting("train", "part of a data set of timm's; of shards 'train-{0..9}.tar|5000'", needs=NAMED)
+    val_split: str = setting("validation", "the part to evaluate on", needs=NAMED)
+    num_classes: int | None = setting(None, "of data that does not name its classes, as shards", SIZE, needs=NAMED)
     img_size: int | None = setting(
         None, "side of the images in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES
     )
     mean: tuple[float, ...] | None = setting(None, "mean of each channel in 0…1 (default: the model's)", (-1000, 1000))
     std: tuple[float, ...] | None = setting(None, "standard deviation of each (default: the model's)", (1e-6, 1000))
     train_crop: str = setting(
-        "pad", "random crops of the padded image, or, for photographs, of any size", ("pad", "resized"), needs=FOLDER
+        "pad", "random crops of the padded image, or, for photographs, of any size", ("pad", "resized"), needs=IMAGES
     )
     crop_padding: int = setting(4, "of pad, pixels on each side", (0, 1024), needs={"train_crop": ("pad",)})
     crop_scale: float = setting(
@@ -127,11 +136,18 @@ class Settings:
     device: str | None = setting(
         None, "where it runs (default: cuda where there is one)", ("cpu", "cuda"), group="machine", concerns="machine"
     )
+    cache_images: str = setting(
+        "auto",
+        "keep decoded images in memory: auto keeps up to 2 GiB of them, unless --workers is given",
+        ("auto", "ram", "none"),
+        needs=KEPT,
+        concerns="machine",
+    )
     workers: int | None = setting(
         None,
-        "processes that decode a folder's images (default: none where all fit into memory, else as many as cores)",
+        "processes that decode images that are not kept in memory (default: as many as cores, up to 16)",
         (1, 1024),
-        needs=FOLDER,
+        needs=IMAGES,
         concerns="machine",
     )
     amp: bool = setting(False, "half precision where it is safe")
@@ -165,7 +181,7 @@ class Settings:
                 value = getattr(self, other)
                 if not wanted and not value:
                     raise ValueError(f"{name} applies to {other}: give {other} too")
-                if wanted and value not in wanted:
+                if wanted and kind_of(value) not in wanted:
                     raise ValueError(f"{name} applies to {other} {' or '.join(wanted)}, and {other} is {value!r}")
         for one, other, choice in (
             ("weights", "pretrained", "where the weights come from"),
@@ -176,7 +192,11 @@ class Settings:
         ):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose {choice}")
-        if self.dataset != "digit-pairs" and self.data is None:
+        if kind_of(self.dataset) not in (*IMAGES["dataset"], "digit-pairs"):
+            raise ValueError(f"dataset must be {', '.join(IMAGES['dataset'])} or digit-pairs; got {self.dataset!r}")
+        if self.cache_images == "ram" and self.train_crop == "resized":
+            raise ValueError("cache_images ram keeps one crop of each image, and train_crop resized draws others")
+        if self.data is None and kind_of(self.dataset) in ("folder", *TORCH, "wds/…"):
             raise ValueError(f"data must name the folder of the data set {self.dataset!r}")
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together: give both, or neither for the model's own")
@@ -249,6 +269,11 @@ class Settings:
 FIELDS = {about.name: about for about in fields(Settings)}
 #: The texts that a setting may be, none where it may be any; a script may add to them.
 CHOICES = {name: about.metadata["allowed"] for name, about in FIELDS.items() if "str" in str(about.type)}
+
+
+def kind_of(value: object) -> object:
+    """What a setting's value is called where another needs it: of a data set of timm's the kind."""
+    return f"{value.partition('/')[0]}/…" if isinstance(value, str) and "/" in value else value
 
 
 def type_of(name: str) -> tuple[type, bool]:

@@ -85,7 +85,8 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
         f"on {accelerator.device}"
     )
 
-    data = open_images(source, network.size, accelerator.device, workers=settings.workers)
+    how_kept: dict[str, Any] = {"workers": settings.workers, "cache": settings.cache_images}
+    data = open_images(source, network.size, accelerator.device, **how_kept)
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
         at_once = settings.images_at_once(accelerator.num_processes)
@@ -100,7 +101,7 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
         train_source,
         network.size,
         accelerator.device,
-        workers=settings.workers,
+        **how_kept,
         crop_scale=settings.crop_scale if settings.train_crop == "resized" else None,
     )
     log(f"training: {describe(train_source, train_data)}")
@@ -167,10 +168,8 @@ def check_batch(settings: Settings, images: int, processes: int) -> None:
 
 
 def describe(source: Source, images: Images) -> str:
-    """How many images of what, how they are kept, and which files are none of them."""
-    left_out = ", ".join(f"{count} {ending}" for ending, count in sorted(source.left_out.items())[:6])
-    beside = f"; no images by their names and left out: {left_out}" if left_out else ""
-    return f"{len(images):,} images of {source.name}, {images.kept}{beside}"
+    """How many images of what, and how they are kept."""
+    return f"{len(images):,} images of {source.name}, {images.kept}"
 
 
 def steps_of(settings: Settings, images: int) -> str:

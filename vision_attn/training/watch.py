@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.training.image_loader import refuse_lost_worker
+from vision_attn.training.images import refuse_lost_worker
 from vision_attn.training.interruption import Interruption
 from vision_attn.training.saving import Saving
 from vision_attn.training.state import TrainingState
