@@ -528,7 +528,7 @@ def test_settings_without_effect_or_sense_are_refused(base, options, message):
         ({"mean": (0.5, 0.5), "std": (0.5, 0.5)}, "mean must have a value for each of the 3 channels"),
         ({"device": "tpu"}, "device must be one of cpu, cuda"),
         ({"min_lr": 0.5}, "min_lr must be at most lr="),
-        ({"opt": "adamww"}, "opt: there is no 'adamww'; close to it: adamw"),
+        ({"opt": "adamww"}, "Optimizer adamww not found"),
         ({"opt": "lion", "lr": None}, "lr must be given for lion"),
         ({"opt": "adamw", "momentum": 0.5}, "momentum applies to optimisers such as sgd"),
         ({"opt": "adahessian"}, "opt: 'adahessian' needs second derivatives"),

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -53,28 +52,22 @@ class Result:
     seconds: float
 
 
+@dataclass
 class Trainer:
     """One run of training, from its first or a later step to its last."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        accelerator: Accelerator,
-        log: Callable[[str], None],
-        network: Network,
-        normalize: Normalize,
-        classes: tuple[str, ...],
-        train_data: Images,
-        eval_data: Images,
-    ) -> None:
-        self.settings = settings
-        self.accelerator = accelerator
-        self.log = log
-        self.network = network
-        self.normalize = normalize
-        self.classes = classes
-        self.train_data = train_data
-        self.eval_data = eval_data
+    settings: Settings
+    accelerator: Accelerator
+    #: told each line of the log
+    log: Callable[[str], None]
+    network: Network
+    normalize: Normalize
+    classes: tuple[str, ...]
+    train_data: Images
+    eval_data: Images
+
+    def __post_init__(self) -> None:
+        settings, network, normalize = self.settings, self.network, self.normalize
         self.augmentation = Augmentation(
             network.size,
             crop_padding=settings.crop_padding if settings.train_crop == "pad" else 0,
@@ -84,20 +77,25 @@ class Trainer:
             cutmix=settings.cutmix,
             mixup_switch_prob=settings.mixup_switch_prob,
         )
-        self.steps = len(train_data) // settings.batch_size
-        self.step = TrainingStep(settings, accelerator, network, self.steps)
+        self.steps = len(self.train_data) // settings.batch_size
+        self.step = TrainingStep(settings, self.accelerator, network, self.steps)
         about = {
-            "classes": list(classes),
-            "train_images": len(train_data),
+            "classes": list(self.classes),
+            "train_images": len(self.train_data),
             "input_size": [normalize.mean.numel(), *network.size],
             "mean": normalize.mean.flatten().tolist(),
             "std": normalize.std.flatten().tolist(),
         }
         self.folder = RunFolder(settings.folder)
         self.checkpoints = Checkpoints(settings, self.folder, self.step, network, about)
-        self.look_every = 1 if accelerator.device.type == "cpu" else LOOK_EVERY
+        self.look_every = 1 if self.accelerator.device.type == "cpu" else LOOK_EVERY
         #: a signal that came; 0 where none did
         self.signal = 0
+        self.how_to_evaluate = {
+            "batch_size": settings.images_at_once(self.accelerator.num_processes),
+            "accelerator": self.accelerator,
+            "between": self.between,
+        }
 
     def train(self, checkpoint: Path | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last."""
@@ -152,14 +150,6 @@ class Trainer:
             for buffer in (*self.step.model.buffers(), *averages):
                 torch.distributed.broadcast(buffer, src=0)
         return evaluate(self.step.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
-
-    @property
-    def how_to_evaluate(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.settings.images_at_once(self.accelerator.num_processes),
-            "accelerator": self.accelerator,
-            "between": self.between,
-        }
 
     def train_epoch(self) -> float:
         """Train on every image once, but for those at the end that are too few for a step; returns the mean loss."""

@@ -144,14 +144,12 @@ def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
     if not settings.weights:
         return {}
     content = read_checkpoint(settings.weights)
-    notes: dict[str, Any] = {key: content[key] for key in NOTES if key in content}
-    if len(notes) < len(NOTES):
+    if not all(key in content for key in NOTES):
         return {}
+    notes: dict[str, Any] = {key: content[key] for key in NOTES}
     try:
-        others, differing = (
-            settings.values_in(notes["settings"], known_alone=True),
-            settings.differences(notes["settings"]),
-        )
+        others = settings.values_in(notes["settings"], known_alone=True)
+        differing = settings.differences(notes["settings"])
     except ValueError as error:
         raise CheckpointError(f"{settings.weights}: {error}: it is damaged, or of another version") from error
     for name in ("at", "block", "num_heads", "block_options"):

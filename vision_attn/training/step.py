@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -24,14 +23,11 @@ __all__ = ["TrainingStep", "check_optimizer_settings", "make_optimizer"]
 
 def check_optimizer_settings(settings: Settings) -> None:
     """Refuse an optimiser that timm does not know, and what does not go with it, before anything long is done."""
-    name = settings.opt
-    if name not in list_optimizers():
-        close = difflib.get_close_matches(name, list_optimizers(), n=5)
-        raise ValueError(f"opt: there is no {name!r}; close to it: {', '.join(close) or 'none'}")
-    if get_optimizer_info(name).second_order:
-        raise ValueError(f"opt: {name!r} needs second derivatives, which the training step does not make")
-    if settings.momentum != type(settings).momentum and not get_optimizer_info(name).has_momentum:
-        raise ValueError(f"momentum applies to optimisers such as sgd; {name!r} has none that is set by it")
+    info = get_optimizer_info(settings.opt)
+    if info.second_order:
+        raise ValueError(f"opt: {info.name!r} needs second derivatives, which the training step does not make")
+    if settings.momentum != type(settings).momentum and not info.has_momentum:
+        raise ValueError(f"momentum applies to optimisers such as sgd; {info.name!r} has none that is set by it")
     if settings.min_lr > settings.base_lr:
         raise ValueError(f"min_lr must be at most lr={settings.base_lr}, which falls to it; got {settings.min_lr}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -90,15 +89,12 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
     data = open_images(source, network.size, accelerator.device, workers=settings.workers)
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
-        how: dict[str, Any] = {
-            "batch_size": settings.images_at_once(accelerator.num_processes),
-            "accelerator": accelerator,
-        }
-        score, seen = evaluate(model, normalize, data, **how)
+        at_once = settings.images_at_once(accelerator.num_processes)
+        score, seen = evaluate(model, normalize, data, batch_size=at_once, accelerator=accelerator)
         log(str(score))
         if settings.report_classes:
             report_classes(RunFolder(settings.folder), seen, source.classes, accelerator)
-        closed = evaluate_closed(model, normalize, data, score, seen, **how)
+        closed = evaluate_closed(model, normalize, data, score, seen, batch_size=at_once, accelerator=accelerator)
         if closed:
             log(str(closed))
         return Result(network, model, normalize, final=score, best=score, closed=closed, seconds=0.0)
