@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import random
+import re
 import sys
 import threading
 from functools import partial
@@ -225,7 +226,7 @@ for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
 @pytest.mark.parametrize(
     ("name", "make", "variant", "part", "run", "shapes", "options"),
     PARITY,
-    ids=[f"{name}-{variant}-{shapes}-{options}" for name, _, variant, _, _, shapes, options in PARITY],
+    ids=[re.sub(" at 0x[0-9a-f]+", "", f"{name}-{case[1]}-{case[4]}-{case[5]}") for name, *case in PARITY],
 )
 def test_a_block_computes_what_its_source_does(name, make, variant, part, run, shapes, options):
     layer = randomised(make(**variant))

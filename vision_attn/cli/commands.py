@@ -33,7 +33,7 @@ def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if "config" not in options:
         return values
-    from vision_attn.training.settings_file import read_config
+    from vision_attn.training.run_folder import read_config
 
     return {**read_config(options.config), **values}
 

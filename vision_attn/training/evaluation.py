@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from vision_attn.contribution import closed, measured, share
 from vision_attn.insertion import quiet_eval
 from vision_attn.training.images import Images
+from vision_attn.training.run_folder import RunFolder
 
-__all__ = ["Closed", "Evaluation", "Normalize", "evaluate", "evaluate_closed"]
+__all__ = ["Closed", "Evaluation", "Normalize", "evaluate", "evaluate_closed", "report_classes"]
 
 
 @dataclass(frozen=True)
@@ -69,27 +71,32 @@ def evaluate(
     accelerator: Accelerator | None = None,
     between: Callable[[int], None] = lambda batch: None,
 ) -> tuple[Evaluation, Tensor]:
-    """The accuracy and loss over a whole data set, and the classes that this process predicted for its images.
+    """The accuracy and loss over a whole data set, and what this process saw of it.
 
-    The model is in evaluation mode meanwhile.
+    Args:
+        model: is in evaluation mode meanwhile.
+        normalize: pixels to network input.
+        data: the images.
+        batch_size: images that go through the network at a time.
+        accelerator: that of the processes which share the images; None for one process.
+        between: called after each batch, equally often in each process.
+
+    Returns:
+        The scores over all processes, and ``(2, images)``: class and prediction of each image of this one.
     """
     process, processes = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     classes = 0
     totals = torch.zeros(3, dtype=torch.float64, device=data.device)
-    predicted = []
+    seen = [torch.empty(2, 0, dtype=torch.long, device=data.device)]
     parts = torch.arange(len(data)).split(batch_size)
     mine = [part[process::processes] for part in parts if len(part) > process]
-    with (
-        quiet_eval(model),
-        accelerator.autocast() if accelerator else nullcontext(),
-        measured(model) as branches,
-    ):
+    with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext(), measured(model) as branches:
         for done, (images, labels) in enumerate(data.batches(mine), 1):
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
-            first = logits.topk(min(5, classes)).indices
-            right = first == labels[:, None]
-            predicted.append(first[:, 0])
+            choices = logits.topk(min(5, classes)).indices
+            right = choices == labels[:, None]
+            seen.append(torch.stack([labels, choices[:, 0]]))
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
             if done <= len(parts) // processes:
@@ -98,16 +105,23 @@ def evaluate(
     everything = torch.cat([totals, *squares])
     if accelerator:
         everything = accelerator.reduce(everything)
-    loss, top1, top5 = everything[:3].tolist()
-    shares = share(everything[3:].view(-1, 2).T)
-    count = len(data)
+    loss, top1, top5 = (everything[:3] / len(data)).tolist()
     evaluation = Evaluation(
-        loss / count,
-        100 * top1 / count,
-        100 * top5 / count if classes > 5 else None,
-        shares.mean().item() if squares else None,
+        loss,
+        100 * top1,
+        100 * top5 if classes > 5 else None,
+        share(everything[3:].view(-1, 2).T).mean().item() if squares else None,
     )
-    return evaluation, torch.cat(predicted) if predicted else torch.empty(0, device=data.device)
+    return evaluation, torch.cat(seen, 1)
+
+
+def report_classes(folder: RunFolder, seen: Tensor, classes: Sequence[str], accelerator: Accelerator) -> None:
+    """Write how many images of each class were taken for which, of what all processes saw."""
+    count = len(classes)
+    confusions = torch.bincount(seen[0] * count + seen[1], minlength=count**2)
+    confusions = accelerator.reduce(confusions).view(count, count).cpu()
+    if accelerator.is_main_process:
+        folder.write_classes(confusions, classes)
 
 
 @dataclass(frozen=True)
@@ -141,18 +155,15 @@ def evaluate_closed(
     normalize: Callable[[Tensor], Tensor],
     data: Images,
     whole: Evaluation,
-    predicted: Tensor,
+    seen: Tensor,
     *,
-    batch_size: int,
     accelerator: Accelerator,
-    between: Callable[[int], None] = lambda batch: None,
+    **how: Any,
 ) -> Closed | None:
-    """What the blocks are worth, beside the evaluation and the predictions of before; None where there are none."""
+    """What the blocks are worth, beside what :func:`evaluate` gave with them; None where there are none."""
     if whole.branch_share is None:
         return None
     with closed(model):
-        without, others = evaluate(
-            model, normalize, data, batch_size=batch_size, accelerator=accelerator, between=between
-        )
-    changed = int(accelerator.reduce((predicted != others).sum()))
+        without, others = evaluate(model, normalize, data, accelerator=accelerator, **how)
+    changed = int(accelerator.reduce((seen[1] != others[1]).sum()))
     return Closed(whole, without, changed, len(data))

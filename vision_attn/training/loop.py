@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vision_attn.errors import DataError
+from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.training.augmentation import Augmentation, share
-from vision_attn.training.curves import Curves
-from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed
+from vision_attn.training.checkpoint import Checkpoints
+from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed, report_classes
 from vision_attn.training.images import Images
-from vision_attn.training.network import Network
+from vision_attn.training.network import Network, lines_of
 from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.saving import Saving
 from vision_attn.training.settings import Settings
-from vision_attn.training.state import TrainingState
 from vision_attn.training.step import TrainingStep
-from vision_attn.training.watch import Watch
 
-__all__ = ["Result", "Run"]
+__all__ = ["Result", "Trainer"]
+
+#: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
+LOOK_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -50,30 +52,22 @@ class Result:
     seconds: float
 
 
-class Run:
+@dataclass
+class Trainer:
     """One run of training, from its first or a later step to its last."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        accelerator: Accelerator,
-        log: Callable[[str], None],
-        network: Network,
-        normalize: Normalize,
-        classes: tuple[str, ...],
-        train_data: Images,
-        eval_data: Images,
-    ) -> None:
-        self.settings = settings
-        self.accelerator = accelerator
-        self.log = log
-        self.network = network
-        self.normalize = normalize
-        self.classes = classes
-        self.train_data = train_data
-        self.eval_data = eval_data
-        self.folder = RunFolder(settings.folder)
-        self.curves = Curves(self.folder.path / "curves.png")
+    settings: Settings
+    accelerator: Accelerator
+    #: told each line of the log
+    log: Callable[[str], None]
+    network: Network
+    normalize: Normalize
+    classes: tuple[str, ...]
+    train_data: Images
+    eval_data: Images
+
+    def __post_init__(self) -> None:
+        settings, network, normalize = self.settings, self.network, self.normalize
         self.augmentation = Augmentation(
             network.size,
             crop_padding=settings.crop_padding if settings.train_crop == "pad" else 0,
@@ -83,70 +77,83 @@ class Run:
             cutmix=settings.cutmix,
             mixup_switch_prob=settings.mixup_switch_prob,
         )
-        self.model = network.model
-        self.steps = len(train_data) // settings.batch_size
-        self.step = TrainingStep(settings, accelerator, network, self.steps)
-        self.ema = self.step.ema
-        self.state = TrainingState(self.model, self.ema, self.step.optimizer, accelerator.scaler)
-        self.saving = Saving(settings, self.folder, self.state, network, normalize, classes, len(train_data))
-        self.watch = Watch(accelerator, self.state, self.saving, self.step)
+        self.steps = len(self.train_data) // settings.batch_size
+        self.step = TrainingStep(settings, self.accelerator, network, self.steps)
+        about = {
+            "classes": list(self.classes),
+            "train_images": len(self.train_data),
+            "input_size": [normalize.mean.numel(), *network.size],
+            "mean": normalize.mean.flatten().tolist(),
+            "std": normalize.std.flatten().tolist(),
+        }
+        self.folder = RunFolder(settings.folder)
+        self.checkpoints = Checkpoints(settings, self.folder, self.step, network, about)
+        self.look_every = 1 if self.accelerator.device.type == "cpu" else LOOK_EVERY
+        #: a signal that came; 0 where none did
+        self.signal = 0
+        self.how_to_evaluate = {
+            "batch_size": settings.images_at_once(self.accelerator.num_processes),
+            "accelerator": self.accelerator,
+            "between": self.between,
+        }
 
-    def go(self, checkpoint: Path | None = None) -> Result:
+    def train(self, checkpoint: Path | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last."""
-        settings, state = self.settings, self.state
+        settings, accelerator, main = self.settings, self.accelerator, self.accelerator.is_main_process
         if checkpoint is not None:
-            self.saving.restore(checkpoint)
-            done = state.progress
-            middle = f" and step {done.step} of the next" if done.step else ""
-            self.log(f"resumed after epoch {done.epoch}{middle} from {checkpoint}")
-        if self.accelerator.is_main_process:
-            self.saving.open()
-        self.accelerator.wait_for_everyone()
-        if settings.tensorboard:
-            self.accelerator.init_trackers("tensorboard")
-
-        with self.watch.watching():
-            final, predicted = self.evaluate()
-            self.log(f"before epoch {state.progress.epoch + 1}: {final}")
-            while state.progress.epoch < settings.epochs:
-                self.step.enter_epoch(state.progress.epoch, self.log)
+            self.checkpoints.restore(checkpoint)
+        progress = self.checkpoints.progress
+        if checkpoint is not None:
+            middle = f" and step {progress.step} of the next" if progress.step else ""
+            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint}")
+        if main:
+            if checkpoint is None:  # once the folder can be written and has room, a run that lies there may go
+                self.checkpoints.save_last()
+            self.folder.open(settings, clear=checkpoint is None)
+            if self.network.inserted is not None:
+                self.folder.write("inserted.txt", f"{lines_of(self.network.inserted)}\n".encode())
+            self.folder.write_metrics(progress.rows)  # a run may be killed before its last one is written
+        accelerator.wait_for_everyone()
+        config = {
+            name: str(value) if value is None or isinstance(value, list) else value
+            for name, value in settings.as_dict().items()
+        }
+        accelerator.init_trackers("vision_attn", config=config)
+        with self.signals_noted():
+            final, seen = self.evaluate()
+            self.log(f"before epoch {progress.epoch + 1}: {final}")
+            while progress.epoch < settings.epochs:
+                self.step.enter_epoch(progress.epoch, self.log)
                 loss = self.train_epoch()
-                final, predicted = self.evaluate()
-                self.record(loss, final)
-            worth = evaluate_closed(
-                self.state.evaluated, self.normalize, self.eval_data, final, predicted, **self.how_to_evaluate
+                final, seen = self.evaluate()
+                self.close_epoch(loss, final, seen)
+            closed = evaluate_closed(
+                self.step.evaluated, self.normalize, self.eval_data, final, seen, **self.how_to_evaluate
             )
-            if worth:
-                self.log(str(worth))
-        if settings.tensorboard:
-            self.accelerator.end_training()
-        if self.accelerator.is_main_process:
-            self.curves.draw(state.progress.rows, at_once=True)
-        best = state.progress.best or final
+            if closed:
+                self.log(str(closed))
+            if self.asked_to_stop():
+                self.leave()
+        if main:
+            self.folder.write_metrics(progress.rows, at_end=True)
+        best = progress.best or final
         self.log(f"best epoch: {best}, in {self.folder.path / 'best.pth'}")
         self.step.unwrap()
-        return Result(self.network, self.state.evaluated, self.normalize, final, best, worth, state.progress.seconds)
+        return Result(self.network, self.step.evaluated, self.normalize, final, best, closed, progress.seconds)
 
     def evaluate(self) -> tuple[Evaluation, Tensor]:
-        """How well the weights that count do on the evaluation images, and what this process predicts for its share."""
+        """How well the weights that count do on the evaluation images, and what this process saw of them."""
         if self.accelerator.num_processes > 1:
             # Each process has seen other images, and its batch norms have other statistics: those of the first, which
             # are the ones that are saved, are the network's.
-            for buffer in (*self.model.buffers(), *(self.ema.module.buffers() if self.ema else ())):
+            averages = self.step.ema.module.buffers() if self.step.ema else ()
+            for buffer in (*self.step.model.buffers(), *averages):
                 torch.distributed.broadcast(buffer, src=0)
-        return evaluate(self.state.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
-
-    @property
-    def how_to_evaluate(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.settings.images_at_once(self.accelerator.num_processes),
-            "accelerator": self.accelerator,
-            "between": self.watch.evaluating,
-        }
+        return evaluate(self.step.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
 
     def train_epoch(self) -> float:
-        """Train on every image once, but for those at the end that are too few for a step."""
-        settings, accelerator, progress = self.settings, self.accelerator, self.state.progress
+        """Train on every image once, but for those at the end that are too few for a step; returns the mean loss."""
+        settings, accelerator, progress = self.settings, self.accelerator, self.checkpoints.progress
         device, batch, done = accelerator.device, settings.batch_size, progress.step
         mine = share(batch, accelerator.process_index, accelerator.num_processes)
         seed = settings.seed * 1_000_003 + progress.epoch
@@ -156,7 +163,7 @@ class Run:
         choices = islice(self.augmentation.choices(batch, seed=seed, device=device), done, None)
         mine = mine.to(device)
 
-        self.model.train()
+        self.step.model.train()
         total = torch.tensor(progress.loss, device=device)
         begin = time.perf_counter() - progress.epoch_seconds
         bar = tqdm(
@@ -174,53 +181,118 @@ class Run:
                 images, labels = self.augmentation.apply(
                     images, labels, next(choices)[mine], normalize=self.normalize, classes=len(self.classes)
                 )
-                loss = self.step(images, labels, progress.epoch, step)
-                total += loss
+                total += self.step(images, labels, progress.epoch, step)
                 step += 1
-                self.watch.training(total, step, time.perf_counter() - begin)
-                if not bar.disable and step % 50 == 1:
-                    bar.set_postfix(loss=f"{loss.item():.3f}")
+                if step % self.look_every == 0 or step == self.steps:
+                    self.look(total, step, time.perf_counter() - begin)
         except DataError:  # in this process alone: the others cannot be waited for
             progress.reached(step, total.item(), time.perf_counter() - begin)
-            if accelerator.is_main_process and self.watch.whole():
-                self.saving.save_last()
+            if accelerator.is_main_process and self.is_finite(total):
+                self.checkpoints.save_last()
             raise
         progress.reached(self.steps, accelerator.reduce(total, "mean").item(), time.perf_counter() - begin)
         return progress.loss / self.steps
 
-    def record(self, loss: float, score: Evaluation) -> None:
-        """Close an epoch: log it, and save what is needed to go on from here."""
-        progress, seconds = self.state.progress, self.state.progress.epoch_seconds
+    def close_epoch(self, loss: float, score: Evaluation, seen: Tensor) -> None:
+        """Log an epoch that is over, and save what is needed to go on from here."""
+        progress, seconds = self.checkpoints.progress, self.checkpoints.progress.epoch_seconds
         images = self.steps * self.settings.batch_size / seconds
         progress.epoch += 1
         progress.seconds += seconds
         progress.reached(0, 0.0, 0.0)
-        progress.rows.append(
-            {
-                "epoch": progress.epoch,
-                "lr": f"{self.step.rate:.6g}",
-                "train_loss": f"{loss:.6f}",
-                "eval_loss": f"{score.loss:.6f}",
-                "eval_top1": f"{score.top1:.4f}",
-                "eval_top5": "" if score.top5 is None else f"{score.top5:.4f}",
-                "branch_share": "" if score.branch_share is None else f"{score.branch_share:.6f}",
-                "seconds": f"{seconds:.2f}",
-                "images_per_second": f"{images:.0f}",
-            }
-        )
+        row = {
+            "epoch": progress.epoch,
+            "lr": f"{self.step.rate:.6g}",
+            "train_loss": f"{loss:.6f}",
+            "eval_loss": f"{score.loss:.6f}",
+            "eval_top1": f"{score.top1:.4f}",
+            "eval_top5": "" if score.top5 is None else f"{score.top5:.4f}",
+            "branch_share": "" if score.branch_share is None else f"{score.branch_share:.6f}",
+            "seconds": f"{seconds:.2f}",
+            "images_per_second": f"{images:.0f}",
+        }
+        progress.rows.append(row)
         self.log(
             f"epoch {progress.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}, "
             f"{seconds:.0f} s, {images:.0f} images/s"
         )
-        if self.settings.tensorboard:
-            values = {key: float(str(value)) for key, value in progress.rows[-1].items() if key != "epoch" and value}
-            self.accelerator.log(values, step=progress.epoch)
+        self.accelerator.log({key: float(str(value)) for key, value in row.items() if value != ""}, step=progress.epoch)
         improved = progress.best is None or score.top1 > progress.best.top1
         if improved:
             progress.best = score
+            if self.settings.report_classes:
+                report_classes(self.folder, seen, self.classes, self.accelerator)
         if self.accelerator.is_main_process:
             if improved:
-                self.saving.save_best()
-            self.saving.save_last()
+                self.checkpoints.save_best()
+            self.checkpoints.save_last()
             self.folder.write_metrics(progress.rows)
-            self.curves.draw(progress.rows)
+
+    @contextmanager
+    def signals_noted(self) -> Iterator[None]:
+        """Note the first Ctrl-C or SIGTERM inside; Ctrl-C after it leaves at once, saving nothing.
+
+        What the process ignores, as one in the background of a shell ignores Ctrl-C, stays ignored. Python takes
+        signals in its main thread: a run in another one is left to them as ever.
+        """
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, self.note_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """The handler."""
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+
+    def is_finite(self, total: Tensor) -> bool:
+        """Whether a loss and all weights are finite."""
+        return bool(total.isfinite()) and all(bool(p.isfinite().all()) for p in self.step.model.parameters())
+
+    def asked_to_stop(self, *, broken: bool = False) -> bool:
+        """Whether any process got a signal, or is broken; all of them ask at the same place."""
+        if self.signal or broken:
+            self.accelerator.set_trigger()
+        stop: bool = self.accelerator.check_trigger()
+        return stop
+
+    def between(self, batch: int) -> None:
+        """Leave between two batches of an evaluation where a signal asked to."""
+        if batch % self.look_every == 0 and self.asked_to_stop():
+            self.leave()
+
+    def look(self, total: Tensor, step: int, seconds: float) -> None:
+        """Stop after a step where a process was asked to, or where a loss or weight is not finite."""
+        progress = self.checkpoints.progress
+        finite = self.is_finite(total) if step == self.steps else bool(total.isfinite())
+        if not self.asked_to_stop(broken=not finite):
+            return
+        total = self.accelerator.reduce(total, "mean")
+        # What is saved is whole: the loss of a step is of the weights before it.
+        if not self.is_finite(total):
+            raise TrainingError(
+                f"the loss ({total.item()}) or a weight is not finite at step {step} of {self.steps} of epoch "
+                f"{progress.epoch + 1}, at a learning rate of {self.step.rate:.3g}: lower --lr, lengthen "
+                f"--warmup-epochs or set --clip-grad. The last good checkpoint is {self.checkpoints.last}"
+            )
+        progress.reached(step, total.item(), seconds)
+        self.leave()
+
+    def leave(self) -> None:
+        """Save the run as far as it has come, and end."""
+        progress, last, message = self.checkpoints.progress, self.checkpoints.last, ""
+        if self.accelerator.is_main_process:
+            self.checkpoints.save_last()
+            message = (
+                f"interrupted; saved after step {progress.step} of {self.steps} of epoch {progress.epoch + 1} in "
+                f"{last}: go on with the same settings and --resume {last}"
+            )
+        self.accelerator.wait_for_everyone()
+        raise Interrupted(self.signal or signal.SIGTERM, message)

@@ -22,7 +22,7 @@ from vision_attn.text import shorten
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
 
-__all__ = ["Network", "build_network"]
+__all__ = ["Network", "build_network", "lines_of"]
 
 
 #: What a checkpoint of one of our runs says of itself.
@@ -71,7 +71,7 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     inserted = None
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
-        say(str(inserted))
+        say(lines_of(inserted))
     if settings.weights:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
         say(load_weights(model, settings))
@@ -88,6 +88,11 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
         inserted=inserted,
         new_head=head,
     )
+
+
+def lines_of(inserted: InsertionReport) -> str:
+    """The report, without its word on optimisers: a run makes its own afterwards."""
+    return "\n".join(line for line in str(inserted).splitlines() if not line.startswith("Make optimizers"))
 
 
 def head_keys(model: nn.Module) -> tuple[str, ...]:
@@ -139,14 +144,12 @@ def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
     if not settings.weights:
         return {}
     content = read_checkpoint(settings.weights)
-    notes: dict[str, Any] = {key: content[key] for key in NOTES if key in content}
-    if len(notes) < len(NOTES):
+    if not all(key in content for key in NOTES):
         return {}
+    notes: dict[str, Any] = {key: content[key] for key in NOTES}
     try:
-        others, differing = (
-            settings.values_in(notes["settings"], known_alone=True),
-            settings.differences(notes["settings"]),
-        )
+        others = settings.values_in(notes["settings"], known_alone=True)
+        differing = settings.differences(notes["settings"])
     except ValueError as error:
         raise CheckpointError(f"{settings.weights}: {error}: it is damaged, or of another version") from error
     for name in ("at", "block", "num_heads", "block_options"):

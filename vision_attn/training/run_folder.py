@@ -1,26 +1,42 @@
-"""The folder of a run: settings, metrics and checkpoints, each file written whole or not at all."""
+"""The folder of a run: settings, metrics, curves and checkpoints, each file written whole or not at all."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import io
+import math
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import TrainingError
-from vision_attn.training.settings_file import read_yaml
+from vision_attn.figures import save_figure
+from vision_attn.training.settings import FIELDS, Settings
 
-__all__ = ["RunFolder"]
-
+__all__ = ["RunFolder", "curves_figure", "read_config"]
 
 #: What a run leaves.
-FILES = ("settings.yaml", "metrics.csv", "last.pth", "best.pth", "inserted.txt", "adapter.safetensors", "curves.png")
+FILES = (
+    "settings.yaml", "inserted.txt", "metrics.csv", "curves.png", "last.pth", "best.pth", "adapter.safetensors",
+    "classes.csv", "confusion.csv", "confusion.png",
+)  # fmt: skip
+#: Bytes of a file of settings; that of a run has about 1,500.
+LARGEST = 2**16
+#: Seconds between two drawings of curves while a run goes on, since each takes a part of one.
+PAUSE = 30.0
+#: Most names at the side of a confusion matrix, and most classes of one that has numbers in it.
+NAMED, NUMBERED = 60, 20
 
 
 class RunFolder:
@@ -28,91 +44,172 @@ class RunFolder:
 
     =======================  =========================================================================
     ``settings.yaml``        the settings of the run
-    ``metrics.csv``          a row for each epoch
-    ``curves.png``           loss, accuracy, size of the blocks' branches and rate against epochs
-    ``last.pth``             everything that is needed to go on after the last epoch, or from the middle of one
-    ``best.pth``             the weights of the epoch with the highest accuracy, ready to load
     ``inserted.txt``         what was inserted where, and its cost
+    ``metrics.csv``          a row for each epoch
+    ``curves.png``           loss, accuracy, rate and size of the blocks' branches against epochs
+    ``last.pth``             everything that is needed to go on, from the middle of an epoch too
+    ``best.pth``             the weights of the epoch with the highest accuracy, ready to load
     ``adapter.safetensors``  of that epoch the blocks alone, and a new head, where the backbone is frozen
+    ``classes.csv``          of that epoch the accuracy of each class, on request
+    ``confusion.csv``        how many images of each class were taken for which, on request; a picture beside it
+    ``logs``                 what trackers write
     =======================  =========================================================================
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def files(self) -> list[Path]:
-        """Files of a run that lie in the folder."""
-        return [self.path / name for name in FILES if (self.path / name).exists()]
+        self.drawn = time.monotonic()
 
     def refuse_another_run(self) -> None:
         """Refuse a folder that holds a run."""
-        if self.files:
+        if any((self.path / name).exists() for name in ("last.pth", "best.pth")):
             raise ValueError(
                 f"output: {self.path} holds a run already: choose another --output, go on with it by "
                 f"--resume {self.path / 'last.pth'}, or begin anew with --overwrite"
             )
 
-    def open(self, *, clear: bool, last_bytes: int = 0, best_bytes: int = 0) -> None:
-        """Make the folder and prove that it can be written and has room, before any training is done."""
+    def open(self, settings: Settings, *, clear: bool) -> None:
+        """Write the settings, and remove what another run left, all but its ``last.pth``, where that is wanted."""
+        for name in FILES:
+            for path in self.path.glob(f".{name}.*.partial"):  # of a process that was killed while it wrote
+                path.unlink()
+            if clear and name != "last.pth":
+                (self.path / name).unlink(missing_ok=True)
+        if clear:
+            shutil.rmtree(self.path / "logs", ignore_errors=True)
+        self.write_settings(settings.as_dict())
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        """Write a file."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in FILES:  # of a process that was killed while it wrote
-            for path in self.path.glob(f".{name}.*.partial"):
-                path.unlink()
-        probe = self.path / ".writable"
-        write_atomically(probe, b"")
-        probe.unlink()
-        self.refuse_full_disk(last_bytes, best_bytes)
-        if clear and self.files:
-            for path in self.files:
-                path.unlink()
-            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
-
-    def refuse_full_disk(self, last_bytes: int, best_bytes: int) -> None:
-        """Refuse a disk without room for both checkpoints and, while one is replaced, for its old version."""
-        there = sum(path.stat().st_size for path in self.files if path.suffix == ".pth")
-        needed, free = 2 * last_bytes + best_bytes - there, shutil.disk_usage(self.path).free
-        if needed > free:
-            raise TrainingError(
-                f"output: the checkpoints of this run take about {needed / 2**20:,.1f} MiB, the old one beside the new "
-                f"while it is replaced, and {free / 2**20:,.1f} MiB are free in {self.path}: make room or choose "
-                "another --output"
-            )
-
-    def read_settings(self) -> object:
-        """The settings of the run that lies in the folder, as its file has them; None where they are not known."""
-        path = self.path / "settings.yaml"
-        return read_yaml(path) if path.exists() else None
-
-    def write_text(self, name: str, text: str) -> None:
-        """Write a text."""
-        write_atomically(self.path / name, text.encode())
+        write_atomically(self.path / name, content)
 
     def write_settings(self, settings: Mapping[str, object]) -> None:
         """Write ``settings.yaml``."""
-        self.write_text("settings.yaml", yaml.safe_dump(dict(settings), sort_keys=False))
+        self.write("settings.yaml", yaml.safe_dump(dict(settings), sort_keys=False).encode())
 
-    def write_metrics(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write ``metrics.csv``, once there is a row for it."""
+    def write_table(self, name: str, lines: Iterable[Iterable[object]]) -> None:
+        """Write a CSV file."""
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(lines)
+        self.write(name, table.getvalue().encode())
+
+    def write_metrics(self, rows: Sequence[Mapping[str, object]], *, at_end: bool = False) -> None:
+        """Write ``metrics.csv`` and, now and then and at the end, ``curves.png``, once there is a row for them."""
         if not rows:
             return
-        table = io.StringIO()
-        writer = csv.DictWriter(table, fieldnames=list(rows[-1]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        self.write_text("metrics.csv", table.getvalue())
+        self.write_table("metrics.csv", [list(rows[-1]), *(row.values() for row in rows)])
+        if at_end or time.monotonic() - self.drawn > PAUSE:
+            save_figure(curves_figure(rows), self.path / "curves.png")
+            self.drawn = time.monotonic()
 
-    def save(self, name: str, content: Mapping[str, object]) -> Path:
+    def write_classes(self, confusions: Tensor, classes: Sequence[str]) -> None:
+        """Write the accuracy of each class, and for which class its images were taken, as tables and as a picture."""
+        images, right = confusions.sum(1).tolist(), confusions.diagonal().tolist()
+        rows = [
+            (name, count, good, f"{100 * good / count:.2f}" if count else "")
+            for name, count, good in zip(classes, images, right, strict=True)
+        ]
+        self.write_table("classes.csv", [("class", "images", "right", "accuracy"), *rows])
+        counts = [(name, *row) for name, row in zip(classes, confusions.tolist(), strict=True)]
+        self.write_table("confusion.csv", [("class \\ predicted", *classes), *counts])
+        save_figure(confusion_figure(confusions, classes), self.path / "confusion.png")
+
+    def save(self, name: str, content: Mapping[str, object]) -> None:
         """Write a checkpoint."""
         path, buffer = self.path / name, io.BytesIO()
         torch.save(dict(content), buffer)
         old = f"the {name} of before is whole" if path.exists() else f"there is no {name} yet"
         try:
-            write_atomically(path, buffer.getbuffer())
+            self.write(name, buffer.getbuffer())
         except OSError as error:
             room = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "see to the folder"
             raise TrainingError(
                 f"{path} cannot be written ({error.strerror}), and {old}: {room} and go on with "
-                f"--resume {self.path / 'last.pth'}"
+                f"--resume auto --output {self.path}"
             ) from error
-        return path
+
+
+def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:
+    """Loss of training and evaluation, top-1, rate, and with blocks the size of their branches, one above the other.
+
+    >>> row = {"epoch": 1, "lr": "0.1", "train_loss": "1.2", "eval_loss": "1.1", "eval_top1": "40"}
+    >>> [axis.get_ylabel() for axis in curves_figure([row]).axes]
+    ['loss', 'top-1 %', 'rate']
+    """
+    columns = {key: [float(str(row[key])) for row in rows] for key in rows[0] if rows[0][key] != ""}
+    panels = {"loss": ("eval_loss", 3.0), "top-1 %": ("eval_top1", 3.0), "rate": ("lr", 1.0)}
+    if "branch_share" in columns:
+        panels["branch/stream"] = ("branch_share", 1.4)
+    figure = Figure(figsize=(6, 3 + len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), sharex=True, height_ratios=[height for _, height in panels.values()])
+    # A line of one point is seen by its marker; a long one is clearer without.
+    style: dict[str, Any] = {"marker": "o" if len(rows) < 40 else "", "markersize": 3, "linewidth": 1.5}
+    for axis, (label, (column, _)) in zip(axes, panels.items(), strict=True):
+        axis.plot(columns["epoch"], columns[column], label="evaluation", **style)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    loss, top1, *others = axes
+    loss.plot(columns["epoch"], columns["train_loss"], color="tab:gray", label="training, as augmented", **style)
+    loss.legend(frameon=False, fontsize=9)
+    best = max(columns["eval_top1"])
+    epoch = columns["epoch"][columns["eval_top1"].index(best)]
+    top1.axhline(best, linewidth=0.7, linestyle=":")
+    top1.text(0.99, 0.06, f"best {best:.2f} %, epoch {epoch:.0f}", transform=top1.transAxes, ha="right", fontsize=9)
+    for axis in others:
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("epoch")
+    axes[-1].set_xlim(0, 1.02 * columns["epoch"][-1])
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return figure
+
+
+def confusion_figure(confusions: Tensor, classes: Sequence[str]) -> Figure:
+    """A confusion matrix, drawn by scikit-learn."""
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    count = len(classes)
+    figure = Figure(figsize=(min(16.0, 3 + 0.25 * count),) * 2, layout="constrained")
+    axis = figure.subplots()
+    ConfusionMatrixDisplay(confusions.numpy(), display_labels=classes).plot(
+        ax=axis, cmap="Blues", include_values=count <= NUMBERED, colorbar=False
+    )
+    some = slice(None, None, math.ceil(count / NAMED))
+    axis.set_xticks(range(count)[some], classes[some], rotation="vertical")
+    axis.set_yticks(range(count)[some], classes[some])
+    return figure
+
+
+class Loader(yaml.SafeLoader):
+    """Plain values alone, without the aliases by which a short file stands for a very long one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.peek_event().anchor is not None:
+            raise yaml.YAMLError("it has an anchor or an alias")
+        return super().compose_node(parent, index)
+
+
+# YAML 1.1 takes 1e-3, as people write it, for a text.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+e[-+]?\d+$", re.I), list("-+0123456789"))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The settings of another run, without those that each run has of its own, such as its folder.
+
+    Raises:
+        ValueError: the file cannot be read, or is not one of settings that this version knows.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise yaml.YAMLError(f"it has more than {LARGEST:,} bytes")
+        values = Settings.values_in(yaml.load(text, Loader))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"config: {path} is no file of settings: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"config: {error}") from error
+    return {name: value for name, value in values.items() if FIELDS[name].metadata["concerns"] != "run"}

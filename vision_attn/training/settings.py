@@ -169,8 +169,15 @@ class Settings:
         metavar="LAST.PTH",
         concerns="run",
     )
-    tensorboard: bool = setting(False, "write TensorBoard events too", concerns="machine")
     test_only: bool = setting(False, "evaluate, do not train", concerns="run")
+    report_classes: bool = setting(
+        False, "write the accuracy of each class and the confusion matrix into --output", concerns="run"
+    )
+    log_with: tuple[str, ...] = setting(
+        (),
+        "trackers that get the metrics too: tensorboard, wandb or any other that accelerate knows",
+        concerns="machine",
+    )
 
     def __post_init__(self) -> None:
         for name in FIELDS:
@@ -215,6 +222,8 @@ class Settings:
             raise ValueError(f"{frozen} keeps weights as they are, and none are given: see weights and pretrained")
         if self.resume not in (None, "auto") and self.output and Path(self.output).resolve() != self.folder.resolve():
             raise ValueError(f"output: a run goes on in its own folder, {self.folder}; got {self.output!r}")
+        if self.report_classes and self.test_only and not self.output:
+            raise ValueError("output must name a folder for what report_classes writes where test_only trains nothing")
 
     @property
     def folder(self) -> Path:
@@ -249,7 +258,7 @@ class Settings:
         """What a file, of anyone's, says of the settings: each checked, those of other versions refused or left out."""
         if not isinstance(saved, Mapping):
             raise ValueError(f"settings must be names with values; got {reprlib.repr(saved)}")
-        unknown = [name for name in saved if name not in FIELDS]
+        unknown = [name for name in saved if name not in FIELDS and name not in GONE]
         if unknown and not known_alone:
             raise ValueError(f"there is no setting {', '.join(map(reprlib.repr, unknown[:6]))}")
         return {name: checked(name, saved[name]) for name in FIELDS if name in saved}
@@ -267,6 +276,8 @@ class Settings:
 
 
 FIELDS = {about.name: about for about in fields(Settings)}
+#: What only older files say.
+GONE = ("tensorboard",)
 #: The texts that a setting may be, none where it may be any; a script may add to them.
 CHOICES = {name: about.metadata["allowed"] for name, about in FIELDS.items() if "str" in str(about.type)}
 

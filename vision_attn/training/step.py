@@ -1,22 +1,53 @@
-"""One step of training: forward, loss and backward, over the whole batch or its parts, through what is not frozen."""
+"""One step of training: the optimiser, the schedule of its rates, and forward, loss and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from timm.optim import create_optimizer_v2, get_optimizer_info
+from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
-from torch import Tensor
+from torch import Tensor, nn
 
-from vision_attn.insertion import freeze_backbone_
+from vision_attn.insertion import check_optimizer, freeze_backbone_, parameter_groups
 from vision_attn.training.network import Network
-from vision_attn.training.optimizer import make_optimizer, make_schedule
 from vision_attn.training.settings import Settings
 
-__all__ = ["TrainingStep"]
+__all__ = ["TrainingStep", "check_optimizer_settings", "make_optimizer"]
+
+
+def check_optimizer_settings(settings: Settings) -> None:
+    """Refuse an optimiser that timm does not know, and what does not go with it, before anything long is done."""
+    info = get_optimizer_info(settings.opt)
+    if info.second_order:
+        raise ValueError(f"opt: {info.name!r} needs second derivatives, which the training step does not make")
+    if settings.momentum != type(settings).momentum and not info.has_momentum:
+        raise ValueError(f"momentum applies to optimisers such as sgd; {info.name!r} has none that is set by it")
+    if settings.min_lr > settings.base_lr:
+        raise ValueError(f"min_lr must be at most lr={settings.base_lr}, which falls to it; got {settings.min_lr}")
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimiser of all parameters that are trained, in groups whose rates keep their ratio throughout."""
+    # timm's schedules begin their warm-up and end their cosine at the same rate for every group, and then multiply it
+    # by the group's own lr_scale: in that, not in their rate, these groups differ.
+    rate = settings.base_lr
+    groups: list[dict[str, Any]] = parameter_groups(
+        model,
+        rate,
+        weight_decay=settings.weight_decay,
+        attention_lr=settings.attention_lr,
+        layer_decay=settings.layer_decay,
+    )
+    scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
+    optimizer = create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
+    check_optimizer(model, optimizer)
+    return optimizer
 
 
 class TrainingStep:
@@ -29,16 +60,38 @@ class TrainingStep:
         self.settings = settings
         self.accelerator = accelerator
         self.new_head = network.new_head
+        #: of an epoch
         self.steps = steps
         self.model = model = network.model
         self.ema = ModelEmaV3(model, decay=settings.model_ema_decay) if settings.model_ema else None
         self.optimizer = make_optimizer(model, settings)
-        self.schedule = make_schedule(self.optimizer, settings, steps)
+        warmup = round(settings.warmup_epochs * steps)
+        # It has no state, as it goes by the number of the step.
+        self.schedule = CosineLRScheduler(
+            self.optimizer,
+            t_initial=max(1, settings.epochs * steps - warmup),
+            lr_min=settings.min_lr,
+            warmup_t=warmup,
+            warmup_lr_init=settings.base_lr / 100,
+            warmup_prefix=True,
+            t_in_epochs=False,
+        )
         self.frozen: bool | None = None
         #: what dropout is drawn from; torch.manual_seed, which looks for devices, is slow
         self.generators = [torch.default_generator]
         if accelerator.device.type == "cuda":
             self.generators.append(torch.cuda.default_generators[accelerator.device.index or 0])
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that count: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.module
+
+    @property
+    def rate(self) -> float:
+        """The rate of a group that has no other: what the schedule makes of ``lr``."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["lr_scale"])
 
     def enter_epoch(self, epoch: int, log: Callable[[str], None]) -> None:
         """Freeze or thaw the backbone, and wrap the network, where a stage of the training begins."""
@@ -64,16 +117,15 @@ class TrainingStep:
         vars(self.model).pop("_is_accelerate_prepared", None)  # or it is not wrapped again
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
-        """Make a step."""
+        """Make a step; returns its loss, the mean over the images of this process."""
         settings, accelerator = self.settings, self.accelerator
         # Dropout is drawn by each process for its own images.
         place = np.random.SeedSequence((settings.seed, epoch, step, accelerator.process_index))
         for generator in self.generators:
             generator.manual_seed(int(place.generate_state(1)[0]))
         self.schedule.step_update(epoch * self.steps + step)
-        images = images.contiguous(
-            memory_format=torch.channels_last if settings.channels_last else torch.contiguous_format
-        )
+        layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        images = images.contiguous(memory_format=layout)
         parts = settings.grad_accum_steps
         mean = torch.zeros((), device=images.device)
         for some_images, some_labels in zip(images.chunk(parts), labels.chunk(parts), strict=True):
@@ -90,9 +142,3 @@ class TrainingStep:
         if self.ema is not None:
             self.ema.update(self.model, step=epoch * self.steps + step)
         return mean
-
-    @property
-    def rate(self) -> float:
-        """The rate of a group that has no other: what the schedule makes of ``lr``."""
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"] / group["lr_scale"])

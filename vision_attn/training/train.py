@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    LoggerType,
+    ProjectConfiguration,
+    set_seed,
+)
 
 from vision_attn.errors import DataError
+from vision_attn.text import shorten
+from vision_attn.training.checkpoint import checkpoint_to_resume
 from vision_attn.training.data import Source, open_data, open_images
-from vision_attn.training.determinism import deterministic_kernels
-from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed
+from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed, report_classes
 from vision_attn.training.images import Images
-from vision_attn.training.loop import Result, Run
+from vision_attn.training.loop import Result, Trainer
 from vision_attn.training.network import build_network
-from vision_attn.training.optimizer import check_optimizer_name
-from vision_attn.training.resume import checkpoint_to_resume
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
+from vision_attn.training.step import check_optimizer_settings
 
 __all__ = ["train"]
 
@@ -31,6 +37,7 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
 
     Every epoch's order, crops and flips follow from the seed and the epoch alone, so that a run that was interrupted
     and resumed ends with the weights of one that was not, and the same run on more processes sees the same batches.
+    Where ``settings.deterministic``, torch is told to use deterministic kernels alone, and goes on to in this process.
 
     Args:
         settings: what to do.
@@ -43,24 +50,18 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         ValueError: settings that name what does not exist.
         DataError: the data is missing, empty or damaged.
         CheckpointError: weights or the run to resume cannot be read or do not fit.
-        TrainingError: the loss or a weight is no longer a number, there is no memory for a step, or a checkpoint cannot
-            be written.
+        TrainingError: the loss or a weight is no longer a number, or a checkpoint cannot be written.
         OSError: the output folder cannot be written, or there is no such run to resume.
         Interrupted: Ctrl-C or SIGTERM came while it trained; the run is saved.
     """
-    with deterministic_kernels(settings.deterministic):
-        return build_and_run(settings, say)
-
-
-def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
-    if settings.tensorboard:
-        import_module("tensorboard")  # or Accelerate leaves its events out
     accelerator = make_accelerator(settings)
     log = say if accelerator.is_main_process else (lambda line: None)
-    set_seed(settings.seed)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs, and Accelerate does not set
+    set_seed(settings.seed, deterministic=settings.deterministic)
     checkpoint = None
     if not settings.test_only:
-        check_optimizer_name(settings)
+        check_optimizer_settings(settings)
         checkpoint = checkpoint_to_resume(settings)
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
@@ -70,7 +71,7 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     if train_source is not None:
         check_halves(train_source, source)
         check_batch(settings, len(train_source), accelerator.num_processes)
-        if not (settings.resume or settings.overwrite):
+        if checkpoint is None and not settings.overwrite:
             RunFolder(settings.folder).refuse_another_run()
     with accelerator.main_process_first():
         network = build_network(settings, source, log)
@@ -90,13 +91,14 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
     log(f"evaluation: {describe(source, data)}")
     if train_source is None:
         at_once = settings.images_at_once(accelerator.num_processes)
-        how: dict[str, Any] = {"batch_size": at_once, "accelerator": accelerator}
-        score, predicted = evaluate(model, normalize, data, **how)
+        score, seen = evaluate(model, normalize, data, batch_size=at_once, accelerator=accelerator)
         log(str(score))
-        worth = evaluate_closed(model, normalize, data, score, predicted, **how)
-        if worth:
-            log(str(worth))
-        return Result(network, model, normalize, final=score, best=score, closed=worth, seconds=0.0)
+        if settings.report_classes:
+            report_classes(RunFolder(settings.folder), seen, source.classes, accelerator)
+        closed = evaluate_closed(model, normalize, data, score, seen, batch_size=at_once, accelerator=accelerator)
+        if closed:
+            log(str(closed))
+        return Result(network, model, normalize, final=score, best=score, closed=closed, seconds=0.0)
     train_data = open_images(
         train_source,
         network.size,
@@ -105,8 +107,15 @@ def build_and_run(settings: Settings, say: Callable[[str], None]) -> Result:
         crop_scale=settings.crop_scale if settings.train_crop == "resized" else None,
     )
     log(f"training: {describe(train_source, train_data)}")
-    log(f"an epoch: {steps_of(settings, len(train_source))}")
-    return Run(settings, accelerator, log, network, normalize, source.classes, train_data, data).go(checkpoint)
+    steps, over = divmod(len(train_data), settings.batch_size)
+    left_out = f", {over:,} of them left out, others each time" if over else ""
+    log(f"an epoch: {steps:,} steps of {settings.batch_size} images{left_out}")
+    trainer = Trainer(settings, accelerator, log, network, normalize, source.classes, train_data, data)
+    try:
+        return trainer.train(checkpoint)
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
@@ -115,6 +124,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     if settings.amp_dtype == "float16" and on_cpu:
         raise ValueError("amp_dtype: float16 needs CUDA, whose gradients it scales: on the CPU use bfloat16")
+    check_trackers(settings.log_with)
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
@@ -123,8 +133,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
         # As a plugin: the plain argument yields to a variable of the environment, and so would dynamo's.
         gradient_accumulation_plugin=GradientAccumulationPlugin(settings.grad_accum_steps, sync_with_dataloader=False),
         dynamo_backend="no",
-        log_with="tensorboard" if settings.tensorboard else None,
-        project_dir=settings.folder if settings.tensorboard else None,
+        log_with=list(settings.log_with) or None,
+        project_config=ProjectConfiguration(logging_dir=str(settings.folder / "logs")),
     )
     kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in kinds:
@@ -132,11 +142,16 @@ def make_accelerator(settings: Settings) -> Accelerator:
             f"the launcher asks for {accelerator.distributed_type.value}, and a run needs the whole network in each "
             "process: launch it with torchrun, or set up accelerate for plain processes"
         )
-    if settings.device not in (None, accelerator.device.type):
-        raise ValueError(f"device must be {accelerator.device.type}, as the launcher chose it; got {settings.device!r}")
-    if settings.sync_bn and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
-        raise ValueError("sync_bn: torch synchronises batch norms of several processes on CUDA only")
     return accelerator
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker that accelerate does not know or whose package is missing, which it would leave out."""
+    for name in names:
+        if name not in LoggerType.list():
+            raise ValueError(f"log_with must be among {', '.join(LoggerType.list())}; got {name!r}")
+        if name != "all" and LoggerType(name) not in get_available_trackers():
+            raise ValueError(f"log_with: {name} is not installed here: install its package, or choose another")
 
 
 def check_halves(train: Source, evaluation: Source) -> None:
@@ -144,39 +159,28 @@ def check_halves(train: Source, evaluation: Source) -> None:
         missing = [name for name in other.classes if name not in one.classes]
         if missing:
             raise DataError(
-                f"{one.name} lacks classes that {other.name} has: {', '.join(missing[:6])}"
-                f"{', …' if len(missing) > 6 else ''}: both need the same class folders"
+                f"{one.name} lacks classes that {other.name} has: {shorten(missing)}: both need the same class folders"
             )
 
 
 def check_batch(settings: Settings, images: int, processes: int) -> None:
-    batch_size, parts = settings.batch_size, processes * settings.grad_accum_steps
-    if batch_size > images:
+    """Refuse a batch that the images do not fill, or that the processes cannot share."""
+    if settings.batch_size > images:
         raise ValueError(
-            f"batch_size must be at most the {images} training images; got {batch_size}: give a smaller --batch-size"
+            f"batch_size must be at most the {images} training images; got {settings.batch_size}: give a smaller "
+            "--batch-size"
         )
-    if batch_size % parts:
-        raise ValueError(
-            f"batch_size must be a multiple of {parts}, processes ({processes}) times grad_accum_steps "
-            f"({settings.grad_accum_steps}); got {batch_size}"
-        )
-    if (settings.mixup or settings.cutmix) and batch_size % (2 * processes):
-        raise ValueError(
-            f"batch_size must be a multiple of {2 * processes}, as mixup and cutmix make pairs in each process; "
-            f"got {batch_size}"
-        )
+    shared = {f"processes ({processes}) times grad_accum_steps": processes * settings.grad_accum_steps}
+    if settings.mixup or settings.cutmix:
+        shared["two for each process, as mixup and cutmix make pairs"] = 2 * processes
+    for why, parts in shared.items():
+        if settings.batch_size % parts:
+            raise ValueError(f"batch_size must be a multiple of {parts}, {why}; got {settings.batch_size}")
 
 
 def describe(source: Source, images: Images) -> str:
     """How many images of what, and how they are kept."""
     return f"{len(images):,} images of {source.name}, {images.kept}"
-
-
-def steps_of(settings: Settings, images: int) -> str:
-    """How many steps an epoch has, and how many images are too few for one more: others in each epoch."""
-    steps, over = divmod(images, settings.batch_size)
-    left_out = f", {over:,} of them left out, others each time" if over else ""
-    return f"{steps:,} steps of {settings.batch_size} images{left_out}"
 
 
 def rounded(values: Sequence[float]) -> str:

@@ -1,0 +1,145 @@
+"""The checkpoints of a run: all that its next step depends on, written whole and read to go on with the same bits.
+
+Everything random follows from the seed, the epoch and the step, and the rates from the number of the step: neither has
+a state of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, send_to_device
+from torch import Tensor, nn
+
+from vision_attn.checkpoints import read_checkpoint, save_adapter
+from vision_attn.errors import CheckpointError
+from vision_attn.insertion import plain_network
+from vision_attn.training.evaluation import Evaluation
+from vision_attn.training.network import Network
+from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.settings import Settings
+from vision_attn.training.step import TrainingStep
+
+__all__ = ["Checkpoints", "Progress", "checkpoint_to_resume"]
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    #: epochs that are over
+    epoch: int = 0
+    #: steps of the optimiser in the epoch under way
+    step: int = 0
+    #: sum of the losses of these steps
+    loss: float = 0.0
+    #: that they took
+    epoch_seconds: float = 0.0
+    #: of training in the epochs that are over
+    seconds: float = 0.0
+    #: of ``metrics.csv``, one for each epoch that is over
+    rows: list[dict[str, object]] = field(default_factory=list)
+    #: of the epoch with the highest accuracy
+    best: Evaluation | None = None
+
+    def reached(self, step: int, loss: float, seconds: float) -> None:
+        """Note how far the epoch has come."""
+        self.step, self.loss, self.epoch_seconds = step, loss, seconds
+
+
+def checkpoint_to_resume(settings: Settings) -> Path | None:
+    """The checkpoint to go on from, as the main process sees it; None to begin."""
+    if settings.resume is None:
+        return None
+    path = settings.folder / "last.pth"
+    path = path if settings.resume == "auto" else Path(settings.resume)
+    # One answer for all processes, also where the folder reaches them at different times.
+    found: bool = broadcast_object_list([path.exists()])[0]
+    if not found and settings.resume != "auto":
+        raise FileNotFoundError(
+            f"resume: there is no {path} yet: to go on where there is one and begin where there is none, give "
+            "--resume auto and the folder as --output"
+        )
+    return path if found else None
+
+
+class Checkpoints:
+    """Saves a run, and restores it.
+
+    Args:
+        settings: of the run.
+        folder: of the run.
+        step: has what a run changes: network, moving average, optimiser and scale of the loss.
+        network: is saved with what was inserted.
+        about: what each checkpoint says of its data: ``classes``, ``train_images``, ``input_size``, ``mean``, ``std``.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: RunFolder, step: TrainingStep, network: Network, about: dict[str, Any]
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.step = step
+        self.network = network
+        self.about = {"settings": settings.as_dict(), **about}
+        self.progress = Progress()
+        self.last = folder.path / "last.pth"
+
+    def content(self) -> dict[str, Any]:
+        """The state as tensors on the CPU and plain values."""
+        step = self.step
+        optimizer = send_to_device(step.optimizer.state_dict(), "cpu")
+        content = {"model": weights(step.model), "optimizer": optimizer, **asdict(self.progress), **self.about}
+        if step.ema is not None:
+            content["model_ema"] = weights(step.ema.module)
+        if step.accelerator.scaler is not None:
+            content["scaler"] = step.accelerator.scaler.state_dict()
+        return content
+
+    def save_last(self) -> None:
+        """Write all that is needed to go on from here."""
+        self.folder.save("last.pth", self.content())
+
+    def save_best(self) -> None:
+        """Write the weights that count, and the blocks by themselves where all else is as it came."""
+        model = self.step.evaluated
+        self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.progress.epoch})
+        if self.settings.freeze_backbone and self.network.inserted is not None:
+            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head)
+
+    def restore(self, path: Path) -> None:
+        """Become what a checkpoint holds, if it is one of the same run."""
+        content: dict[str, Any] = read_checkpoint(path)
+        lacking = sorted(self.content().keys() - content.keys())
+        if lacking:
+            raise CheckpointError(
+                f"{path} is not the last.pth of such a run (it lacks {', '.join(lacking)}): "
+                "to begin a new run from its weights, give it to --weights"
+            )
+        try:
+            differing = self.settings.differences(content["settings"])
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged, or of another version of vision_attn: {error}") from error
+        words = {"classes": "the classes of the data", "train_images": "the number of training images"}
+        differing += [word for key, word in words.items() if content[key] != self.about[key]]
+        if differing:
+            raise ValueError(
+                f"resume goes on with the same run, but {', '.join(differing)} differ from {path}: give the same, or "
+                "begin a new run from its weights with --weights"
+            )
+        step = self.step
+        step.model.load_state_dict(content["model"])
+        step.optimizer.load_state_dict(content["optimizer"])
+        if step.ema is not None:
+            step.ema.module.load_state_dict(content["model_ema"])
+        if step.accelerator.scaler is not None:
+            step.accelerator.scaler.load_state_dict(content["scaler"])
+        best = Evaluation(**content["best"]) if content["best"] else None
+        self.progress = Progress(**{part.name: content[part.name] for part in fields(Progress)} | {"best": best})
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A state dict on the CPU, of plain names."""
+    return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}
