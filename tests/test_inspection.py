@@ -15,9 +15,15 @@ from vision_attn import cli
 from vision_attn.blocks import AttentionBlock2d, use_impl
 from vision_attn.insertion import SiteError
 from vision_attn.inspection import Site, inspect_model
-from vision_attn.inspection.inspect import example_for, heads_for, network_of, propose
-from vision_attn.inspection.memory import IMPLS_COUNTED, count_saved_bytes, machine_memory
-from vision_attn.inspection.report import Share
+from vision_attn.inspection.inspect import (
+    count_saved_bytes,
+    example_for,
+    heads_for,
+    machine_memory,
+    network_of,
+    propose,
+)
+from vision_attn.inspection.report import IMPLS_COUNTED, Share
 
 #: What several tests look at is looked at once.
 look = cache(inspect_model)

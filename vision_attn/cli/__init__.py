@@ -11,8 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from vision_attn.cli import commands, inspect, train
-from vision_attn.cli.commands import given
+from vision_attn.cli.commands import COMMANDS, given, run_train
 from vision_attn.errors import Interrupted, VisionAttnError
 from vision_attn.version import __version__
 
@@ -20,17 +19,6 @@ __all__ = ["given", "main", "parser", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
-#: What each command is for, and what adds its flags.
-COMMANDS = {
-    "inspect": (inspect.HELP, inspect.add_arguments),
-    "demo": ("what attention is for, in minutes", commands.add_demo),
-    "train": (train.HELP, train.add_arguments),
-    "export": (
-        "a trained network as a file that others run: ONNX, torch.export, timm, safetensors",
-        commands.add_export,
-    ),
-    "bench": ("time and memory of attention beside other libraries'", commands.add_bench),
-}
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
@@ -45,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     options = parser().parse_args(arguments)
-    goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is train.run else ""
+    goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is run_train else ""
     return run_program(
         "vision-attn",
         lambda: options.command(options),
@@ -92,7 +80,8 @@ def run_program(
         return INTERRUPTED
     except Exception as error:
         extra = missing_extra(error)
-        known = isinstance(error, (ValueError, VisionAttnError, OSError)) or extra
+        lack = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for it
+        known = isinstance(error, (ValueError, VisionAttnError, OSError)) or extra or lack
         if not known or show_traceback:
             traceback.print_exc()
         else:

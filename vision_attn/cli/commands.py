@@ -1,4 +1,4 @@
-"""The short commands, and flags from settings. What a command runs is imported when it runs."""
+"""The commands, and flags from settings. What a command runs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-__all__ = ["add_bench", "add_demo", "add_export", "adder", "given"]
+__all__ = ["COMMANDS", "given", "run_train"]
 
 
 def adder(defaults: object) -> Callable[..., None]:
@@ -38,6 +38,58 @@ def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
     return {**read_config(options.config), **values}
 
 
+def add_inspect(command: argparse.ArgumentParser) -> None:
+    """The arguments of :func:`vision_attn.inspection.inspect_model`."""
+    command.set_defaults(command=run_inspect)
+    add = command.add_argument
+    add("model", metavar="MODEL", help="a name that timm knows, one of ours, or torchvision:resnet18")
+    add(
+        "--input-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="side of the images in pixels, or height and width (default: the model's, else 224)",
+    )
+    add("--batch-size", type=int, default=128, help="images in a step of training (default: %(default)s)")
+    add("--insert", nargs="+", default=[], metavar="SITE", help="insert there: modules (globs) or stages by index")
+    add("--at", choices=("after", "before", "branch"), default="after", help="of these sites (default: %(default)s)")
+    add("--num-heads", type=int, default=8, help="heads of the attention (default: %(default)s)")
+    add(
+        "--pattern", default="full", help="full, rows, columns, 'Window(7)', … or a line of einx (default: %(default)s)"
+    )
+    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="(default: %(default)s)")
+    add(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="memory that there is (default: the GPU's, else the machine's)",
+    )
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    import torch
+
+    from vision_attn.checkpoints.specification import from_word
+    from vision_attn.insertion import parse_sites
+    from vision_attn.inspection import inspect_model
+
+    if options.at != "after" and not options.insert:
+        raise ValueError("at applies to what is inserted, and insert is empty")
+    size, pattern = options.input_size, from_word(options.pattern.removeprefix("va."))
+    found = inspect_model(
+        options.model,
+        input_size=size[0] if size and len(size) == 1 else size,
+        batch_size=options.batch_size,
+        **parse_sites(options.insert),
+        at=options.at,
+        num_heads=options.num_heads,
+        dtype=getattr(torch, options.dtype),
+        memory_limit=options.memory_limit,
+        **({} if pattern == "full" else {"pattern": pattern}),
+    )
+    print(found)
+
+
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The flags of :func:`vision_attn.training.demo.demo`."""
     command.set_defaults(command=run_demo)
@@ -50,6 +102,50 @@ def run_demo(options: argparse.Namespace) -> None:
     from vision_attn.training.demo import demo
 
     demo(options.output, epochs=options.epochs, seed=options.seed)
+
+
+def add_train(command: argparse.ArgumentParser) -> None:
+    """A flag for each of :class:`vision_attn.training.settings.Settings`; one not given keeps its default there."""
+    from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
+
+    command.set_defaults(command=run_train)
+    command.argument_default = argparse.SUPPRESS
+    command.add_argument(
+        "--config",
+        metavar="SETTINGS.YAML",
+        help="take the settings of another run, all but --output, --overwrite, --resume and --test-only; flags "
+        "override them, and --no-amp and the like turn off what is on there",
+    )
+    add = adder(Settings(data=""))
+    group: argparse._ActionsContainer = command
+    for name, field in FIELDS.items():
+        about, (kind, many), flag = field.metadata, type_of(name), name.replace("_", "-")
+        if about["group"]:
+            group = command.add_argument_group(about["group"])
+        if kind is bool:
+            add(group, f"--{flag}", about["text"], action="store_true")
+            group.add_argument(f"--no-{flag}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        else:
+            how = {"nargs": "+" if many else None, "choices": CHOICES.get(name) or None, "metavar": about["metavar"]}
+            add(group, f"--{flag}", about["text"], type=kind, **how)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    from vision_attn.training.settings import Settings
+    from vision_attn.training.train import train
+
+    try:
+        train(Settings(**given(Settings, options)))
+    finally:
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """A process that ends while its group's threads still run may be aborted by them after its work is done."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
@@ -117,3 +213,13 @@ def run_bench(options: argparse.Namespace) -> None:
     if "shapes" in values:
         values["shapes"] = tuple(map(parse_shape, values["shapes"]))
     run_benchmark(Plan(**values))
+
+
+#: What each command is for, and what adds its flags.
+COMMANDS = {
+    "inspect": ("what attention would cost at each stage of a network, and where to put it", add_inspect),
+    "demo": ("what attention is for, in minutes", add_demo),
+    "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", add_train),
+    "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", add_export),
+    "bench": ("time and memory of attention beside other libraries'", add_bench),
+}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
-from vision_attn.inspection.memory import IMPLS_COUNTED
 from vision_attn.text import table
 
 __all__ = ["Inspection", "Proposal", "Share", "Site"]
@@ -24,6 +23,9 @@ SHORTEST, LONGEST = 7, 32
 WIDTH = 110
 
 MEBI, GIBI = 2**20, 2**30
+
+#: The implementations whose memory differs: einx and einsum keep what bmm keeps.
+IMPLS_COUNTED = ("bmm", "sdpa")
 
 
 class Share(NamedTuple):
