@@ -256,7 +256,7 @@ def test_bad_data_exits_with_1(capsys, tmp_path):
     assert (code, "there is no such folder of images" in err) == (1, True)
     (tmp_path / "val").mkdir()
     code, _, err = train(capsys, tmp_path, tmp_path)
-    assert (code, "has no class folders" in err) == (1, True)
+    assert (code, "has 0 class folders" in err) == (1, True)
 
 
 def test_an_output_that_cannot_be_written_is_said_before_training(capsys, image_folder, tmp_path):
@@ -364,6 +364,8 @@ def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, t
     importlib.import_module("vision_attn.training.demo")  # all of the room, so that all is as it was afterwards
     monkeypatch.setattr(vision_attn, "training", vision_attn.training, raising=False)
     for name in [name for name in sys.modules if name.startswith("vision_attn.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     code, out, err = run(capsys, "demo", "--output", tmp_path / "demo")

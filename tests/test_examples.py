@@ -89,7 +89,7 @@ def test_train_cifar(image_folder, tmp_path, run_here):
 def test_train_cifar_says_what_is_missing(run_here, tmp_path):
     code, _, err = run_here("train_cifar.py", "--data", tmp_path, "--output", tmp_path / "run")
     assert code == 1
-    assert "cifar100 is not in" in err
+    assert "cifar100 cannot be read in" in err
     assert "--dataset-download" in err
 
 
@@ -374,7 +374,7 @@ def test_beginnings_of_a_block_are_compared(compare_blocks, tmp_path, monkeypatc
 def test_comparing_blocks_says_what_is_missing(run_here, tmp_path):
     code, _, err = run_here("compare_blocks.py", "--data", tmp_path, "--output", tmp_path / "runs")
     assert code == 1
-    assert err.startswith("compare_blocks: error: cifar100 is not in")
+    assert err.startswith("compare_blocks: error: cifar100 cannot be read in")
 
 
 # --- the five commands ------------------------------------------------------------------------------------------------

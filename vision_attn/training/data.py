@@ -121,6 +121,8 @@ def as_tensors(dataset: Any) -> tuple[Tensor, Tensor]:
 
 
 def split_folder(root: Path, train: bool, test_only: bool) -> Path:
+    if not root.is_dir():
+        raise DataError(f"{root}: there is no such folder of images")
     names = ("train",) if train else EVALUATION_FOLDERS
     found = [root / name for name in names if (root / name).is_dir()] or [root] * test_only
     if not found:
