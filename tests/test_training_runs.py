@@ -669,6 +669,7 @@ def on_two_processes(forks, settings, log, faults=(None, None)):
     return [finish(process, log) for process in processes]
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_path):
     """With a stage of frozen epochs, mixed images, accumulated gradients, an average and an interruption."""
     # No batch norm, whose statistics would be those of each process's part.
