@@ -698,7 +698,7 @@ for batch, side in ((8, 8), (1, 32)):
     x = torch.randn(batch, 64, side, side, dtype=torch.float32)
     with torch.inference_mode():
         calls = {name: [partial(contestant, x)] for name, contestant in timed.items()}
-        times = time_in_turns(calls, rounds=15, device=torch.device("cpu"))
+        times = time_in_turns(calls, rounds=9, device=torch.device("cpu"))
     cells = []
     for name in ("bmm", "einx"):
         low, middle, high = quantiles([t / fused for t, fused in zip(times[name], times["fused"], strict=True)], n=4)
