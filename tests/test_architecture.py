@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -51,6 +52,13 @@ def imported_rooms(source):
             continue
         # The package itself, or a name that it makes and that is no room's, stands above every room.
         yield from ((f"{name}.").split(".")[1] for name in names if name.split(".")[0] == "vision_attn")
+
+
+def test_the_picture_has_the_rooms_in_their_order():
+    picture = ElementTree.parse(PACKAGE.parent / "docs" / "rooms.svg")
+    rooms = [element for element in picture.iter("{http://www.w3.org/2000/svg}text") if element.get("class") == "room"]
+    rooms.sort(key=lambda element: (-float(element.get("y")), float(element.get("x"))))  # the lowest row first
+    assert [element.text for element in rooms] == [x for x in ROOMS if x not in ("reference", "version", "__main__")]
 
 
 def upward_imports(room, source):
