@@ -1,6 +1,7 @@
 """Blocks learn in loops that are not ours: after a hundred steps at usual rates they weigh in the network's maps."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -56,6 +57,15 @@ def forget_accelerators():
 
     yield partial(AcceleratorState._reset_state, reset_partial_state=True)
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def bare(model, loader):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(MADE):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
 
 
 def timms(model, loader):
@@ -135,11 +145,37 @@ def hugging_faces(model, loader, folder):
     trainer.train()
 
 
+def lightnings(model, loader, folder):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):
+            images, labels = batch
+            return F.cross_entropy(self.model(images), labels)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=MADE, default_root_dir=folder, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, of workers and of what it calls in torch
+        trainer.fit(Module(), loader)
+
+
 def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(
     model, loader, digits, tmp_path, forget_accelerators
 ):
     images = digits.tensors[0][:256]
-    for loop in (timms, torchvisions, accelerates, partial(hugging_faces, folder=tmp_path)):
+    folders = {"folder": tmp_path}
+    loops = (bare, timms, torchvisions, accelerates, partial(hugging_faces, **folders), partial(lightnings, **folders))
+    for loop in loops:
         with_block = copy.deepcopy(model)
         va.insert_(with_block, names="5", num_heads=4, example_input=(1, 1, 8, 8))
         with torch.no_grad():
