@@ -81,16 +81,22 @@ def checkpoint(image_folder, network, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(image_folder, network, tmp_path_factory):
-    """What the command writes as a format with these flags, once for all tests, and what it says."""
+    """What is written as a format, once for all tests, what is said of it, and what of: a graph of a small network.
+
+    The others, which cost little, are written by the command.
+    """
 
     @functools.cache
-    def exported(format, *flags):
+    def exported(format):
         folder, said = tmp_path_factory.mktemp("exported"), StringIO()
-        checkpoint = save_checkpoint(folder / "best.pth", settings_of(image_folder), network)
         path = folder / "out" / FILES[format]
+        if format in ("onnx", "torch-export"):
+            classifier = small_classifier()
+            return path, str(export_classifier(classifier, path)), classifier
+        checkpoint = save_checkpoint(folder / "best.pth", settings_of(image_folder), network)
         with redirect_stdout(said):
-            assert cli.main(["export", str(checkpoint), "--output", str(path), *flags]) == 0
-        return path, said.getvalue()
+            assert cli.main(["export", str(checkpoint), "--output", str(path)]) == 0
+        return path, said.getvalue(), Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, "resnet20")
 
     return exported
 
@@ -122,13 +128,13 @@ def normalized(pixels):
 
 
 @pytest.mark.parametrize("format", FILES)
-def test_what_is_exported_computes_what_the_network_does(exported, network, format):
-    path, out = exported(format)
+def test_what_is_exported_computes_what_the_network_does(exported, format):
+    path, out, classifier = exported(format)
     assert f"{path}: {format}, " in out
     assert "the largest difference of a logit from the network's is " in out
-    pixels = torch.rand(5, 3, 32, 32)
+    pixels = torch.rand(5, *classifier.input_size)
     with torch.no_grad():
-        expected = network(normalized(pixels))
+        expected = classifier.model(normalized(pixels))
     found = run(path, pixels if format in ("onnx", "torch-export") else normalized(pixels))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
@@ -148,16 +154,17 @@ def about(path):
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export", "safetensors"])
 def test_a_file_says_what_must_be_known_to_use_it(exported, format):
-    found = about(exported(format)[0])
+    path, _, classifier = exported(format)
+    found = about(path)
     assert found.pop("library") == f"vision_attn {va.__version__}"
     assert found.pop("mean") == pytest.approx(MEAN)
     assert found.pop("std") == pytest.approx(STD)
     assert found == {
-        "classes": CLASSES,
-        "input_size": [3, 32, 32],
+        "classes": list(classifier.classes),
+        "input_size": list(classifier.input_size),
         "pixels": "0…1, then (pixels - mean) / std" if format == "safetensors" else "0…1",
-        "architecture": "resnet20",
-        "inserted": ["layer3.2"],
+        "architecture": classifier.architecture,
+        "inserted": [*va.inserted(classifier.model)],
     }
 
 

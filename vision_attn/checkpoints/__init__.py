@@ -2,7 +2,7 @@
 
 from vision_attn.checkpoints.adapter import AdapterReport, load_adapter, save_adapter
 from vision_attn.checkpoints.load import LoadReport, load_checkpoint
-from vision_attn.checkpoints.read import read_checkpoint, read_weights
+from vision_attn.checkpoints.read import read_checkpoint
 from vision_attn.checkpoints.write import save_weights, write_atomically
 from vision_attn.errors import CheckpointError
 
@@ -13,7 +13,6 @@ __all__ = [
     "load_adapter",
     "load_checkpoint",
     "read_checkpoint",
-    "read_weights",
     "save_adapter",
     "save_weights",
     "write_atomically",

@@ -39,7 +39,6 @@ __all__ = [
     "Fingerprint",
     "Placement",
     "fingerprint",
-    "is_adapter",
     "read_adapter",
     "write_adapter",
 ]
@@ -122,14 +121,6 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
     }
     said["file_hash"] = hash_of([said, fingerprint(adapter.tensors)])
     write_atomically(path, save(dict(adapter.tensors), {ENTRY: json.dumps(said)}))
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a file is an adapter; false for one that cannot be read, of which its reader says more."""
-    try:
-        return ENTRY in read_file(path, by_name=False).metadata
-    except CheckpointError:
-        return False
 
 
 def read_adapter(path: str | Path) -> Adapter:

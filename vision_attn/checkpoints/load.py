@@ -10,13 +10,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import ENTRY
-from vision_attn.checkpoints.read import AVERAGED, find_weights, read_file
+from vision_attn.checkpoints.read import AVERAGED, CheckpointFile, find_weights, read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
 from vision_attn.text import escaped, shorten
 
-__all__ = ["LoadReport", "load_checkpoint", "matching", "refuse_meta"]
+__all__ = ["LoadReport", "load_checkpoint", "load_file", "matching", "refuse_meta"]
 
 #: key -> (shape in the model, shape in the checkpoint)
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -135,6 +135,19 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
+    return load_file(model, read_file(path), strict=strict, ema=ema, fresh=fresh, prefix=prefix)
+
+
+def load_file(
+    model: nn.Module,
+    file: CheckpointFile,
+    *,
+    strict: bool = True,
+    ema: bool = False,
+    fresh: str | Iterable[str] = (),
+    prefix: str = "",
+) -> LoadReport:
+    """:func:`load_checkpoint`, of a file that is read already."""
     model = plain_network(model)
     refuse_meta(model)
     state, kept = model.state_dict(), kept_modules(model)
@@ -144,7 +157,6 @@ def load_checkpoint(
     fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
     asked = matching("fresh", fresh, own)
 
-    file = read_file(path)
     if ENTRY in file.metadata:
         raise CheckpointError(
             f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "

@@ -16,7 +16,7 @@ from vision_attn.checkpoints.pickled import NotAllowedError
 from vision_attn.errors import CheckpointError
 from vision_attn.text import escaped, shorten
 
-__all__ = ["AVERAGED", "CheckpointFile", "Weights", "find_weights", "read_checkpoint", "read_file", "read_weights"]
+__all__ = ["AVERAGED", "CheckpointFile", "Weights", "find_weights", "read_checkpoint", "read_file"]
 
 #: Files with a network's weights in a folder of Hugging Face's form, the safer one first.
 IN_FOLDERS = ("model.safetensors", "pytorch_model.bin")
@@ -80,20 +80,6 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
     {'epoch': 3, 'state_dict': {}}
     """
     return dict(read_file(path).content)
-
-
-def read_weights(path: str | Path, *, ema: bool = False, own: Collection[str] = ()) -> tuple[str, dict[str, Tensor]]:
-    """The weights of a checkpoint file, and the entry they were found under; prefixes of wrappers are taken off.
-
-    >>> import tempfile, torch
-    >>> file = Path(tempfile.mkdtemp()) / "net.pth"
-    >>> torch.save({"state_dict": {"module.weight": torch.ones(3, 2)}}, file)
-    >>> entry, weights = read_weights(file)
-    >>> entry, list(weights)
-    ('state_dict', ['weight'])
-    """
-    found = find_weights(read_file(path), ema=ema, own=own)
-    return found.entry, dict(found.tensors)
 
 
 def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vision_attn.checkpoints import read_checkpoint
 from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES
+from vision_attn.checkpoints.read import read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.export.formats import Classifier
 from vision_attn.training.data import Source
@@ -28,8 +29,9 @@ def open_run(path: str | Path) -> Classifier:
     as that is what the run evaluated.
     """
     path = Path(path)
-    file = path / "best.pth" if path.is_dir() else path
-    content: dict[str, Any] = read_checkpoint(file)
+    read = read_file(path / "best.pth" if path.is_dir() else path)
+    file: Path = read.path
+    content: Mapping[str, Any] = read.content
     missing = {"model", "settings", "classes", "input_size", "mean", "std"} - content.keys()
     if missing:
         raise CheckpointError(
@@ -57,7 +59,7 @@ def open_run(path: str | Path) -> Classifier:
     classes, (channels, *size) = tuple(content["classes"]), content["input_size"]
     source = Source(str(file), classes, channels, (size[0], size[1]), count=0)
     refuse_larger(replace(again, weights=None, weights_ema=False), source, content, file)
-    network = build_network(again, source, lambda line: None)
+    network = build_network(again, source, lambda line: None, read)
     return Classifier(
         network.model,
         classes,
@@ -68,7 +70,7 @@ def open_run(path: str | Path) -> Classifier:
     )
 
 
-def refuse_larger(settings: Settings, source: Source, content: dict[str, Any], file: Path) -> None:
+def refuse_larger(settings: Settings, source: Source, content: Mapping[str, Any], file: Path) -> None:
     """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
     with torch.device("meta"):
         named = build_network(settings, source, lambda line: None)

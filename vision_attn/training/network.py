@@ -13,7 +13,8 @@ from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.checkpoints import load_checkpoint, read_checkpoint, read_weights
+from vision_attn.checkpoints.load import load_file
+from vision_attn.checkpoints.read import CheckpointFile, find_weights, read_file
 from vision_attn.checkpoints.specification import from_word
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
@@ -58,23 +59,27 @@ class Network:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def build_network(settings: Settings, source: Source, say: Callable[[str], None]) -> Network:
-    """Make, insert, load, freeze."""
+def build_network(
+    settings: Settings, source: Source, say: Callable[[str], None], file: CheckpointFile | None = None
+) -> Network:
+    """Make, insert, load, freeze; ``file`` is what is read of ``settings.weights``, where it is read already."""
+    if file is None and settings.weights:
+        file = read_file(settings.weights)
     model = create_model(
         settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=settings.pretrained
     )
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
-    notes = {**config_of(model), **notes_of(settings, source)}
+    notes = {**config_of(model), **(notes_of(file, settings, source) if file else {})}
     size = (settings.img_size, settings.img_size) if settings.img_size else source.size
     size = size or tuple(notes["input_size"][1:])
     inserted = None
     if settings.insert:
         inserted = insert_sites(model, settings, (1, source.channels, *size))
         say(lines_of(inserted))
-    if settings.weights:
+    if file:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        say(load_weights(model, settings))
+        say(load_weights(model, file, settings))
     try_out(model, settings.model, (1, source.channels, *size))
     head = new_head(model, settings, len(source.classes))
     if settings.freeze_backbone:
@@ -107,24 +112,23 @@ def new_head(model: nn.Module, settings: Settings, classes: int) -> tuple[str, .
     return head_keys(model) if settings.reset_head or made_anew else ()
 
 
-def load_weights(model: nn.Module, settings: Settings) -> str:
-    """Load the checkpoint that settings name; returns the report."""
-    assert settings.weights is not None
+def load_weights(model: nn.Module, file: CheckpointFile, settings: Settings) -> str:
+    """Load a checkpoint as settings say; returns the report."""
     fresh = head_keys(model) if settings.reset_head else ()
     try:
-        return str(load_checkpoint(model, settings.weights, ema=settings.weights_ema, fresh=fresh))
+        return str(load_file(model, file, ema=settings.weights_ema, fresh=fresh))
     except CheckpointError as error:
-        fitting = networks_of(settings.weights)
+        fitting = networks_of(file)
         if not fitting or settings.model in fitting:
             raise
         said = str(error).split("\n")
         raise CheckpointError(*said, f"Its keys are those of --model {' or '.join(fitting)}.") from error
 
 
-def networks_of(weights: str) -> list[str]:
+def networks_of(file: CheckpointFile) -> list[str]:
     """The networks of our own zoo whose keys a checkpoint has: two families circulate under one name."""
     try:
-        _, found = read_weights(weights)
+        found = find_weights(file).tensors
     except CheckpointError:
         return []
     of_blocks = {key for key in found if any(part.startswith(CHILD) for part in key.split("."))}
@@ -136,33 +140,30 @@ def networks_of(weights: str) -> list[str]:
     ]
 
 
-def notes_of(settings: Settings, source: Source) -> dict[str, Any]:
+def notes_of(file: CheckpointFile, settings: Settings, source: Source) -> dict[str, Any]:
     """What a checkpoint of one of our runs says of its images, if the file is one.
 
     Its classes must be the data's, and its blocks, which are not in the shapes of its weights, the same as here.
     """
-    if not settings.weights:
+    if not all(key in file.content for key in NOTES):
         return {}
-    content = read_checkpoint(settings.weights)
-    if not all(key in content for key in NOTES):
-        return {}
-    notes: dict[str, Any] = {key: content[key] for key in NOTES}
+    notes: dict[str, Any] = {key: file.content[key] for key in NOTES}
     try:
         others = settings.values_in(notes["settings"], known_alone=True)
         differing = settings.differences(notes["settings"])
     except ValueError as error:
-        raise CheckpointError(f"{settings.weights}: {error}: it is damaged, or of another version") from error
+        raise CheckpointError(f"{file.path}: {error}: it is damaged, or of another version") from error
     for name in ("at", "block", "num_heads", "block_options"):
         if settings.insert and others.get("insert") and name in differing:
             given, word = others.get(name), f"--{name.replace('_', '-')}"
             words = " ".join(map(shlex.quote, given)) if isinstance(given, tuple) else given
             raise CheckpointError(
-                f"{settings.weights} has other blocks than are to be inserted: they were made with "
+                f"{file.path} has other blocks than are to be inserted: they were made with "
                 + (f"{word} {words}" if words else f"no {word}")
             )
     if not settings.reset_head and notes["classes"] != list(source.classes):
         raise CheckpointError(
-            f"{settings.weights} was trained for the classes {shorten(tuple(notes['classes']))}; the data has "
+            f"{file.path} was trained for the classes {shorten(tuple(notes['classes']))}; the data has "
             f"{shorten(source.classes)}: name the folders alike, or begin a new classifier with --reset-head"
         )
     return notes
