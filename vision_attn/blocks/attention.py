@@ -156,17 +156,23 @@ class Attention(nn.Module):
 
         impl = IMPLEMENTATIONS[self.impl]
         part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size
-        q, k, v, keys = self.project(x, context, part, impl)  # (b·groups, heads, tokens, width) each
-        scale, bias = self.scale, None
-        if self.position is not None:
-            q, k, scale, bias = self.position(q, k, scale, part, keys)
-        mask, reachable, causal = self.masks(x.shape[0], mask, bias, part, keys)
+        q, k, v, scale, (mask, reachable, causal) = self.prepare(x, mask, context, part, impl)
         dropout = self.attn_drop if self.training else 0.0
         y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
         y = part.restore(impl.heads_together(y, part.cut.window), impl.merge)  # (b, heads·value_dim, h, w)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def prepare(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, part: Partition, impl: Implementation
+    ) -> tuple[Tensor, Tensor, Tensor, float, tuple[Tensor | None, Tensor | None, bool]]:
+        """Queries, keys and values ``(b·groups, heads, tokens, width)``, the scale, and what :meth:`masks` gives."""
+        q, k, v, keys = self.project(x, context, part, impl)
+        scale, bias = self.scale, None
+        if self.position is not None:
+            q, k, scale, bias = self.position(q, k, scale, part, keys)
+        return q, k, v, scale, self.masks(x.shape[0], mask, bias, part, keys)
 
     def project(
         self, x: Tensor, context: Tensor | None, part: Partition, impl: Implementation
@@ -278,11 +284,7 @@ class Attention(nn.Module):
         self.check_maps(x, context)
         part = partition_of(self.partitioner, x)
         check_queries(queries, product(part.size))
-        q, k, _, keys = self.project(x, context, part, IMPLEMENTATIONS["sdpa"])
-        scale, bias = self.scale, None
-        if self.position is not None:
-            q, k, scale, bias = self.position(q, k, scale, part, keys)
-        mask, reachable, causal = self.masks(x.shape[0], mask, bias, part, keys)
+        q, k, _, scale, (mask, reachable, causal) = self.prepare(x, mask, context, part, IMPLEMENTATIONS["sdpa"])
         if not part.is_global:
             weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
             return part.weights_on_map(weights, queries)

@@ -6,7 +6,7 @@ module of the model is renamed or wrapped. A block that replaces a module is in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,24 +107,16 @@ def with_owners(model: nn.Module, maps: Sequence[Map], example: Tensor) -> list[
     That is the target, unless it loops over its children and would run the block as one of them, as a dense block does.
     Then it is the first module inside it that does not.
     """
-    candidates = {one.target: owners_at(model, one.target) for one in maps}
-    owners = {target: next(found) for target, found in candidates.items()}
-    unsettled = set(owners)
-    while unsettled:
-        failed, looping = probe(model, {target: owners[target] for target in unsettled}, example)
-        if failed and not looping:
-            # A module minds its new child without calling it. Which one it is shows when they are tried one by one.
-            looping = {target for target in unsettled if probe(model, {target: owners[target]}, example)[0]}
-            if not looping:
-                raise SiteError(f"the model does not run with blocks at {', '.join(map(repr, sorted(unsettled)))}")
-        for target in looping:
-            following = next(candidates[target], None)
-            if following is None:
+    owners = {one.target: (one.target, CHILD) for one in maps}
+    if disturbs(model, owners.values(), example):
+        for target in owners:
+            free = (owner for owner in owners_at(model, target) if not disturbs(model, [owner], example))
+            owner = next(free, None)
+            if owner is None:
                 raise SiteError(
                     f"{target!r} takes no child, since it loops over or counts those it has: choose another module"
                 )
-            owners[target] = following
-        unsettled = unsettled if failed else looping
+            owners[target] = owner
     return [replace(one, owner=owners[one.target]) for one in maps]
 
 
@@ -138,20 +130,19 @@ def owners_at(model: nn.Module, target: str) -> Iterator[tuple[str, str]]:
             yield name, f"{CHILD}_{target.replace('.', '_')}"
 
 
-def probe(model: nn.Module, owners: dict[str, tuple[str, str]], example: Tensor) -> tuple[bool, set[str]]:
-    """Whether the model fails with children that do nothing, and at which targets these were called."""
-    probes = {target: Probe() for target in owners}
+def disturbs(model: nn.Module, owners: Iterable[tuple[str, str]], example: Tensor) -> bool:
+    """Whether the model calls children of these owners that it does not know, or fails with them."""
+    probe = Probe()
     try:
-        for target, (owner, child) in owners.items():
-            model.get_submodule(owner).add_module(child, probes[target])
+        for owner, child in owners:
+            model.get_submodule(owner).add_module(child, probe)
         run_quietly(model, example)
-        failed = False
     except SiteError:
-        failed = True
+        return True
     finally:
-        for owner, child in owners.values():
+        for owner, child in owners:
             model.get_submodule(owner)._modules.pop(child, None)
-    return failed, {target for target, probe in probes.items() if probe.calls}
+    return probe.calls > 0
 
 
 def attach(model: nn.Module, one: Map, block: nn.Module) -> None:

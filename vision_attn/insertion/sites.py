@@ -18,8 +18,7 @@ from vision_attn.insertion.backbone import (
     modules_around,
     plain_network,
 )
-from vision_attn.insertion.branch import branch_end
-from vision_attn.insertion.dry_run import DryRun
+from vision_attn.insertion.dry_run import DryRun, branch_end
 
 __all__ = ["Names", "parse_sites", "select_sites", "stage_names", "stages_of", "targets_of"]
 

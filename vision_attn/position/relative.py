@@ -23,7 +23,17 @@ DENSE_KEYS = 256
 
 
 @dataclass(frozen=True)
-class RelPosTable:
+class RelativePosition:
+    """What both have: the size of the map that their tables are learned on."""
+
+    feat_size: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_feat_size(type(self).__name__, self.feat_size)
+
+
+@dataclass(frozen=True)
+class RelPosTable(RelativePosition):
     """The logit of query ``i`` and key ``j`` in a head grows by ``table[(y_i - y_j, x_i - x_j), head]``, as in Swin.
 
     ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)`` has the row ``(y_i - y_j + h - 1)(2w - 1) +
@@ -45,11 +55,6 @@ class RelPosTable:
     RelPosTable(feat_size=None)
     """
 
-    feat_size: int | tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_feat_size("RelPosTable", self.feat_size)
-
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return TableTerm(self, shape, device, dtype)
 
@@ -59,7 +64,7 @@ class TableTerm(PositionTerm):
 
     def __init__(self, specification: RelPosTable, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
-        self.lengths = table_lengths("RelPosTable", specification.feat_size, shape)
+        self.lengths = table_lengths(specification, shape)
         self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
         rows = product([2 * length - 1 for length in self.lengths])
         table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
@@ -107,7 +112,7 @@ class TableTerm(PositionTerm):
 
 
 @dataclass(frozen=True)
-class RelPosDecomposed:
+class RelPosDecomposed(RelativePosition):
     """The logit of query ``i`` and key ``j`` grows by ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]``, as in BoTNet.
 
     ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
@@ -128,11 +133,6 @@ class RelPosDecomposed:
     RelPosDecomposed(feat_size=(14, 14))
     """
 
-    feat_size: int | tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_feat_size("RelPosDecomposed", self.feat_size)
-
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return DecomposedTerm(self, shape, device, dtype)
 
@@ -142,7 +142,7 @@ class DecomposedTerm(PositionTerm):
 
     def __init__(self, specification: RelPosDecomposed, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
-        lengths = table_lengths("RelPosDecomposed", specification.feat_size, shape)
+        lengths = table_lengths(specification, shape)
         self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
         self.tables: dict[int, str] = {}  # by axis
         for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
@@ -198,8 +198,9 @@ def key_one_hot(shape: list[int], axis: int, k: Tensor) -> Tensor:
     return (index[:, None] == torch.arange(shape[axis], device=k.device)).to(k.dtype)
 
 
-def table_lengths(owner: str, feat_size: int | tuple[int, ...] | None, shape: BlockShape) -> tuple[int, ...]:
+def table_lengths(specification: RelativePosition, shape: BlockShape) -> tuple[int, ...]:
     """The tokens along each axis that a table is for: one along an axis without attention."""
+    owner, feat_size = type(specification).__name__, specification.feat_size
     partitioner, rank = shape.partitioner, shape.rank
     given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
     if len(given) != rank:
