@@ -1,5 +1,6 @@
 """What several rooms' tests share: a small folder of images, and where real data lies if it is there."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,15 @@ from PIL import Image
 def one_thread():
     """The tests' tensors are small: more threads than one are slower, and where cores are shared much slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_outlive_collection():
+    """What the imports made, a million objects, is not looked through by each of the collections that runs ask for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

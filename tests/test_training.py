@@ -189,7 +189,7 @@ def test_a_tracker_that_is_not_there_is_refused_before_anything_is_written(base,
 
 def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        train(replace(base, epochs=1, seed=seed, output=str(tmp_path / name)), quiet)
+        train(replace(base, epochs=1, batch_size=36, seed=seed, output=str(tmp_path / name)), quiet)
     assert equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "same"))
     assert not equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
 

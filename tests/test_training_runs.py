@@ -1,6 +1,7 @@
 """What happens to a run: it is killed, interrupted, short of room, in stages, on several processes; and goes on."""
 
 import csv
+import math
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,23 +27,24 @@ from vision_attn.models import create_model
 from vision_attn.training import run_folder
 from vision_attn.training import train as train_room
 from vision_attn.training.checkpoint import Progress
+from vision_attn.training.evaluation import Normalize
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Trainer
 from vision_attn.training.network import build_network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
-from vision_attn.training.train import train
+from vision_attn.training.train import make_accelerator, train
 
 #: Of each row of metrics.csv what does not depend on the clock.
 RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1", "branch_share")
+SOURCE = SimpleNamespace(classes=("blue", "green", "red"), channels=3, size=(16, 16))
 
 
-@pytest.fixture
-def base(image_folder, tmp_path):
+def settings_of(images, output):
     """A short run in which everything random and everything with a state takes part: four steps an epoch."""
     return Settings(
-        data=str(image_folder),
+        data=str(images),
         model="test_resnet",
         img_size=16,
         insert=("layer1",),
@@ -55,8 +58,21 @@ def base(image_folder, tmp_path):
         model_ema=True,
         model_ema_decay=0.9,
         device="cpu",
-        output=str(tmp_path / "run"),
+        output=str(output),
     )
+
+
+@pytest.fixture
+def base(image_folder, tmp_path):
+    return settings_of(image_folder, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(image_folder, tmp_path_factory):
+    """The folder of a run of one epoch that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(replace(settings_of(image_folder, folder), epochs=1), quiet)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -126,21 +142,53 @@ def fails(*arguments, **options):
     raise MemoryError
 
 
+def trainer_of(settings, accelerator=None):
+    """What a run of these settings trains with, on images of noise."""
+    accelerator, generator = accelerator or make_accelerator(settings), torch.Generator().manual_seed(0)
+    torch.manual_seed(settings.seed)
+    images = ImageSet(torch.randint(256, (72, 3, 16, 16), dtype=torch.uint8, generator=generator), torch.arange(72) % 3)
+    network = build_network(settings, SOURCE, quiet)
+    normalize = Normalize(network.mean, network.std, 3)
+    return Trainer(settings, accelerator, quiet, network, normalize, SOURCE.classes, images, images)
+
+
+def make_steps(trainer, *numbers):
+    trainer.step.enter_epoch(0, quiet)
+    trainer.step.model.train()
+    for number in numbers:
+        images = trainer.normalize(trainer.train_data.images[8 * number : 8 * number + 8])
+        trainer.step(images, trainer.train_data.labels[8 * number : 8 * number + 8], 0, number)
+
+
+def assert_gone_on_with(settings, **how):
+    """Two steps, saved, and a third from there by another trainer is the third of the first one, bit for bit."""
+    one, other = (trainer_of(settings, **{key: make(settings) for key, make in how.items()}) for _ in range(2))
+    make_steps(one, 0, 1)
+    one.checkpoints.save_last()
+    other.checkpoints.restore(one.checkpoints.last)
+    for trainer in (one, other):
+        make_steps(trainer, 2)
+    found, expected = other.checkpoints.content(), one.checkpoints.content()
+    for part in ("model", "model_ema"):
+        assert all(torch.equal(value, found[part][key]) for key, value in expected[part].items())
+    torch.testing.assert_close(found["optimizer"]["state"], expected["optimizer"]["state"], rtol=0, atol=0)
+    assert found.get("scaler") == expected.get("scaler")
+    return expected
+
+
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-def kill_at_the_write_of(name, number, moment):
-    """Die while a file is written for that time: when half of it is on the disk, or before or after it is renamed."""
-    replace_file, written = os.replace, []
+def kill_at_the_write_of(name, moment):
+    """Die while a file is written: when half of it is on the disk, or after it is renamed."""
+    replace_file = os.replace
 
     def dying_replace(source, target):
-        if os.path.basename(target) == name:
-            written.append(name)
-        if len(written) < number:
+        if os.path.basename(target) != name:
             return replace_file(source, target)
         if moment == "half":
             os.truncate(source, os.path.getsize(source) // 2)
-        if moment == "after":
+        else:
             replace_file(source, target)
         return os.kill(os.getpid(), signal.SIGKILL)
 
@@ -178,24 +226,20 @@ def finish(process, log):
     return process.exitcode
 
 
-def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, forks, tmp_path):
-    base = replace(base, epochs=2)
-    train(base, quiet)
-    killed = replace(base, output=str(tmp_path / "killed"), resume="auto")
+def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, undisturbed, forks, tmp_path):
+    killed = replace(base, epochs=1, output=str(tmp_path / "killed"), resume="auto")
     last, log = tmp_path / "killed" / "last.pth", tmp_path / "log"
     # The first last.pth is written before the first step.
-    faults = (("last.pth", 1, "half", None), ("best.pth", 1, "after", 0), ("last.pth", 1, "before", 0))
-    for name, number, moment, epoch in faults:
-        process = start(forks, flags(killed), log, fault=(kill_at_the_write_of, name, number, moment))
+    for name, moment, there in (("last.pth", "half", False), ("best.pth", "after", True)):
+        process = start(forks, flags(killed), log, fault=(kill_at_the_write_of, name, moment))
         assert finish(process, log) == -signal.SIGKILL, log.read_text()
-        assert last.exists() == (epoch is not None)
-        if epoch is not None:
-            assert read_checkpoint(last)["epoch"] == epoch
-    assert list(last.parent.glob(".*.partial"))
+        assert last.exists() == there
+        assert bool(list(last.parent.glob(".*.partial"))) != there
+    assert read_checkpoint(last)["epoch"] == 0
     assert finish(start(forks, flags(killed), log), log) == 0, log.read_text()
     assert not list(last.parent.glob(".*.partial"))
-    assert_same_result(tmp_path / "run", tmp_path / "killed")
-    best, whole = (read_checkpoint(tmp_path / name / "best.pth") for name in ("killed", "run"))
+    assert_same_result(undisturbed, tmp_path / "killed")
+    best, whole = (read_checkpoint(folder / "best.pth") for folder in (tmp_path / "killed", undisturbed))
     assert best["epoch"] == whole["epoch"]
     assert all(torch.equal(value, whole["model"][key]) for key, value in best["model"].items())
 
@@ -277,39 +321,33 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(
     assert_same_result(tmp_path / "run", tmp_path / "interrupted")
 
 
-@pytest.mark.parametrize("name", ["lion", "muon"])
-def test_any_optimiser_of_timm_goes_on_with_the_same_bits(base, name, tmp_path, monkeypatch):
-    base = replace(base, opt=name, epochs=1)
-    train(base, quiet)
-    interrupted = replace(base, output=str(tmp_path / "interrupted"), resume="auto")
-    interrupt(interrupted, monkeypatch, 0, 2)
-    train(interrupted, quiet)
-    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
+@pytest.mark.parametrize("name", ["lion", "lamb", "muon", "adamp", "rmsproptf"])
+def test_any_optimiser_of_timm_goes_on_with_the_same_bits(base, name):
+    state = assert_gone_on_with(replace(base, opt=name))["optimizer"]["state"]
+    assert any(value.is_floating_point() and value.any() for part in state.values() for value in part.values()
+               if isinstance(value, torch.Tensor))  # fmt: skip
 
 
-@pytest.mark.parametrize("evaluation", [0, 1])
-def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, evaluation, tmp_path, monkeypatch):
-    base = replace(base, epochs=1)
-    train(base, quiet)
-    interrupted = replace(base, output=str(tmp_path / "interrupted"))
-    last = tmp_path / "interrupted" / "last.pth"
-    evaluations, batches = [], ImageSet.batches
+def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, undisturbed, tmp_path, monkeypatch):
+    last, batches = tmp_path / "run" / "last.pth", ImageSet.batches
+    for wanted in (0, 1):
+        evaluations = []
 
-    def signalling(images, rows, *, seed=0):
-        if len(images) == 24:  # those that are evaluated
-            evaluations.append(len(evaluations))
-            if evaluations[-1] == evaluation:
-                signal.raise_signal(signal.SIGTERM)
-        return batches(images, rows, seed=seed)
+        def signalling(images, rows, *, seed=0, evaluations=evaluations, wanted=wanted):
+            if len(images) == 24:  # those that are evaluated
+                evaluations.append(len(evaluations))
+                if evaluations[-1] == wanted:
+                    signal.raise_signal(signal.SIGTERM)
+            return batches(images, rows, seed=seed)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ImageSet, "batches", signalling)
-        with pytest.raises(Interrupted, match=f"saved after step {4 * evaluation} of 4 of epoch 1"):
-            train(interrupted, quiet)
-    saved = read_checkpoint(last)
-    assert (saved["epoch"], saved["step"], len(evaluations)) == (0, 4 * evaluation, evaluation + 1)
-    train(replace(interrupted, resume=str(last)), quiet)
-    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
+        with monkeypatch.context() as patched:
+            patched.setattr(ImageSet, "batches", signalling)
+            with pytest.raises(Interrupted, match=f"saved after step {4 * wanted} of 4 of epoch 1"):
+                train(replace(base, epochs=1, resume="auto"), quiet)
+        saved = read_checkpoint(last)
+        assert (saved["epoch"], saved["step"], len(evaluations)) == (0, 4 * wanted, wanted + 1)
+    train(replace(base, epochs=1, resume="auto"), quiet)
+    assert_same_result(undisturbed, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -327,6 +365,17 @@ def test_a_signal_to_all_processes_of_a_job_is_obeyed_by_the_one_that_trains(bas
     assert read_checkpoint(tmp_path / "run" / "last.pth")["epoch"] >= 1
     with pytest.raises(ProcessLookupError):  # no worker is left over
         os.killpg(process.pid, 0)
+
+
+def test_a_worker_that_is_killed_during_a_step_is_no_traceback(base, monkeypatch):
+    def kill_a_worker():
+        (worker, *_) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(10)  # until torch's handler of signals raises
+
+    at_step(monkeypatch, 0, 1, kill_a_worker)
+    with pytest.raises(DataError, match=r"a worker process that decodes images ended, .*--workers"):
+        train(replace(base, epochs=1, workers=1), quiet)
 
 
 def test_a_signal_that_comes_after_the_last_step_is_not_lost(base, monkeypatch):
@@ -355,19 +404,21 @@ def test_a_second_ctrl_c_leaves_at_once(base, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_signals_that_are_ignored_stay_so_and_a_run_in_a_thread_takes_none(base, tmp_path, monkeypatch):
-    base = replace(base, epochs=1)
+def test_signals_that_are_ignored_stay_so_and_a_run_in_a_thread_takes_none(base, undisturbed, tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with monkeypatch.context() as patched:
         at_step(patched, 0, 1, lambda: signal.raise_signal(signal.SIGINT))
-        assert train(base, quiet).seconds > 0
-    results = []
-    in_a_thread = replace(base, output=str(tmp_path / "thread"))
-    thread = threading.Thread(target=lambda: results.append(train(in_a_thread, quiet)))
-    thread.start()
-    thread.join()
-    assert results[0].seconds > 0
-    assert_same_result(tmp_path / "run", tmp_path / "thread")
+        thread = threading.Thread(target=train, args=(replace(base, epochs=1), quiet))
+        thread.start()
+        thread.join()
+    assert_same_result(undisturbed, tmp_path / "run")
+    trainer = trainer_of(base)
+    with trainer.signals_noted():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGINT)
+        assert not trainer.signal
+        signal.raise_signal(signal.SIGTERM)
+        assert trainer.signal == signal.SIGTERM
 
 
 # --- begun, or gone on with -------------------------------------------------------------------------------------------
@@ -412,18 +463,18 @@ def test_resuming_refuses_another_run_and_says_what_differs(base, image_folder, 
             train(replace(base, resume="auto", data=str(data)), quiet)
 
 
-def test_checkpoints_of_older_versions_are_gone_on_with(base, tmp_path, monkeypatch):
-    base = replace(base, epochs=1)
-    train(base, quiet)
-    interrupted = replace(base, output=str(tmp_path / "interrupted"), resume="auto")
-    interrupt(interrupted, monkeypatch, 0, 2)
-    last = tmp_path / "interrupted" / "last.pth"
-    content = read_checkpoint(last)
+def test_checkpoints_of_older_versions_are_gone_on_with(base):
+    trainer = trainer_of(base)
+    make_steps(trainer, 0)
+    trainer.checkpoints.progress.reached(1, 0.5, 2.0)
+    trainer.checkpoints.save_last()
+    content = read_checkpoint(trainer.checkpoints.last)
     settings = content["settings"] | {"tensorboard": False}  # which is gone
     del settings["cutout"], settings["log_with"], settings["report_classes"]  # and those did not exist
-    torch.save({**content, "settings": settings}, last)
-    train(interrupted, quiet)
-    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
+    torch.save({**content, "settings": settings}, trainer.checkpoints.last)
+    other = trainer_of(base)
+    other.checkpoints.restore(trainer.checkpoints.last)
+    assert other.checkpoints.progress == trainer.checkpoints.progress
     assert Settings.values_in({"tensorboard": False, "lr": 0.1}) == {"lr": 0.1}
 
 
@@ -495,10 +546,8 @@ def test_weights_that_are_not_finite_are_not_saved(base, tmp_path, monkeypatch):
     assert all(value.isfinite().all() for value in saved["model"].values())
 
 
-def test_images_that_cannot_be_read_lose_nothing(base, tmp_path, monkeypatch):
-    base = replace(base, epochs=1)
-    train(base, quiet)
-    broken = replace(base, output=str(tmp_path / "broken"))
+def test_images_that_cannot_be_read_lose_nothing(base, undisturbed, tmp_path, monkeypatch):
+    broken = replace(base, epochs=1, output=str(tmp_path / "broken"))
     last, batches, good = tmp_path / "broken" / "last.pth", ImageSet.batches, 2
 
     def breaking(images, rows, *, seed=0):
@@ -518,7 +567,7 @@ def test_images_that_cannot_be_read_lose_nothing(base, tmp_path, monkeypatch):
     assert last.read_bytes() == before, "weights that are not finite take no good one's place"
     assert read_checkpoint(last)["step"] == 2
     train(replace(broken, resume=str(last)), quiet)
-    assert_same_result(tmp_path / "run", tmp_path / "broken")
+    assert_same_result(undisturbed, tmp_path / "broken")
 
 
 def test_a_row_that_a_kill_kept_from_the_metrics_comes_back(base, tmp_path, monkeypatch):
@@ -543,7 +592,7 @@ def files_of_at_most(size):
 
 
 def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
-    original, full = RunFolder.save, {"from": 2}
+    base, original, full = replace(base, epochs=1), RunFolder.save, {"from": 1}
 
     def in_a_full_disk(folder, name, content):
         if name != "last.pth" or content["epoch"] < full["from"]:
@@ -557,7 +606,7 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert f"{last} cannot be written (File too large), and the last.pth of before is whole: make room" in error
     assert "Traceback" not in error
-    assert read_checkpoint(last)["epoch"] == 1
+    assert read_checkpoint(last)["epoch"] == 0
     assert not list((tmp_path / "run").glob(".*.partial"))
 
     # A run that cannot begin for want of room leaves the one that is there, and one that can takes its place.
@@ -568,29 +617,21 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     monkeypatch.setattr(RunFolder, "save", original)
     train(replace(base, resume="auto"), quiet)
-    assert read_checkpoint(last)["epoch"] == 3
+    assert read_checkpoint(last)["epoch"] == 1
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def test_a_scaled_loss_goes_on_with_its_scale(base, tmp_path, monkeypatch):
-    # What float16 does on CUDA, in float32 on the CPU: the scale doubles every third step.
-    original = train_room.make_accelerator
-
+def test_a_scaled_loss_goes_on_with_its_scale(base):
     def scaling(settings):
-        accelerator = original(settings)
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        """What float16 does on CUDA, in float32 on the CPU: the scale doubles every second step."""
+        accelerator = make_accelerator(settings)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
         return accelerator
 
-    monkeypatch.setattr(train_room, "make_accelerator", scaling)
-    base = replace(base, epochs=1)
-    train(base, quiet)
-    assert read_checkpoint(tmp_path / "run" / "last.pth")["scaler"]["scale"] == 64 * 2
-    interrupted = replace(base, output=str(tmp_path / "interrupted"), resume="auto")
-    interrupt(interrupted, monkeypatch, 0, 1)
-    train(interrupted, quiet)
-    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
+    scale = assert_gone_on_with(base, accelerator=scaling)["scaler"]
+    assert (scale["scale"], scale["_growth_tracker"]) == (128, 1)
 
 
 def test_deterministic_kernels_are_asked_for_before_the_first_step(base, monkeypatch):
@@ -600,11 +641,13 @@ def test_deterministic_kernels_are_asked_for_before_the_first_step(base, monkeyp
 
     def look():
         seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        raise MemoryError  # it was the first step that matters
 
     at_step(monkeypatch, 0, 0, look)
     try:
         for deterministic in (False, True):
-            train(replace(base, epochs=1, deterministic=deterministic, overwrite=True), quiet)
+            with pytest.raises(MemoryError):
+                train(replace(base, deterministic=deterministic, overwrite=True), quiet)
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [(False, None), (True, ":4096:8")]
@@ -614,10 +657,11 @@ def test_deterministic_kernels_are_asked_for_before_the_first_step(base, monkeyp
 
 
 def test_the_backbone_thaws_after_the_epochs_that_it_is_frozen_for(base, tmp_path, monkeypatch):
-    base = replace(base, model="resnet20", insert=("layer3",), epochs=2)
+    # In bfloat16 torch 2.15's convolution gives gradients of garbage on the map of 1×1 that test_resnet ends with.
+    base = replace(base, model="resnet20", insert=("layer3",))
     torch.save(create_model(base.model, num_classes=7).state_dict(), tmp_path / "base.pth")
     base = replace(
-        base, weights=str(tmp_path / "base.pth"), reset_head=True, freeze_epochs=1, layer_decay=0.8, amp=True
+        base, epochs=2, weights=str(tmp_path / "base.pth"), reset_head=True, freeze_epochs=1, layer_decay=0.8, amp=True
     )
     given = {key: value for key, value in read_checkpoint(tmp_path / "base.pth").items() if not key.startswith("fc.")}
     unchanged, lines, original = [], [], Trainer.close_epoch
@@ -629,17 +673,16 @@ def test_the_backbone_thaws_after_the_epochs_that_it_is_frozen_for(base, tmp_pat
 
     monkeypatch.setattr(Trainer, "close_epoch", watching)
     train(base, lines.append)
-    assert unchanged[0] == len(given)
-    assert unchanged[1] == 0
+    assert unchanged == [len(given), 0]
     assert any(line.startswith("the backbone is frozen for 1 epochs: ") for line in lines)
     assert any(line.startswith("all is thawed: ") for line in lines)
 
     # Stopped at the end of the first stage, and in the second.
+    interrupted = replace(base, output=str(tmp_path / "interrupted"), resume="auto")
     for epoch, step in ((0, 3), (1, 1)):
-        interrupted = replace(base, output=str(tmp_path / f"{epoch}"), resume="auto")
         interrupt(interrupted, monkeypatch, epoch, step)
-        train(interrupted, quiet)
-        assert_same_result(tmp_path / "run", tmp_path / f"{epoch}")
+    train(interrupted, quiet)
+    assert_same_result(tmp_path / "run", tmp_path / "interrupted")
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -677,8 +720,8 @@ def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_pa
     torch.manual_seed(5)
     torch.save(create_model(model, num_classes=3).state_dict(), tmp_path / "base.pth")
     base = replace(
-        base, model=model, insert=("blocks.1",), weights=str(tmp_path / "base.pth"), epochs=2, opt="sgd", lr=0.02,
-        attention_lr=0.1, layer_decay=0.9, freeze_epochs=1, grad_accum_steps=2, mixup=0.2, cutmix=1.0,
+        base, model=model, insert=("blocks.1",), weights=str(tmp_path / "base.pth"), epochs=2, opt="sgd",
+        lr=0.005, attention_lr=0.02, layer_decay=0.9, freeze_epochs=1, grad_accum_steps=2, mixup=0.2, cutmix=1.0,
         report_classes=True,
     )  # fmt: skip
     train(base, quiet)
@@ -700,7 +743,7 @@ def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_pa
     for key, value in one["model"].items():
         assert torch.equal(resumed["model"][key], two["model"][key])
         assert torch.equal(resumed["model_ema"][key], two["model_ema"][key])
-        torch.testing.assert_close(two["model"][key], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(two["model"][key], value, rtol=1e-5, atol=1e-6)  # larger rates carry rounding on
     for key in ("conv_stem.weight", "classifier.weight"):
         assert (one["model"][key] - given[key]).abs().max() > 1e-4
     for key in ("train_loss", "eval_loss"):
@@ -710,6 +753,7 @@ def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_pa
         assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_in_one_process_stops_both_and_last_pth_is_usable(base, forks, tmp_path):
     log = tmp_path / "log"
     faults = (None, (at_step_of_a_process, 1, 1, "nan"))
@@ -720,10 +764,27 @@ def test_a_loss_that_is_no_number_in_one_process_stops_both_and_last_pth_is_usab
     assert all(value.isfinite().all() for value in saved["model"].values())
 
 
+@pytest.mark.parametrize("number", [0.0, math.nan], ids=["whole here", "broken here"])
+def test_what_one_process_finds_stops_each(base, number, monkeypatch):
+    """Of two processes, of which the other one's triggers and losses are made up."""
+    trainer = trainer_of(base)
+    asked = []
+    monkeypatch.setattr(trainer.accelerator, "set_trigger", lambda: asked.append("here"))
+    monkeypatch.setattr(trainer.accelerator, "check_trigger", lambda: bool(asked))
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda total, how: total + math.nan)
+    total = torch.tensor(number)
+    if not number:
+        trainer.look(total, 1, 0.0)  # nothing is amiss anywhere
+        asked.append("there")
+    with pytest.raises(TrainingError, match=r"loss \(nan\) or a weight is not finite at step 2 of 4 of epoch 1"):
+        trainer.look(total, 2, 0.0)
+    assert asked == ["there" if number == 0 else "here"]
+    assert not trainer.checkpoints.last.exists()
+
+
 def test_batch_norms_of_several_processes_are_synchronised_on_request(base):
-    source = type("Source", (), {"classes": ("a", "b"), "channels": 3, "size": (16, 16)})
     for wanted in (True, False):
-        model = build_network(replace(base, sync_bn=wanted), source, quiet).model
+        model = build_network(replace(base, sync_bn=wanted), SOURCE, quiet).model
         kinds = {type(module).__name__ for module in model.modules() if "BatchNorm" in type(module).__name__}
         assert any("Sync" in kind for kind in kinds) == wanted
 

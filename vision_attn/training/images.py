@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +27,7 @@ from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 
-__all__ = ["Decoder", "ImageLoader", "ImageSet", "ImageStream", "Images", "refuse_lost_worker", "rgb"]
+__all__ = ["Decoder", "ImageLoader", "ImageSet", "ImageStream", "Images", "lost_worker_named", "rgb"]
 
 CPU = torch.device("cpu")
 #: How many damaged files one message names.
@@ -84,11 +85,8 @@ class ImageLoader:
             generator=torch.Generator().manual_seed(seed),  # or it draws from torch's own, on which dropout depends
             **how,
         )
-        try:
+        with lost_worker_named():
             yield from loader
-        except RuntimeError as error:
-            refuse_lost_worker(error)
-            raise
 
 
 class ImageStream(ImageLoader):
@@ -216,9 +214,14 @@ def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tenso
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-def refuse_lost_worker(error: BaseException | None) -> None:
+@contextmanager
+def lost_worker_named() -> Iterator[None]:
     """Say what it means that a worker is no more, which torch raises wherever the main thread is."""
-    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
         raise DataError(
             "a worker process that decodes images ended, often for want of (shared) memory: give fewer --workers or a "
             f"smaller --batch-size ({error})"

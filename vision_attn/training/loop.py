@@ -20,7 +20,7 @@ from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.checkpoint import Checkpoints
 from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed, report_classes
-from vision_attn.training.images import Images
+from vision_attn.training.images import Images, lost_worker_named
 from vision_attn.training.network import Network, lines_of
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
@@ -52,7 +52,7 @@ class Result:
     seconds: float
 
 
-@dataclass
+@dataclass(repr=False, eq=False)  # signal.signal asks for the representation of a handler, which is a method here
 class Trainer:
     """One run of training, from its first or a later step to its last."""
 
@@ -119,7 +119,7 @@ class Trainer:
             for name, value in settings.as_dict().items()
         }
         accelerator.init_trackers("vision_attn", config=config)
-        with self.signals_noted():
+        with self.signals_noted(), lost_worker_named():
             final, seen = self.evaluate()
             self.log(f"before epoch {progress.epoch + 1}: {final}")
             while progress.epoch < settings.epochs:
