@@ -469,7 +469,7 @@ figure
 
 # %%
 torch.set_default_dtype(torch.float32)
-c, n, d = 64, 2, 32
+c, n, d = 32, 1, 32
 blocks = {
     "full, written out": va.Attention2d(c, n, impl="bmm"),
     "full, fused": va.Attention2d(c, n, impl="sdpa"),
@@ -518,7 +518,7 @@ assert all(growth[name] <= 4 for name in blocks if name != "full, written out")
 
 relative = {key: np.median(taken / seconds["full, fused", key[1]]) for key, taken in seconds.items()}
 share = {key: count / multiply_adds["full, fused", key[1]] for key, count in multiply_adds.items()}
-print(f"\nFour attentions, {c} channels, {n} heads, by the side of the map; threads: {torch.get_num_threads()}")
+print(f"\nFour attentions, {c} channels, one head, by the side of the map; threads: {torch.get_num_threads()}")
 print(f"{'':<20}{'multiply-adds, full = 1':^28} {'time, fused = 1':^28} {'peak MiB':^28}")
 print(f"{'':<20}" + " ".join(["".join(f"{side:>7}" for side in sides)] * 3))
 for name in blocks:
