@@ -74,7 +74,7 @@ def check_source(module: nn.Module, *projections: str) -> None:
         check_pointwise(f"{kind}.{name}", attrgetter(name)(module))
 
 
-def check_pointwise(name: str, layer: object) -> None:
+def check_pointwise(name: str, layer: Any) -> None:
     """Refuse what is no linear layer and no convolution that looks at one position at a time."""
     convolution = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     if not (convolution or isinstance(layer, nn.Linear)) or not layer.weight.is_floating_point():
