@@ -234,10 +234,12 @@ def test_who_does_not_compute_the_same_stops_the_run_before_anything_is_timed(ca
 
 
 @pytest.mark.parametrize("name", ["backbone", "positions", "windows", "attention"])
-def test_another_network_position_or_scale_is_far_outside_of_what_is_allowed(name):
+def test_another_network_position_or_scale_is_far_outside_of_what_is_allowed(monkeypatch, name):
     """What is compared must show: blocks behind a gate, tables, and attention over many tokens."""
+    create = contestants.timm.create_model
+    monkeypatch.setattr(contestants.timm, "create_model", lambda name: create("resnet18"))  # is quicker than resnet50
     torch.manual_seed(0)
-    shape = {"attention": (1, 256, 56, 56), "backbone": (1, 3, 112, 112)}.get(name, (1, 64, 28, 28))
+    shape = {"attention": (1, 256, 56, 56), "backbone": (1, 3, 64, 64)}.get(name, (1, 64, 28, 28))
     x = make_map(shape, "nchw", CPU, torch.float32)
     (case, *_) = CASES[name](x, 4)
     (theirs,) = [one for one in case.contestants.values() if one.twin is not None][:1]
@@ -249,6 +251,13 @@ def test_another_network_position_or_scale_is_far_outside_of_what_is_allowed(nam
     case = Case("", {"theirs": theirs})
     with pytest.raises(BenchmarkError, match="theirs, here: its output differs"):
         run.check_outputs(case, x, "here", "float32")
+
+
+def test_memory_that_does_not_suffice_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(contestants, "floor", lambda ours, x: torch.empty(2**60))
+    code, _, err = bench(capsys, "--rows", "attention", *QUICK, "--shapes", "2,16,5,4")
+    assert code == 1
+    assert "attention at 2,16,5,4: there is not enough memory: choose smaller --shapes" in err
 
 
 def test_the_backward_pass_reaches_the_input_and_every_parameter():

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -787,6 +788,20 @@ def test_what_is_of_another_kind_or_has_no_weights_is_refused(name):
             converter(other)
     with pytest.raises(ConversionError, match=r"cannot be copied, .* meta tensor; no data"):
         converter(source.to("meta"))
+
+
+def test_quantized_layers_are_refused():
+    """Of torch, which are of another class, and of bitsandbytes, which are linear layers of integers."""
+    with warnings.catch_warnings(action="ignore"):  # torch's quantization is on its way out
+        quantized = torch.ao.quantization.quantize_dynamic(encoder_layer().eval(), {nn.Linear})
+    with pytest.raises(
+        ValueError, match=r"got torch.*quantized.*Linear: merge adapters, and convert before quantizing"
+    ):
+        convert.from_torch_encoder_layer(quantized)
+    layer = mha()
+    layer.out_proj.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"MultiheadAttention.out_proj must be .*: .* convert before quantizing"):
+        convert.from_torch_mha(layer)
 
 
 def test_a_compiled_layer_and_an_encoder_with_other_attention_are_refused():

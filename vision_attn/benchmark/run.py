@@ -76,11 +76,12 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
         for name in plan.comparisons:
             for layout, shape, heads in plan.maps_of(name):
                 place, how = f"{name} at {','.join(map(str, shape))}", python_calls if name == "calls" else times
-                x = make_map(shape, layout, device, getattr(torch, plan.dtype))
-                for case in CASES[name](x, heads):
-                    results.append(ResultTable(name, case.title, shape, heads, layout, *how(case, x, place, plan)))
-                    show_progress()
-                    say("\n" + as_text(results[-1]))
+                with enough_memory(place):
+                    x = make_map(shape, layout, device, getattr(torch, plan.dtype))
+                    for case in CASES[name](x, heads):
+                        results.append(ResultTable(name, case.title, shape, heads, layout, *how(case, x, place, plan)))
+                        show_progress()
+                        say("\n" + as_text(results[-1]))
     if plan.output:
         write_atomically(Path(plan.output), as_json(machine, asdict(plan), results).encode())
         say(f"\nAll of it is in {plan.output}.")
@@ -172,6 +173,18 @@ def prepared(threads: int | None, device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def enough_memory(place: str) -> Iterator[None]:
+    """Say of what there was too little, and the remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        # On the CPU the allocator of torch raises a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise BenchmarkError(f"{place}: there is not enough memory: choose smaller --shapes") from error
+        raise
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

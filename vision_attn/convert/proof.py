@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from operator import attrgetter, call
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,13 +74,14 @@ def check_source(module: nn.Module, *projections: str) -> None:
         check_pointwise(f"{kind}.{name}", attrgetter(name)(module))
 
 
-def check_pointwise(name: str, layer: object) -> None:
+def check_pointwise(name: str, layer: Any) -> None:
     """Refuse what is no linear layer and no convolution that looks at one position at a time."""
-    if isinstance(layer, nn.Linear):
-        return
-    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    convolution = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    if not (convolution or isinstance(layer, nn.Linear)) or not layer.weight.is_floating_point():
         remedy = unwrap(name, layer) or ": merge adapters, and convert before quantizing"
         raise ValueError(f"{name} must be an nn.Linear or a 1×1 convolution; got {path_of(type(layer))}{remedy}")
+    if not convolution:
+        return
     for setting, only in {"kernel_size": 1, "stride": 1, "padding": 0, "groups": 1}.items():
         value = getattr(layer, setting)
         if value not in (only, (only,) * len(layer.kernel_size), "same", "valid"):
@@ -133,13 +134,11 @@ TOLERANCE = 1e-5
 REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
 
 
-class RunSource(Protocol):
-    """How a source takes a map, and maybe another to attend to, channels second as all maps here."""
-
-    def __call__(self, source: Any, x: Tensor, context: Tensor | None = None, /) -> Tensor: ...
+#: How a source takes a map, and another to attend to if it is of other channels: ``run(source, *maps)``.
+RunSource = Callable[..., Tensor]
 
 
-def proven(source: Source, convert: Callable[[Source], Block], run: RunSource) -> Block:
+def proven(source: Source, convert: Callable[[Source], Block], run: RunSource = call) -> Block:
     """What ``convert`` makes of a source, after it was seen to be right on a copy of the source."""
     with torch.inference_mode(False), torch.enable_grad():
         with explained(source, "copied, to be run in float64"):
@@ -212,7 +211,7 @@ def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [(draw * draw.numel() ** -0.25).to(x) for draw, x in zip(draws, tensors, strict=True)]
 
 
-def run_tokens(module: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
+def run_tokens(module: nn.Module, x: Tensor) -> Tensor:
     """What a layer of ``(b, tokens, c)`` makes of the positions of a map."""
     return from_tokens(module(to_tokens(x)), x.shape[2:])
 

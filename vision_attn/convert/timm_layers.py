@@ -119,10 +119,6 @@ def fused(
 # --- of maps ----------------------------------------------------------------------------------------------------------
 
 
-def run_map(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
-    return module(x)
-
-
 def from_timm_attention2d(module: nn.Module) -> Attention:
     """The block that computes what ``timm.layers.attention2d.Attention2d`` does, whichever order its rows are in.
 
@@ -147,7 +143,7 @@ def from_timm_attention2d(module: nn.Module) -> Attention:
     """
     check_kind("module", module, "timm.layers.attention2d.Attention2d")
     check_source(module, "qkv", "proj")
-    return proven(module, attention2d, run_map)
+    return proven(module, attention2d)
 
 
 def attention2d(module: Any) -> Attention:
@@ -176,7 +172,7 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     """
     check_kind("module", module, "timm.layers.attention2d.MultiQueryAttention2d")
     check_multi_query(module)
-    return proven(module, multi_query, run_map)
+    return proven(module, multi_query)
 
 
 def check_multi_query(module: Any) -> None:
@@ -231,7 +227,7 @@ def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
     check_source(module, "qkv")
     remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
     check_carried(module, ("pool", isinstance(module.pool, nn.Identity), remedy))
-    return proven(module, bottleneck, run_map)
+    return proven(module, bottleneck)
 
 
 def bottleneck(module: Any) -> Attention:

@@ -189,7 +189,7 @@ def activation_of(module: nn.TransformerEncoderLayer) -> str | None:
     return None
 
 
-def run_encoder_layer(module: nn.TransformerEncoderLayer, x: Tensor, context: Tensor | None = None) -> Tensor:
+def run_encoder_layer(module: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     tokens = to_tokens(x).requires_grad_()  # else it is computed at once from its weights, whatever its parts do
     batch_first = module.self_attn.batch_first
     with torch.enable_grad():

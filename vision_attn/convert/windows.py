@@ -59,11 +59,10 @@ def from_torchvision_swin(module: nn.Module) -> Attention:
 
 
 def swin(module: Any) -> Attention:
-    return attention(
-        2,
-        {"qkv": rows_of(module.qkv), "proj": rows_of(module.proj)},
-        {TABLE: module.relative_position_bias_table},
-        training=module.training,
+    return torchvisions(
+        module,
+        module.qkv,
+        module.proj,
         num_heads=module.num_heads,
         pattern=Window(tuple(module.window_size), tuple(module.shift_size)),
         position=RelPosTable(),
@@ -72,7 +71,13 @@ def swin(module: Any) -> Attention:
     )
 
 
-def run_swin(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+def torchvisions(module: Any, qkv: nn.Module, proj: nn.Module, **options: Any) -> Attention:
+    """A block of what torchvision calls by several names, and its table."""
+    projections, tables = {"qkv": rows_of(qkv), "proj": rows_of(proj)}, {TABLE: module.relative_position_bias_table}
+    return attention(2, projections, tables, training=module.training, **options)
+
+
+def run_swin(module: Any, x: Tensor) -> Tensor:
     return module(x.movedim(1, -1)).movedim(-1, 1)
 
 
@@ -108,18 +113,11 @@ def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "f
     check_source(module, "to_qkv", "merge")
 
     def convert(module: Any) -> Attention:
-        return attention(
-            2,
-            {"qkv": rows_of(module.to_qkv), "proj": rows_of(module.merge)},
-            {TABLE: module.relative_position_bias_table},
-            training=module.training,
-            num_heads=module.n_heads,
-            pattern=pattern,
-            position=RelPosTable(feat_size=(module.size, module.size)),
-            scale=module.scale_factor,
-        )
+        position = RelPosTable(feat_size=(module.size, module.size))
+        options = {"pattern": pattern, "position": position, "scale": module.scale_factor}
+        return torchvisions(module, module.to_qkv, module.merge, num_heads=module.n_heads, **options)
 
-    def run(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def run(module: Any, x: Tensor) -> Tensor:
         return run_in_groups(lambda tokens: module(tokens[:, None])[:, 0], pattern, x)
 
     return proven(module, convert, run)
@@ -166,7 +164,7 @@ def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern 
         options = {"head_first": module.head_first, "pattern": pattern, "position": position}
         return fused(module, module.dim_head, tables=tables, **options)
 
-    def run(module: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def run(module: Any, x: Tensor) -> Tensor:
         if not isinstance(module.qkv, nn.Conv2d):
             return run_in_groups(module, pattern, x)
         return run_in_groups(lambda t: module(t.transpose(1, 2)[..., None]).flatten(2).transpose(1, 2), pattern, x)
