@@ -157,9 +157,8 @@ def test_its_configurations_are_those_of_its_base(name):
         assert [getattr(mine, key) for key in kept] == [getattr(theirs, key) for key in kept]
         assert mine.architecture == f"{name}_attention"
     default, expected = (timm.get_pretrained_cfg(full) for full in (f"{name}_attention", name))
-    # Where there are weights of our own training, timm takes their configuration first.
-    assert default.tag == ("cifar100" if name == "resnet20" else expected.tag)
-    assert timm.is_model_pretrained(f"{name}_attention") == (name == "resnet20" or timm.is_model_pretrained(name))
+    assert (default.tag, default.num_classes) == (expected.tag, expected.num_classes)
+    assert timm.is_model_pretrained(f"{name}_attention") == timm.is_model_pretrained(name)
     assert f"{name}_attention" in timm.list_models("*_attention")
 
 
@@ -204,6 +203,14 @@ def test_it_is_copied_and_pickled():
     x = torch.randn(1, 3, 32, 32)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(x), model(x))
+
+
+def test_weights_asked_for_without_a_tag_are_those_that_there_are():
+    model = timm.create_model("resnet20_attention", pretrained=True)
+    assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
+    assert timm.create_model("resnet20_attention").num_classes == 10
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for resnet20_attention"):
+        timm.create_model("resnet20_attention.cifar10", pretrained=True)
 
 
 def test_weights_that_do_not_exist_are_not_made_up():

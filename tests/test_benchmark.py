@@ -1,8 +1,10 @@
 """The benchmark: who is in it, that they compute the same, and that ratios, memory and calls are what they say."""
 
 import json
+import os
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from vision_attn.benchmark import contestants, measure, run
 from vision_attn.benchmark.contestants import CASES, Case, Contestant, contestant, make_map
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
 from vision_attn.benchmark.plan import COMPARISONS, Plan
-from vision_attn.benchmark.run import ResultTable, as_text, chart
+from vision_attn.benchmark.run import BEST, ResultTable, as_text, chart, written
 from vision_attn.errors import BenchmarkError
 
 CPU = torch.device("cpu")
@@ -52,7 +54,7 @@ def bench(capsys, *arguments):
 def test_the_default_rows_in_all_forms_of_output(capfd, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(run, "chart", lambda results: figures.append(chart(results)) or figures[-1])
-    files = "--output", tmp_path / "all.json", "--chart", tmp_path / "all.png"
+    files = "--output", tmp_path / "all.json", "--chart", tmp_path / "all.png", "--markdown", tmp_path / "all.md"
     code, out, err = bench(capfd, *QUICK, "--rounds", 2, "--shapes", "2,16,5,4", "2,16,7,7", "--threads", 1, *files)
     assert (code, err) == (0, "")  # nor do the profiler's lines, which are not Python's, go into a log file
     assert "\r" not in out
@@ -64,6 +66,7 @@ def test_the_default_rows_in_all_forms_of_output(capfd, monkeypatch, tmp_path):
     for result in document["results"]:
         rows = result["rows"]
         assert {"ours sdpa", "ours einx", "ours bmm", "floor", "written out, bmm", *LIBRARIES} <= set(rows)
+        assert (*COMPARISONS["implementations"].contestants, BEST) == tuple(rows)
         for what in ("forward", "gradients"):
             seconds = result["details"]["seconds"][what]
             ours = np.array(seconds["ours sdpa"])
@@ -75,6 +78,17 @@ def test_the_default_rows_in_all_forms_of_output(capfd, monkeypatch, tmp_path):
                     assert rows[name][f"{what} ratio"][1] == pytest.approx(np.median(ours / seconds[name]))
             best = min(rows[name][f"{what} ms"][1] for name in LIBRARIES)
             assert rows["best of the others"][f"{what} ms"][1] == best
+    lines = (tmp_path / "all.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("### ")] == [
+        f"### attention: batch 2, 16 channels, {size}, 2 heads, nchw" for size in ("5×4", "7×7")
+    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert {len(row) for row in cells} == {7}
+    assert cells[0][:4] == ["", "forward ms", "forward ours sdpa ÷ it", "forward MiB"]
+    assert [row[0] for row in cells if row[0] in rows] == [*rows, *rows]
+    assert [row[1] for row in cells if row[0] == "floor"] == [
+        written(tuple(result["rows"]["floor"]["forward ms"])) for result in document["results"]
+    ]
     for axis in figures[0].axes:
         drawn = {line.get_label(): line for line in axis.get_lines()}
         assert drawn["ours sdpa"].get_xdata().tolist() == [20, 49]
@@ -100,10 +114,49 @@ def test_named_rows(capsys, monkeypatch, tmp_path, name, dtype):
     assert (code, err) == (0, "")
     results = json.loads(file.read_text())["results"]
     assert [list(result["rows"]) for result in results] == expected
+    assert {tuple(row for row in result["rows"] if row != BEST) for result in results} == {
+        COMPARISONS[name].contestants
+    }
     for result in results:
         timed = {"forward"} if name == "backbone" else {"forward", "gradients"}
         assert set(result["details"]["seconds"]) == timed
     assert {result["layout"] for result in results} == set(COMPARISONS[name].layouts)
+
+
+def test_only_the_contestants_that_are_chosen_run(capsys, tmp_path):
+    file = tmp_path / "all.json"
+    chosen = "--only", "MHA", "floor", "--shapes", "2,16,5,4", "--layouts", "nchw", "--output", file
+    code, out, err = bench(capsys, "--rows", "attention", *QUICK, *chosen)
+    assert (code, err) == (0, "")
+    (result,) = json.loads(file.read_text())["results"]
+    assert list(result["rows"]) == ["floor", "torch MHA", "torch MHA, training mode", BEST]
+    assert "floor ÷ it" in out
+    # Those of the others that are left out are no best, and no base to subtract.
+    x = make_map((1, 8, 4, 4), "nchw", CPU, torch.float32)
+    one = contestant(torch.nn.Identity(), x)
+    case = Case("", {"ours": one, "theirs": one, "plain": one}, rivals=("theirs",), base="plain")
+    assert run.only(case, ("ours",)) == Case("", {"ours": one})
+    assert run.only(case, ()) == case
+
+
+def test_what_was_measured_is_kept_when_a_run_is_interrupted(capsys, monkeypatch, tmp_path):
+    create = contestants.make_map
+
+    def interrupted(shape, *arguments):
+        if shape[2] == 7:
+            raise KeyboardInterrupt
+        return create(shape, *arguments)
+
+    monkeypatch.setattr(run, "make_map", interrupted)
+    files = [tmp_path / f"all.{ending}" for ending in ("json", "md", "png")]
+    flags = zip(("--output", "--markdown", "--chart"), files, strict=True)
+    shapes = "--shapes", "1,8,4,4", "1,8,5,5", "1,8,7,7", "1,8,8,8"
+    code, out, err = bench(capsys, "--rows", "einx", *QUICK, *shapes, *(part for pair in flags for part in pair))
+    assert (code, err) == (130, "vision-attn: interrupted\n")
+    assert len(json.loads(files[0].read_text())["results"]) == files[1].read_text().count("### ") == 2
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert out.count("\n--- einx") == 2
+    assert f"2 tables are in {', '.join(map(str, files))}." in out
 
 
 @pytest.mark.slow
@@ -129,6 +182,7 @@ def test_all_rows_but_the_compiled_ones_and_each_once():
 
 def test_every_flag_sets_what_it_names():
     arguments = {
+        "--only": "rope full", "--markdown": "all.md",
         "--rows": "calls", "--shapes": "1,8,4,4 2,8,4,4", "--heads": "4", "--layouts": "nchw", "--device": "cpu",
         "--dtype": "float16", "--threads": "3", "--rounds": "2", "--output": "all.json", "--chart": "all.png",
     }  # fmt: skip
@@ -156,6 +210,10 @@ def test_every_flag_sets_what_it_names():
         (["--rows", "einx", "positions", "--chart", "a.png"], "chart is of one of the rows"),
         (["--shapes", "1,8,4,4", "1,16,4,4", "--chart", "a.png"], "one number of channels"),
         (["--chart", "a.jpg"], "chart must end in .png"),
+        (
+            ["--rows", "einx", "windows", "--only", "OURS", "speed"],
+            "'speed' in it; there are ours einx, ours bmm, ours, ",
+        ),
     ],
 )
 def test_bad_usage_exits_with_2(capsys, arguments, message):
@@ -294,6 +352,64 @@ def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
     rounds = [measured[start : start + 4] for start in range(0, len(measured), 4)]
     assert all(sorted(turn) == [("long", 1), ("part", 1), ("part", 1), ("short", 50)] for turn in rounds)
     assert len({tuple(turn) for turn in rounds}) > 1, "the order changes by the round"
+
+
+@pytest.mark.parametrize(
+    ("spread", "others", "reasons"),
+    [
+        (0.05, 0.1, []),
+        (0.05, None, []),
+        (0.3, 0.1, ["half of the times of floor are 30% of the median apart"]),
+        (0.05, 1.5, ["other processes kept 1.5 cores busy"]),
+        (0.3, 1.5, ["half of the times of floor are 30%", "and other processes kept 1.5 cores busy"]),
+    ],
+)
+def test_a_machine_that_is_not_idle_is_warned_of(spread, others, reasons):
+    ms = {"forward ms": (10 - 5 * spread, 10.0, 10 + 5 * spread)}
+    warning = run.unrest({"ours": {"forward ms": (1.0, 2.0, 9.0)}, "floor": ms}, others)
+    assert bool(warning) == bool(reasons)
+    assert all(reason in warning for reason in reasons)
+    assert run.unrest({"ours": ms}, others) == warning.replace("floor", "ours")
+    assert run.unrest({"ours": {"calls": 3}}, others) == ""
+
+
+def test_the_warning_is_in_the_table_and_in_the_files(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(run.OtherWork, "cores", lambda self: 1.25)
+    file = tmp_path / "all.md"
+    _, out, _ = bench(capsys, "--rows", "einx", *QUICK, "--shapes", "1,8,4,4", "--markdown", file)
+    for text in (out, file.read_text()):
+        assert "Warning, the machine was not idle: other processes kept 1.2 cores busy." in text
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells")
+def test_the_work_of_others_is_that_of_all_less_ours(monkeypatch, tmp_path):
+    stat, cores = tmp_path / "stat", sorted(os.sched_getaffinity(0))
+    second = os.sysconf("SC_CLK_TCK")
+    fields = [1000 * second, 1, 1, 5 * second, 7 * second, 0, 0, 2 * second - 2, 99, 0]  # idle and waiting: 5 and 7
+    lines = [f"cpu{core} {' '.join(map(str, fields))}" for core in (*cores, 9999)]
+    stat.write_text("\n".join(["cpu  1 1 1 1 1 1 1 1 1 1", *lines, "intr 1 2 3"]))
+    monkeypatch.setattr(os, "times", lambda: (2.0, 1.0, 0.5, 0.5, 77.0))
+    assert measure.OtherWork.of_others(stat) == pytest.approx(1002 * len(cores) - 4.0)
+    assert measure.OtherWork.of_others(tmp_path / "none") is None
+    monkeypatch.setattr(measure.time, "perf_counter", iter([10.0, 14.0]).__next__)
+    monkeypatch.setattr(measure.OtherWork, "of_others", staticmethod(iter([100.0, 106.0]).__next__))
+    assert measure.OtherWork().cores() == 1.5
+
+
+def test_the_time_that_is_left_is_said_to_a_person_by_the_work_that_is_left(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    now = iter([0.0, 30.0, 60.0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
+    progress = run.Progress([1.0, 3.0])
+    progress.enter("a")
+    progress("comparing outputs", 0.0)
+    progress.round("forward", 0.0, 0.25, 1)
+    progress.enter("b")
+    progress("gradients", 1 / 3)
+    assert capsys.readouterr().err.split("\r\033[K")[1:] == [
+        "a: comparing outputs", "a: forward, about 0:03:30 left", "b: gradients, about 0:01:00 left"
+    ]  # fmt: skip
+    assert run.work_of((1, 128, 64, 64)) > 5 * run.work_of((1, 128, 32, 32)) > 5 * run.work_of((1, 128, 8, 8))
 
 
 def test_the_peak_is_what_is_held_at_one_moment():

@@ -122,6 +122,22 @@ def test_memory_format_in_is_memory_format_out(make):
     assert make()(half_of_the_channels).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_have_the_strides_of_their_parameters_in_channels_last(groups):
+    """Also of axes of length one, which say nothing: DistributedDataParallel warns of each that differs."""
+    blocks = [
+        va.AttentionBlock2d(8, num_heads=2, groups=groups, gate_init=1.0),
+        va.TransformerBlock2d(8, 2),
+        va.LinearAttention2d(8, 2),
+        va.ConvBlock2d(8),
+        va.SqueezeExciteBlock2d(8),
+        va.StridedAttention2d(8, num_heads=2),
+    ]
+    model = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
+    model(torch.randn(2, 8, 6, 5).contiguous(memory_format=torch.channels_last)).square().sum().backward()
+    assert [key for key, p in model.named_parameters() if p.grad.stride() != p.stride()] == []
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_kernel_reads_views_of_one_tensor(monkeypatch, memory_format):
     seen = []

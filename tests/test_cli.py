@@ -319,6 +319,7 @@ def in_two_processes(*arguments):
     command = [*launch, "vision_attn", "train", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "Grad strides" not in done.stderr
     assert done.stdout.count("epoch 1/1: ") == 1
     return done.stdout
 

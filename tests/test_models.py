@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from timm.models import group_parameters
 
 import vision_attn as va
-from vision_attn.models import CifarResNet, WideResNet, create_model
+from vision_attn.models import CifarResNet, DigitPairsNet, WideResNet, create_model
 from vision_attn.models.registry import save_model, weights_folder
 from vision_attn.training.data import image_folder
 from vision_attn.training.evaluation import Normalize, evaluate
@@ -57,33 +56,20 @@ def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_cha
     assert (y[:, 24:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "widths"),
-    [("resnet20", (16, 64)), ("resnet20_a", (16, 64)), ("resnet20_attention", (16, 64)), ("wrn16_4", (64, 256))],
-)
-def test_timms_ways_of_using_a_model_work(name, widths):
-    model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.1).eval()
-    x = torch.randn(2, 1, 32, 32)
-    assert model(x).shape == (2, 7)
-    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, widths[1])
-    model.reset_classifier(3)
-    assert model(x).shape == (2, 3)
-    model.reset_classifier(0)
-    assert model(x).shape == (2, widths[1])
-    assert timm.create_model(name, num_classes=0, global_pool="")(torch.randn(2, 3, 32, 32)).shape[1:] == (
-        widths[1],
-        8,
-        8,
-    )
-    features = timm.create_model(name, features_only=True, out_indices=(0, 2))
-    assert [tuple(f.shape) for f in features(torch.randn(1, 3, 32, 32))] == [
-        (1, widths[0], 32, 32),
-        (1, widths[1], 8, 8),
-    ]
-    assert features.feature_info.reduction() == [1, 4]
-    groups = group_parameters(model, model.group_matcher())
-    assert [p for p in groups[0] if not p.startswith(("conv1", "bn1"))] == []
-    assert len(groups) > 5
+@pytest.mark.parametrize("name", ["resnet20", "wrn16_4"])
+def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
+    model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.5, drop_path_rate=0.2)
+    y = torch.ones(2, model.num_features, 2, 2)
+    assert 0 < (model.forward_head(y, pre_logits=True) == 0).sum() < 2 * model.num_features
+    assert (model.eval().forward_head(y, pre_logits=True) == 1).all()
+    drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
+    assert drops[0] is None
+    rates = [drop.drop_prob for drop in drops[1:]]
+    assert rates == pytest.approx([0.2 * n / len(rates) for n in range(1, len(rates) + 1)])
+    block = model.layer3[-1].train()
+    block.drop_path.drop_prob = 1.0
+    x = torch.rand(2, model.num_features, 4, 4)
+    assert torch.equal(block(x), x)
 
 
 @pytest.mark.parametrize("name", ["digit_pairs", "digit_pairs_attention"])
@@ -93,29 +79,14 @@ def test_the_maps_of_the_digit_networks_are_those_of_their_four_stages(name):
     assert shapes == [(16, 8, 44), (32, 4, 22), (32, 2, 11), (32, 2, 11)]
 
 
-@pytest.mark.parametrize("name", ["resnet20", "resnet20_attention"])
-def test_gradient_checkpointing_changes_nothing(name):
-    torch.manual_seed(0)
-    model = timm.create_model(name)
-    for block in va.inserted(model).values():
-        torch.nn.init.normal_(block.attn.proj.weight, std=0.1)
-    x = torch.randn(2, 3, 16, 16)
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        gradients.append(model.conv1.weight.grad.clone())
-    torch.testing.assert_close(*gradients)
-
-
 @pytest.mark.parametrize(
     ("network", "arguments", "message"),
     [
         (CifarResNet, {"depth": 21}, r"depth must be 6n \+ 2"),
         (CifarResNet, {"depth": 2}, r"depth must be 6n \+ 2"),
         (CifarResNet, {"depth": 20, "option": "C"}, "option must be 'A' .* or 'B' .*; got 'C'"),
-        (CifarResNet, {"depth": 20, "global_pool": "max"}, "global_pool must be 'avg', or '' .*; got 'max'"),
+        (CifarResNet, {"depth": 20, "global_pool": ""}, "global_pool must be given with num_classes=10: ''"),
+        (DigitPairsNet, {"drop_path_rate": 0.1}, "drop_path_rate must be 0: .*; got 0.1"),
         (WideResNet, {"depth": 20, "width": 4}, r"depth must be 6n \+ 4: .*; got 20"),
         (WideResNet, {"depth": 16, "width": 0}, "width must be a whole number of at least 1; got 0"),
     ],

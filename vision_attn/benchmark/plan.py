@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from vision_attn.attend import IMPLS
 from vision_attn.checks import check_counts, check_divides
 
-__all__ = ["COMPARISONS", "DTYPES", "LAYOUTS", "ROWS", "Plan", "Shape", "parse_shape"]
+__all__ = ["COMPARISONS", "DTYPES", "LAYOUTS", "ROWS", "Plan", "Shape", "chosen", "parse_shape"]
 
 #: Batch, channels, height and width of maps.
 Shape = tuple[int, int, int, int]
@@ -21,41 +22,62 @@ DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``--rows`` names: who runs is in contestants.py; here the shapes, heads and layouts where none are given."""
+    """What ``--rows`` names: who runs, made in contestants.py, and shapes, heads and layouts where none are given."""
 
     text: str
+    contestants: tuple[str, ...]
     shapes: Mapping[Shape, int]
     layouts: tuple[str, ...] = ("nchw",)
 
 
 BOTH = tuple(LAYOUTS)
+LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
+EINX = ("ours einx", "ours bmm")
+VARIANTS = (
+    "full",
+    "RelPosDecomposed",
+    "RelPosTable",
+    "Rope2d",
+    "ConditionalPos",
+    "window with a table",
+    "shifted window with a table",
+    "neighbourhood",
+)
 SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
 
 COMPARISONS = {
     "implementations": Comparison(
         "every implementation, attention written out by hand, timm, torch and the floor",
+        ("ours sdpa", "floor", *(f"ours {i}" for i in IMPLS if i != "sdpa"), "written out, bmm", *LIBRARIES),
         {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
     ),
     "attention": Comparison(
         "sdpa, timm, torch and the floor",
+        ("ours sdpa", "floor", *LIBRARIES),
         {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
         BOTH,
     ),
     "backbone": Comparison(
         "two blocks in resnet50: inserted, and by hand with timm's layers",
+        ("ours inserted", "timm by hand", "plain network"),
         {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
     ),
     "positions": Comparison(
         "RelPosDecomposed and timm's BottleneckAttn",
+        ("ours RelPosDecomposed", "timm BottleneckAttn"),
         {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
     ),
-    "windows": Comparison("windows with a table, ours and torchvision's", {(2, 96, 56, 56): 3}, BOTH),
-    "einx": Comparison("einx and bmm", SIZES),
-    "compiled": Comparison("einx and bmm, compiled", SIZES),
-    "memory": Comparison(
-        "positions and patterns of ours, with four times the tokens", {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}
+    "windows": Comparison(
+        "windows with a table, ours and torchvision's", ("ours", "torchvision"), {(2, 96, 56, 56): 3}, BOTH
     ),
-    "calls": Comparison("Python calls of ours in a forward of these", {(2, 64, 14, 14): 4}),
+    "einx": Comparison("einx and bmm", EINX, SIZES),
+    "compiled": Comparison("einx and bmm, compiled", EINX, SIZES),
+    "memory": Comparison(
+        "positions and patterns of ours, with four times the tokens",
+        VARIANTS,
+        {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
+    ),
+    "calls": Comparison("Python calls of ours in a forward of these", VARIANTS, {(2, 64, 14, 14): 4}),
 }
 #: What ``--rows`` takes; compiling takes minutes, and is done only where it is asked for by name.
 ROWS = (*COMPARISONS, "all")
@@ -72,6 +94,8 @@ class Plan:
 
     #: names of comparisons
     rows: tuple[str, ...] = ("implementations",)
+    #: parts of the names of those contestants that run; all where there are none
+    only: tuple[str, ...] = ()
     #: shapes of the maps, for one comparison; None for its own
     shapes: tuple[Shape, ...] | None = None
     #: heads of every contestant; None for those that go with a comparison's own shapes, and 8 with others
@@ -86,6 +110,8 @@ class Plan:
     rounds: int = 15
     #: JSON file for everything that was measured
     output: str | None = None
+    #: Markdown file for the tables
+    markdown: str | None = None
     #: PNG file for time and memory against tokens
     chart: str | None = None
 
@@ -95,6 +121,9 @@ class Plan:
             raise ValueError(f"chart must end in .png; got {self.chart!r}")
         if self.shapes and len(self.comparisons) > 1:
             raise ValueError(f"shapes can be given for one of the rows at a time; got {', '.join(self.comparisons)}")
+        names = tuple(dict.fromkeys(name for row in self.comparisons for name in COMPARISONS[row].contestants))
+        if lost := [part for part in self.only if not chosen(names, (part,))]:
+            raise ValueError(f"only: no contestant's name has {lost[0]!r} in it; there are {', '.join(names)}")
         for name in self.comparisons:
             for _, shape, heads in self.maps_of(name):
                 if name != "backbone":  # whose shapes are those of images
@@ -117,6 +146,15 @@ class Plan:
         shapes = dict.fromkeys(self.shapes, 8) if self.shapes else usual.shapes
         layouts = self.layouts or usual.layouts
         return [(layout, shape, self.heads or heads) for shape, heads in shapes.items() for layout in layouts]
+
+
+def chosen(names: Iterable[str], only: Sequence[str]) -> tuple[str, ...]:
+    """The names that have one of some parts in them, whatever the case; all where no part is given.
+
+    >>> chosen(["ours sdpa", "ours bmm", "torch MHA"], ["mha", "sdpa"])
+    ('ours sdpa', 'torch MHA')
+    """
+    return tuple(name for name in names if not only or any(part.lower() in name.lower() for part in only))
 
 
 def parse_shape(text: str) -> Shape:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 from vision_attn.benchmark.contestants import CASES, Case, make_map
-from vision_attn.benchmark.measure import Spread, count_calls, peak_memory, quartiles, ratio, time_in_turns
-from vision_attn.benchmark.plan import DTYPES, Plan, Shape
+from vision_attn.benchmark.measure import (
+    OtherWork,
+    Progress,
+    Spread,
+    count_calls,
+    peak_memory,
+    quartiles,
+    ratio,
+    time_in_turns,
+    work_of,
+)
+from vision_attn.benchmark.plan import DTYPES, Plan, Shape, chosen
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import BenchmarkError
 from vision_attn.text import table
@@ -36,6 +46,10 @@ Value = float | Spread | None
 
 MEBI = 2**20
 
+#: On a machine that is idle the quartiles of a contestant are at most this part of its median apart, and others keep at
+#: most so many cores busy.
+STILL, IDLE = 0.1, 0.2
+
 
 @dataclass(frozen=True)
 class ResultTable:
@@ -50,6 +64,11 @@ class ResultTable:
     note: str
     #: what the rows were computed from: seconds of each round, calls of each function
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def heading(self) -> str:
+        b, c, h, w = self.shape
+        return f"{self.title}: batch {b}, {c} channels, {h}×{w}, {self.heads} heads, {self.layout}"
 
     @property
     def tokens(self) -> int:
@@ -67,51 +86,84 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     device = torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for path in filter(None, (plan.output, plan.chart)):
+    for path in filter(None, (plan.output, plan.markdown, plan.chart)):
         open(path, "ab").close()  # what cannot be written is said before anything is measured for it
     results: list[ResultTable] = []
+    maps = [(name, *one) for name in plan.comparisons for one in plan.maps_of(name)]
+    progress = Progress([work_of(shape) for _, _, shape, _ in maps])
     with prepared(plan.threads, device):
         machine = describe_machine(device)
         say(header(machine, plan.dtype, plan.rounds))
-        for name in plan.comparisons:
-            for layout, shape, heads in plan.maps_of(name):
-                place, how = f"{name} at {','.join(map(str, shape))}", python_calls if name == "calls" else times
+        try:
+            for name, layout, shape, heads in maps:
+                progress.enter(place := f"{name} at {','.join(map(str, shape))}")
                 with enough_memory(place):
                     x = make_map(shape, layout, device, getattr(torch, plan.dtype))
                     for case in CASES[name](x, heads):
-                        results.append(ResultTable(name, case.title, shape, heads, layout, *how(case, x, place, plan)))
-                        show_progress()
+                        if not (case := only(case, plan.only)).contestants:
+                            continue
+                        measure, others = python_calls if name == "calls" else times, OtherWork()
+                        rows, note, details = measure(case, x, place, plan, progress)
+                        details["cores of others"] = others.cores()
+                        note = "\n".join(filter(None, (note, unrest(rows, details["cores of others"]))))
+                        results.append(ResultTable(name, case.title, shape, heads, layout, rows, note, details))
+                        progress.clear()
                         say("\n" + as_text(results[-1]))
+                        # After each table, so that an interrupted run has what it measured.
+                        write_reports(plan, machine, results)
+        finally:
+            progress.clear()
+            if results and plan.chart:
+                from vision_attn.figures import save_figure
+
+                save_figure(chart(results), plan.chart)
+            files = [path for path in (plan.output, plan.markdown, plan.chart) if path]
+            if results and files:
+                say(f"\n{len(results)} tables are in {', '.join(files)}.")
+    return results
+
+
+def only(case: Case, parts: Sequence[str]) -> Case:
+    """The case with those of its contestants that are chosen."""
+    names = chosen(case.contestants, parts)
+    return replace(
+        case,
+        contestants={name: case.contestants[name] for name in names},
+        rivals=tuple(name for name in case.rivals if name in names),
+        base=case.base if case.base in names else None,
+    )
+
+
+def write_reports(plan: Plan, machine: Mapping[str, Any], results: Sequence[ResultTable]) -> None:
     if plan.output:
         write_atomically(Path(plan.output), as_json(machine, asdict(plan), results).encode())
-        say(f"\nAll of it is in {plan.output}.")
-    if plan.chart:
-        from vision_attn.figures import save_figure
-
-        save_figure(chart(results), plan.chart)
-        say(f"\nThe chart is {plan.chart}.")
-    return results
+    if plan.markdown:
+        head = f"```text\n{header(machine, plan.dtype, plan.rounds)}\n```"
+        write_atomically(Path(plan.markdown), "\n\n".join([head, *map(as_markdown, results), ""]).encode())
 
 
 #: Of one case: the rows, a note below them, and what they were computed from.
 Measured = tuple[dict[str, dict[str, Any]], str, dict[str, Any]]
 
 
-def times(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
+def times(case: Case, x: Tensor, place: str, plan: Plan, progress: Progress) -> Measured:
     """Time, ratios of the first contestant to each, and peak memory, forward and with gradients."""
-    show_progress(f"{place}: comparing outputs")
+    progress("comparing outputs", 0.0)
     worst = check_outputs(case, x, place, plan.dtype)
-    rows: dict[str, dict[str, Any]] = {name: {} for name in (*case.contestants, *((BEST,) if case.rivals else ()))}
+    best = (BEST,) if len(case.rivals) > 1 else ()
+    rows: dict[str, dict[str, Any]] = {name: {} for name in (*case.contestants, *best)}
     seconds = {}
     for what in ("forward", "gradients")[: 1 + case.gradients]:
-        show_progress(f"{place}: {what}")
         calls = {
             name: [step.forward if what == "forward" else step.gradients() for step in one.steps]
             for name, one in case.contestants.items()
         }
-        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device)
+        # Gradients take about twice as long.
+        begin, length = (0.0, 1 / 3) if what == "forward" else (1 / 3, 2 / 3)
+        show = partial(progress.round, what, begin, length / plan.rounds)
+        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device, after_round=show)
         seconds[what] = dict(taken)
-        if case.rivals:
+        if best:
             taken[BEST] = min((taken[name] for name in case.rivals), key=lambda values: quartiles(values)[1])
         ours = next(iter(taken))
         for name, values in taken.items():
@@ -148,7 +200,7 @@ def check_outputs(case: Case, x: Tensor, place: str, dtype: str) -> float:
     return worst
 
 
-def python_calls(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
+def python_calls(case: Case, x: Tensor, place: str, plan: Plan, progress: Progress) -> Measured:
     """Calls of functions of ours in a forward that is not the first."""
     rows, walks = {}, {}
     for name, one in case.contestants.items():
@@ -206,10 +258,19 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def show_progress(text: str = "") -> None:
-    """One line that each call writes over, where a person sees it; nothing in a log file."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+def unrest(rows: Mapping[str, Mapping[str, Any]], others: float | None) -> str:
+    """Why times are not to be trusted; empty where nothing speaks against them."""
+    name = "floor" if "floor" in rows else next(iter(rows))
+    if "forward ms" not in rows[name]:
+        return ""
+    low, middle, high = rows[name]["forward ms"]
+    spread = (high - low) / middle
+    reasons = []
+    if spread > STILL:
+        reasons.append(f"half of the times of {name} are {spread:.0%} of the median apart")
+    if others is not None and others > IDLE:
+        reasons.append(f"other processes kept {others:.1f} cores busy")
+    return f"Warning, the machine was not idle: {' and '.join(reasons)}. Measure again when it is." if reasons else ""
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -228,8 +289,6 @@ def header(machine: Mapping[str, Any], dtype: str, rounds: int) -> str:
 
 
 def as_text(result: ResultTable) -> str:
-    b, c, h, w = result.shape
-    title = f"--- {result.title}: batch {b}, {c} channels, {h}×{w}, {result.heads} heads, {result.layout}"
     columns = list(next(iter(result.rows.values())))
     passes, _, names = zip(*(column.rpartition(" ") for column in columns), strict=True)
     cells = [
@@ -237,7 +296,19 @@ def as_text(result: ResultTable) -> str:
         ["", *(f"{next(iter(result.rows))} ÷ it" if name == "ratio" else name for name in names)],
         *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
     ]
-    return "\n".join(filter(None, [title, table(cells if any(passes) else cells[1:]), result.note]))
+    return "\n".join(filter(None, [f"--- {result.heading}", table(cells if any(passes) else cells[1:]), result.note]))
+
+
+def as_markdown(result: ResultTable) -> str:
+    """A table as GitHub shows it, below a heading."""
+    first, columns = next(iter(result.rows)), list(next(iter(result.rows.values())))
+    lines = [
+        ["", *(column.replace("ratio", f"{first} ÷ it") for column in columns)],
+        ["---", *["---:"] * len(columns)],
+        *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
+    ]
+    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n\n".join(filter(None, [f"### {result.heading}", grid, result.note]))
 
 
 def written(value: Value) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,17 @@ class Pointwise:
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
         return linear(x, self.weight, self.bias)
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Keep the strides that the gradient of a matrix has, also in a network that is made channels-last.
+
+        Those of axes of length one say nothing about the memory, but DistributedDataParallel compares and warns.
+        """
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        weight = self._parameters.get("weight")
+        if weight is not None and self.groups == 1 and weight.stride(-1) != 1:
+            weight.data = weight.data.flatten(1).view(weight.shape)
+        return self
 
 
 class Pointwise1d(Pointwise, nn.Conv1d):

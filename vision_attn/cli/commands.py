@@ -189,9 +189,14 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     rows = {name: comparison.text for name, comparison in COMPARISONS.items()}
     rows["all"] = "all of these but compiled, which takes minutes"
-    command.epilog = "\n".join(["rows:", *(f"  {name:<16} {text}" for name, text in rows.items())])
+    who = [f"  {name:<16} {' | '.join(row.contestants)}" for name, row in COMPARISONS.items()]
+    command.epilog = "\n".join(
+        ["rows:", *(f"  {name:<16} {text}" for name, text in rows.items()), "", "contestants, for --only:", *who]
+    )
     add = adder(Plan())
     add(command, "--rows", "what is measured, by name; see below", nargs="+", choices=ROWS, metavar="NAME")
+    text = "contestants, by parts of their names such as sdpa, floor or timm (default: all); see below"
+    add(command, "--only", text, nargs="+", metavar="NAME")
     text = "batch,channels,height,width of the maps; of the images for backbone (default: some for each of the rows)"
     add(command, "--shapes", text, nargs="+", metavar="B,C,H,W")
     add(command, "--heads", "heads of every contestant (default: by the shape; 8 at those given)", type=int)
@@ -202,6 +207,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     add(command, "--threads", "threads of the CPU (default: as many as torch has)", type=int)
     add(command, "--rounds", "measurements of each contestant", type=int)
     add(command, "--output", "JSON file for all that was measured", metavar="FILE")
+    add(command, "--markdown", "Markdown file for the tables", metavar="FILE")
     add(command, "--chart", "PNG file for time and memory against tokens", metavar="FILE")
 
 

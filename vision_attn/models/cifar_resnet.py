@@ -22,110 +22,86 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
+from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
 from vision_attn.models.registry import registered
+from vision_attn.models.staged import StagedNetwork
 
 __all__ = ["CifarResNet", "WideResNet"]  # timm adds the names of the networks
 
 
-class CifarNetwork(nn.Module):
-    """Three stages ``layer1``, ``layer2`` and ``layer3``, averaged over the map and read out linearly.
+class CifarNetwork(StagedNetwork):
+    """A 3×3 convolution and three stages ``layer1``, ``layer2`` and ``layer3``.
 
-    A network says what comes before its stages in :meth:`stem`, and what comes after them in :meth:`norm_features`.
+    Args:
+        widths: channels of the stages.
+        blocks: residual blocks in each stage.
+        block: makes one, from the channels it takes and gives, its stride and its drop path.
+        norm_first: whether norm and activation come before the convolutions of a block, and so once after the stages.
+        num_classes: classes; 0 leaves the pooled features.
+        in_chans: channels of the image.
+        drop_rate: probability of dropping a feature before the classifier, in training.
+        drop_path_rate: probability of dropping the branch of the last block, in training; it grows from 0 at the first.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
-    #: the name of the classifier, which differs between families of checkpoints
-    classifier_name = "fc"
-    layer1: nn.Module
-    layer2: nn.Module
-    layer3: nn.Module
+    if TYPE_CHECKING:
+        layer1: nn.Module
+        layer2: nn.Module
+        layer3: nn.Module
+        linear: nn.Module
 
-    def __init__(self, widths: tuple[int, int, int], in_chans: int, drop_rate: float, global_pool: str) -> None:
-        super().__init__()
-        self.num_features = self.head_hidden_size = widths[-1]
-        self.global_pool = global_pool
-        self.grad_checkpointing = False
-        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.feature_info = [
-            {"num_chs": width, "reduction": 2**stage, "module": f"layer{stage + 1}"}
-            for stage, width in enumerate(widths)
-        ]
-
-    def add_stages(self, blocks: int, block: Callable[[int, int, int], nn.Module]) -> None:
-        """Three stages of so many blocks each; the first block of a stage changes the width, and strides."""
-        widths = [16, *(entry["num_chs"] for entry in self.feature_info)]
-        for stage, (in_channels, channels) in enumerate(pairwise(widths), start=1):
-            first = block(in_channels, channels, 1 if stage == 1 else 2)
-            others = (block(channels, channels, 1) for _ in range(blocks - 1))
-            self.add_module(f"layer{stage}", nn.Sequential(first, *others))
-
-    def initialize(self) -> None:
-        """Draw the weights of all convolutions from normal distributions by their fan-out, as He et al. do."""
+    def __init__(
+        self,
+        widths: tuple[int, int, int],
+        blocks: int,
+        block: Callable[..., nn.Module],
+        *,
+        norm_first: bool,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(widths, (1, 2, 4), "layer")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **factory)
+        if not norm_first:
+            self.bn1 = nn.BatchNorm2d(16, **factory)
+            self.relu = nn.ReLU(inplace=True)
+        rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
+        for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
+            shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
+            drops = (DropPath(rate) if rate else None for rate in rates)
+            layers = [block(*shape, drop_path=drop, **factory) for shape, drop in zip(shapes, drops, strict=False)]
+            self.add_module(f"layer{stage}", nn.Sequential(*layers))
+        if norm_first:
+            self.bn = nn.BatchNorm2d(widths[-1], **factory)
+            self.relu = nn.ReLU(inplace=True)
+        self.add_head(num_classes, drop_rate, global_pool)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def stem(self, x: Tensor) -> Tensor:
-        """What comes before the stages: ``(b, 16, h, w)``."""
-        return self.conv1(x)
-
-    def norm_features(self, x: Tensor) -> Tensor:
-        """What comes after the stages: ``(b, num_features, h, w)``."""
-        return x
-
-    def get_classifier(self) -> nn.Module:
-        """The classifier; an identity where there is none."""
-        return self.get_submodule(self.classifier_name)
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Begin with a new classifier."""
-        global_pool = self.global_pool if global_pool is None else global_pool
-        if global_pool != "avg" and (global_pool or num_classes):
-            raise ValueError(
-                f"global_pool must be 'avg', or '' with num_classes=0 for the map; got {global_pool!r} with "
-                f"num_classes={num_classes}"
-            )
-        self.num_classes = num_classes
-        self.global_pool = global_pool
-        weight = self.conv1.weight
-        head: nn.Module = nn.Identity()
-        if num_classes:
-            head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
-        self.add_module(self.classifier_name, head)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute what is inside of the stages anew in the backward pass of training, in the place of keeping it."""
-        self.grad_checkpointing = enable
+    def run_stages(self, x: Tensor) -> Tensor:
+        return self.layer3(self.layer2(self.layer1(x)))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """The regular expressions on parameters' names that timm tells layers apart by."""
         return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """The map that the head is given, ``(b, num_features, ⌈h / 4⌉, ⌈w / 4⌉)``."""
-        x = self.stem(x)
-        for stage in (self.layer1, self.layer2, self.layer3):
-            if self.grad_checkpointing and self.training:
-                x = torch.utils.checkpoint.checkpoint(stage, x, use_reentrant=False)
-            else:
-                x = stage(x)
-        return self.norm_features(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """What the network gives for the map of :meth:`forward_features`."""
-        if self.global_pool == "avg":
-            x = self.head_drop(x.mean(dim=(2, 3)))
-        return x if pre_logits else self.get_classifier()(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 # --- He et al., *Deep Residual Learning*, 2015, section 4.2 -----------------------------------------------------------
@@ -143,28 +119,18 @@ class PadShortcut(nn.Module):
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
 
 
-class BasicBlock(nn.Module):
+def basic_block(
+    in_channels: int, channels: int, stride: int, *, option: str, drop_path: nn.Module | None, **factory: Any
+) -> nn.Module:
     """Two 3×3 convolutions and a shortcut."""
-
-    def __init__(self, in_channels: int, channels: int, stride: int, *, option: str) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample: nn.Module | None = None
-        if stride != 1 or in_channels != channels:
-            self.downsample = (
-                PadShortcut(channels - in_channels)
-                if option == "A"
-                else nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+    shortcut: nn.Module | None = None
+    if stride != 1 and option == "A":
+        shortcut = PadShortcut(channels - in_channels)
+    elif stride != 1:
+        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
+        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels, **factory))
+    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path, **factory)
+    return block
 
 
 class CifarResNet(CifarNetwork):
@@ -173,10 +139,8 @@ class CifarResNet(CifarNetwork):
     Args:
         depth: 20, 32, 44, 56, … (6n + 2).
         option: shortcut ``"A"`` (padding, classifier ``linear``) or ``"B"`` (projection, classifier ``fc``).
-        num_classes: classes; 0 leaves the pooled features.
-        in_chans: channels of the image.
-        drop_rate: probability of dropping a feature before the classifier, in training.
-        global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map of the last stage.
+        **options: ``num_classes`` (10; 0 leaves the pooled features), ``in_chans`` (3), ``global_pool``, ``drop_rate``
+            of features, ``drop_path_rate`` of blocks, ``device`` and ``dtype``, as timm's networks have them.
 
     Raises:
         ValueError: an argument is out of range.
@@ -189,30 +153,22 @@ class CifarResNet(CifarNetwork):
     torch.Size([2, 100])
     """
 
-    def __init__(
-        self,
-        depth: int,
-        option: str = "B",
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        drop_rate: float = 0.0,
-        global_pool: str = "avg",
-    ) -> None:
+    def __init__(self, depth: int, option: str = "B", **options: Any) -> None:
         if depth < 8 or (depth - 2) % 6:
             raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …; got {depth}")
         if option not in ("A", "B"):
             raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts); got {option!r}")
-        super().__init__((16, 32, 64), in_chans, drop_rate, global_pool)
         self.classifier_name = "linear" if option == "A" else "fc"
-        self.bn1 = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
-        self.add_stages((depth - 2) // 6, partial(BasicBlock, option=option))
-        self.reset_classifier(num_classes)
-        self.initialize()
+        block = partial(basic_block, option=option)
+        super().__init__((16, 32, 64), (depth - 2) // 6, block, norm_first=False, **options)
 
     def stem(self, x: Tensor) -> Tensor:
         return self.relu(self.bn1(self.conv1(x)))
+
+    def classify(self, x: Tensor) -> Tensor:
+        if hasattr(self, "linear"):
+            return self.linear(x)
+        return self.fc(x)
 
 
 # --- Zagoruyko and Komodakis, *Wide Residual Networks*, 2016 ----------------------------------------------------------
@@ -221,23 +177,35 @@ class CifarResNet(CifarNetwork):
 class WideBlock(nn.Module):
     """Norm, activation and 3×3 convolution, twice, and a shortcut."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int, *, drop_rate: float) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int,
+        *,
+        drop_rate: float,
+        drop_path: nn.Module | None,
+        **factory: Any,
+    ) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.bn1 = nn.BatchNorm2d(in_channels, **factory)
         self.relu = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False, **factory)
+        self.bn2 = nn.BatchNorm2d(channels, **factory)
         self.drop = nn.Dropout(drop_rate)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **factory)
+        self.drop_path = drop_path
         self.downsample: nn.Module | None = None
         if stride != 1 or in_channels != channels:
-            self.downsample = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+            self.downsample = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(x))
         shortcut = x if self.downsample is None else self.downsample(y)
         y = self.conv1(y)
         y = self.conv2(self.drop(self.relu(self.bn2(y))))
+        if self.drop_path is not None:
+            y = self.drop_path(y)
         return y + shortcut
 
 
@@ -247,12 +215,9 @@ class WideResNet(CifarNetwork):
     Args:
         depth: 16, 22, 28, 40, … (6n + 4).
         width: how many times wider the stages are than 16, 32 and 64 channels.
-        num_classes: classes; 0 leaves the pooled features.
-        in_chans: channels of the image.
-        drop_rate: probability of dropping a feature before the classifier, in training.
         block_drop_rate: probability of dropping an element between the two convolutions of a block; the paper has 0.3
             where it has any.
-        global_pool: ``"avg"``, or ``""`` with ``num_classes=0`` for the map of the last stage.
+        **options: those of :class:`CifarResNet`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -264,28 +229,17 @@ class WideResNet(CifarNetwork):
     torch.Size([2, 100])
     """
 
-    def __init__(
-        self,
-        depth: int,
-        width: int,
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        drop_rate: float = 0.0,
-        block_drop_rate: float = 0.0,
-        global_pool: str = "avg",
-    ) -> None:
+    def __init__(self, depth: int, width: int, *, block_drop_rate: float = 0.0, **options: Any) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4: 16, 22, 28, 40, …; got {depth}")
         if width < 1:
             raise ValueError(f"width must be a whole number of at least 1; got {width}")
         widths = (16 * width, 32 * width, 64 * width)
-        super().__init__(widths, in_chans, drop_rate, global_pool)
-        self.add_stages((depth - 4) // 6, partial(WideBlock, drop_rate=block_drop_rate))
-        self.bn = nn.BatchNorm2d(widths[-1])
-        self.relu = nn.ReLU(inplace=True)
-        self.reset_classifier(num_classes)
-        self.initialize()
+        block = partial(WideBlock, drop_rate=block_drop_rate)
+        super().__init__(widths, (depth - 4) // 6, block, norm_first=True, **options)
+
+    def stem(self, x: Tensor) -> Tensor:
+        return self.conv1(x)
 
     def norm_features(self, x: Tensor) -> Tensor:
         return self.relu(self.bn(x))

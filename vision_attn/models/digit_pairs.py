@@ -7,72 +7,85 @@ distant positions the network adds up what it finds at each, and cannot tell whe
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_
 from vision_attn.models.registry import registered, weights_file
+from vision_attn.models.staged import StagedNetwork
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
 
-def convolution(in_channels: int, channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
+def convolution(in_channels: int, channels: int, kernel: int, stride: int = 1, **factory: Any) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(channels),
+        nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False, **factory),
+        nn.BatchNorm2d(channels, **factory),
         nn.ReLU(inplace=True),
     )
 
 
-class DigitPairsNet(nn.Module):
+class DigitPairsNet(StagedNetwork):
     """Four 3×3 convolutions, two 1×1 convolutions, global average pooling, a linear head.
 
     Args:
-        num_classes: classes.
+        num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
         width: channels of the maps.
+        drop_rate: probability of dropping a feature before the classifier, in training.
+        drop_path_rate: 0, since there is no residual branch to drop.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     >>> import torch
     >>> DigitPairsNet()(torch.randn(4, 1, 8, 44)).shape
     torch.Size([4, 2])
     """
 
-    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        self.num_features = width
-        self.stage1 = convolution(in_chans, width // 2, 3)
-        self.stage2 = convolution(width // 2, width, 3, stride=2)
-        self.stage3 = nn.Sequential(convolution(width, width, 3, stride=2), convolution(width, width, 3))
-        self.stage4 = nn.Sequential(convolution(width, width, 1), convolution(width, width, 1))
-        self.feature_info = [
-            {"num_chs": width // 2, "reduction": 1, "module": "stage1"},
-            {"num_chs": width, "reduction": 2, "module": "stage2"},
-            {"num_chs": width, "reduction": 4, "module": "stage3"},
-            {"num_chs": width, "reduction": 4, "module": "stage4"},
-        ]
-        self.fc = nn.Linear(width, num_classes)
+    if TYPE_CHECKING:
+        stage1: nn.Module
+        stage2: nn.Module
+        stage3: nn.Module
+        stage4: nn.Module
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """The map of the last stage, ``(b, width, ⌈h / 4⌉, ⌈w / 4⌉)``.
+    def __init__(
+        self,
+        num_classes: int = 2,
+        in_chans: int = 1,
+        width: int = 32,
+        *,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if drop_path_rate:
+            raise ValueError(f"drop_path_rate must be 0: this network has no residual branch; got {drop_path_rate}")
+        super().__init__((width // 2, width, width, width), (1, 2, 4, 4), "stage")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.stage1 = convolution(in_chans, width // 2, 3, **factory)
+        self.stage2 = convolution(width // 2, width, 3, stride=2, **factory)
+        self.stage3 = nn.Sequential(
+            convolution(width, width, 3, stride=2, **factory), convolution(width, width, 3, **factory)
+        )
+        self.stage4 = nn.Sequential(convolution(width, width, 1, **factory), convolution(width, width, 1, **factory))
+        self.add_head(num_classes, drop_rate, global_pool)
 
-        Args:
-            x: images, ``(b, in_chans, h, w)``.
-        """
+    def run_stages(self, x: Tensor) -> Tensor:
         return self.stage4(self.stage3(self.stage2(self.stage1(x))))
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """What the network gives for the map of :meth:`forward_features`, ``(b, num_classes)``.
-
-        Args:
-            x: that map, ``(b, width, h, w)``.
-            pre_logits: whether to leave out the classifier, and give ``(b, width)``.
-        """
-        x = x.mean(dim=(2, 3))
-        return x if pre_logits else self.fc(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The regular expressions on parameters' names that timm tells layers apart by."""
+        two_convolutions = (r"^stage([34])\.(\d+)", None)
+        return {"stem": r"^stage1", "blocks": [*[two_convolutions] * (not coarse), (r"^stage(\d+)", None)]}
 
 
 #: What timm's ``features_only=True`` gives: the map after each of the four stages.
@@ -81,6 +94,7 @@ FEATURES = {"out_indices": (0, 1, 2, 3)}
 _CFG = {
     "num_classes": 2,
     "input_size": (1, 8, 44),
+    "pool_size": (2, 11),
     "crop_pct": 1.0,
     "interpolation": "bilinear",
     "mean": (0.0,),
@@ -100,8 +114,8 @@ default_cfgs = generate_default_cfgs(
 class DigitPairsAttentionNet(DigitPairsNet):
     """:class:`DigitPairsNet` with an attention block inserted after ``stage3``, as the demo trains it."""
 
-    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32) -> None:
-        super().__init__(num_classes, in_chans, width)
+    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32, **options: Any) -> None:
+        super().__init__(num_classes, in_chans, width, **options)
         insert_(self, stages="stage3", num_heads=4, example_input=(1, in_chans, 8, 44))
 
 

@@ -2,18 +2,21 @@
 
 Before training such a network computes what the one it is made from computes, and ``pretrained=True`` loads the weights
 of that one, under the tags that timm has for them: ``resnet50_attention.a1_in1k`` begins as ``resnet50.a1_in1k``.
-``resnet20_attention.cifar100`` has weights of our own training, blocks and all; timm takes such a tag where none is
-named, and with it 100 classes.
+``resnet20_attention.cifar100`` has weights of our own training, blocks and all; ``pretrained=True`` without a tag takes
+them, and with them 100 classes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import timm
-from timm.models import DefaultCfg, PretrainedCfg, convnext, generate_default_cfgs, get_arch_pretrained_cfgs
+from timm.models import DefaultCfg, PretrainedCfg, convnext, get_arch_pretrained_cfgs
+from timm.models._manipulate import MATCH_PREV_GROUP
 from torch import Tensor, nn
 
 from vision_attn.insertion import insert_, inserted_keys
@@ -34,24 +37,33 @@ class Insertion:
     block: Mapping[str, Any]
     #: rows and columns of the image that the maps are found with: small, for it is only the channels that count
     example: tuple[int, int]
-    #: how timm takes features from the family
-    features: Mapping[str, Any]
+    #: how timm takes features from the family; None where it has networks of their own for that
+    features: Mapping[str, Any] | None
     #: what timm does to the family's checkpoints before it loads them
     convert: Callable[[Weights, nn.Module], Weights] | None = None
+    #: what tells timm of which layer a block is, where it is not seen from the family's own expressions
+    layer: str | None = None
 
 
 #: After the last two stages, whose maps are 14×14 and 7×7 for an image of 224×224: eight heads of 32 channels.
 RESNET = Insertion((-2, -1), {"num_heads": 8, "key_dim": 32, "value_dim": 32}, (64, 96), {})
-EFFICIENTNET = replace(RESNET, features={"flatten_sequential": True})
+EFFICIENTNET = replace(RESNET, features=None)
 CONVNEXT = replace(
     RESNET,
     features={"flatten_sequential": True, "out_indices": (0, 1, 2, 3)},
     convert=convnext.checkpoint_filter_fn,
+    layer=r"^stages\.(\d+)\.inserted",
 )
 #: After the last stage, whose maps are 8×8: four heads.
 CIFAR = Insertion((-1,), {"num_heads": 4}, (32, 32), {"out_indices": (0, 1, 2)})
 
 default_cfgs: dict[str, DefaultCfg] = {}
+
+
+def beside_the_layer_before(matcher: Callable[..., dict[str, Any]], layer: str, coarse: bool = False) -> dict[str, Any]:
+    """A family's expressions, and one for blocks in the group of what comes before them."""
+    groups = matcher(coarse)
+    return groups if coarse else {**groups, "blocks": [*groups["blocks"], (layer, MATCH_PREV_GROUP)]}
 
 
 def with_attention(
@@ -60,10 +72,12 @@ def with_attention(
     """Register ``<base>_attention`` with timm."""
     name = f"{base}_attention"
 
-    def network(**kwargs: Any) -> nn.Module:
-        model: nn.Module = timm.model_entrypoint(base)(**kwargs)
+    def network(**kwargs: Any) -> Any:
+        model: Any = timm.model_entrypoint(base)(**kwargs)
         example = (1, kwargs.get("in_chans", 3), *insertion.example)
         insert_(model, stages=insertion.stages, example_input=example, **insertion.block)
+        if insertion.layer:
+            vars(model)["group_matcher"] = partial(beside_the_layer_before, model.group_matcher, insertion.layer)
         return model
 
     def with_new_blocks(weights: Weights, model: nn.Module) -> Weights:
@@ -80,7 +94,9 @@ def with_attention(
     def with_own_weights(cfg: PretrainedCfg) -> PretrainedCfg:
         return replace(cfg, file=weights_file(f"{name}_{cfg.tag}")) if cfg.tag in trained else cfg
 
-    default_cfgs.update(generate_default_cfgs({f"{name}.{cfg.tag}": with_own_weights(cfg) for cfg in configurations}))
+    # In the order of the base, so that ours is no more the default one for having weights.
+    cfgs = {cfg.tag: with_own_weights(cfg) for cfg in configurations}
+    default_cfgs[name] = DefaultCfg(deque(cfgs), cfgs, is_pretrained=any(cfg.has_weights for cfg in cfgs.values()))
     return registered(__name__, name, about, network, insertion.features, pretrained_filter_fn=with_new_blocks)
 
 

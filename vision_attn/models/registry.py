@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
 
 
 def registered(
-    room: str, name: str, about: str, network: Callable[..., Model], features: Mapping[str, Any], **options: Any
+    room: str, name: str, about: str, network: Callable[..., Model], features: Mapping[str, Any] | None, **options: Any
 ) -> Callable[..., Model]:
     """A function that makes a network, known to timm by its name; its configurations are ``default_cfgs`` of its room.
 
@@ -69,14 +70,20 @@ def registered(
         name: of the function and the network.
         about: its docstring.
         network: makes the network.
-        features: how timm takes features from it.
+        features: how timm takes features from it; None if ``network`` takes ``features_only`` itself.
         **options: for ``network``, or for timm, which loads what is ``pretrained``.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> Model:
-        model: Model = build_model_with_cfg(
-            network, name, pretrained, feature_cfg=dict(features), **{**options, **kwargs}
-        )
+        if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
+            # Weights are asked for and no tag: the first that has some, be it the default one or not.
+            configurations = get_arch_pretrained_cfgs(name).values()
+            kwargs["pretrained_cfg"] = next((cfg.tag for cfg in configurations if cfg.has_weights), None)
+        make, how = network, {**options, "feature_cfg": dict(features or {}), **kwargs}
+        if features is None and how.pop("features_only", False):  # as timm makes its EfficientNets
+            make = partial(network, features_only=True)
+            how |= {"pretrained_strict": False, "kwargs_filter": ("num_classes", "global_pool")}
+        model: Model = build_model_with_cfg(make, name, pretrained, **how)
         return model
 
     create.__module__, create.__name__, create.__qualname__, create.__doc__ = room, name, name, about

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,8 @@ class TrainingStep:
             count = freeze_backbone_(self.model, frozen, also_train=self.new_head if frozen else ())
             stage = f"the backbone is frozen for {settings.freeze_epochs - epoch} epochs" if frozen else "all is thawed"
             log(f"{stage}: {count:,} parameters are trained")
+        # Of axes of length one, as kernels of depthwise convolutions have: torch makes all other strides alike itself.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         # Processes settle what they exchange when the network is wrapped: it is wrapped anew in each stage.
         self.wrapped, self.stepper = self.accelerator.prepare(self.model, self.optimizer)
         self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped

@@ -1,0 +1,179 @@
+"""What timm asks of a registered network, after its own tests/test_models.py, which no wheel has."""
+
+import copy
+from math import ceil
+
+import pytest
+import timm
+import torch
+from timm.models import FeatureInfo, group_parameters
+
+import vision_attn as va
+from vision_attn import models
+from vision_attn.insertion.attach import keys_of_blocks
+
+NAMES = [name for name in models.__all__ if timm.is_model(name)]
+#: Quick ones of our own classes: the two of CIFAR, with padded shortcuts, and the digits'.
+QUICK = ["resnet20_a", "wrn16_4", "resnet20_attention", "digit_pairs_attention"]
+#: Of these scripts can be made: they have no blocks.
+SCRIPTABLE = {name for name in NAMES if name.startswith(("resnet", "wrn", "digit")) and "attention" not in name}
+
+
+def image(model, batch=1):
+    """Random numbers of the size that a network is for, but at most 64 pixels a side."""
+    channels, *size = model.pretrained_cfg["input_size"]
+    return torch.randn(batch, channels, *(min(side, 64) for side in size))
+
+
+def make(name, **options):
+    torch.manual_seed(0)
+    return timm.create_model(name, **options).eval()
+
+
+def forward(name):
+    model = make(name)
+    cfg = model.pretrained_cfg
+    x = image(model)
+    assert model(x).shape == (1, cfg["num_classes"])
+    keys = set(model.state_dict())
+    assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= keys
+    assert model.get_classifier() is model.get_submodule(cfg["classifier"])
+    assert next(iter(model.get_submodule(cfg["first_conv"]).parameters())).shape[1] == x.shape[1]
+
+
+def backward(name):
+    model = make(name, num_classes=42, drop_path_rate=0.0 if "digit" in name else 0.1).train()
+    y = model(image(model, 2))
+    y.mean().backward()
+    assert y.shape == (2, 42)
+    assert y.isfinite().all()
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@torch.no_grad()
+def heads(name):
+    model = make(name)
+    x = image(model)
+    y = model.forward_features(x)
+    reduction = model.feature_info[-1]["reduction"]
+    assert y.shape[:2] == (1, model.num_features)
+    assert model.pretrained_cfg["pool_size"] == tuple(
+        ceil(side / reduction) for side in model.pretrained_cfg["input_size"][1:]
+    )
+    hidden = model.forward_head(y, pre_logits=True)
+    assert hidden.shape == (1, model.head_hidden_size)
+    for pool, width in (("max", 1), ("avgmax", 1), ("catavgmax", 2), ("avg", 1)):
+        if not (name.startswith("convnext") and width > 1):  # whose norm is of one width
+            model.reset_classifier(5, pool)
+            assert model(x).shape == (1, 5), pool
+            model.reset_classifier(0)
+            assert model(x).shape == (1, model.num_features * width), pool
+    pooled = model(x)
+    for unpooled in (model, make(name, num_classes=0, global_pool="")):
+        unpooled.reset_classifier(0, "")
+        assert unpooled(x).shape == y.shape
+    if "convnext" not in name:
+        torch.testing.assert_close(model(x).mean((2, 3)), pooled)
+
+
+@torch.no_grad()
+def intermediates(name):
+    model = make(name)
+    for block in va.inserted(model).values():
+        torch.nn.init.normal_(block.attn.proj.weight, std=0.1)
+    x = image(model)
+    info = FeatureInfo(model.feature_info, len(model.feature_info))
+    y, maps = model.forward_intermediates(x)
+    assert torch.equal(y, model.forward_features(x))
+    for found, channels, reduction in zip(maps, info.channels(), info.reduction(), strict=True):
+        assert found.shape == (1, channels, *(ceil(side / reduction) for side in x.shape[2:]))
+    some = model.forward_intermediates(x, indices=[0, -1], stop_early=True, intermediates_only=True)
+    assert all(torch.equal(*pair) for pair in zip(some, (maps[0], maps[-1]), strict=True))
+    (first,) = model.forward_intermediates(x, indices=[0], stop_early=True, intermediates_only=True)
+    assert torch.equal(first, maps[0])
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model.forward_intermediates(x)[0], y)
+
+
+def features(name):
+    base = name.removesuffix("_attention")
+    plain, model = (
+        (make(each, features_only=True) for each in dict.fromkeys((base, name)))
+        if base != name
+        else [make(name, features_only=True)] * 2
+    )
+    new = {key for key in model.state_dict() if ".inserted" in key}
+    assert set(model.state_dict()) - new == set(plain.state_dict())
+    assert bool(new) == name.endswith("_attention")
+    x = image(model)
+    assert [y.shape[1] for y in model(x)] == model.feature_info.channels()
+    assert [y.shape[-1] for y in model(x)] == [ceil(x.shape[-1] / side) for side in model.feature_info.reduction()]
+
+
+def checkpointing(name):
+    model = make(name).train()
+    for block in va.inserted(model).values():
+        torch.nn.init.normal_(block.attn.proj.weight, std=0.1)
+    x, again = image(model, 2), copy.deepcopy(model)
+    again.set_grad_checkpointing()
+    for each in (model, again):
+        each(x).square().sum().backward()
+    for (key, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3 * float(one.grad.abs().max()), msg=key)
+
+
+def layers(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    blocks = keys_of_blocks(model)
+    for coarse in (False, True):
+        layer_of = group_parameters(model, model.group_matcher(coarse), reverse=True)
+        last = max(layer_of.values())
+        assert layer_of[f"{model.pretrained_cfg['first_conv']}.weight"] == 0
+        assert layer_of[f"{model.pretrained_cfg['classifier']}.weight"] == last >= len(model.feature_info) - coarse
+        for site, keys in blocks.items():
+            owner = site if "digit" not in name else "stage3.1"
+            beside = [key for key in layer_of if key.startswith(f"{owner}.") and key not in keys]
+            assert {layer_of[key] for key in keys} == {layer_of[beside[-1]]}, site
+            assert layer_of[beside[-1]] < last
+
+
+def types(name):
+    model = make(name, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(image(model).bfloat16()).dtype is torch.bfloat16
+    model.reset_classifier(3)
+    assert model(image(model).bfloat16()).shape == (1, 3)
+
+
+def scripts(name):
+    model = make(name)
+    if name not in SCRIPTABLE:
+        with pytest.raises(RuntimeError):
+            torch.jit.script(model)
+        return
+    x = image(model)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
+CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_network_of_ours_keeps_timms_contract(name, check):
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
+def test_every_registered_network_keeps_timms_contract():
+    failed = {}
+    for name in NAMES:
+        for check in CHECKS:
+            try:
+                check(name)
+            except Exception as error:
+                failed[f"{name}, {check.__name__}"] = f"{type(error).__name__}: {error}"
+    assert failed == {}
