@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
+import sys
 import tarfile
 from dataclasses import replace
 
@@ -28,7 +30,7 @@ from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_o
 from vision_attn.training.data import image_folder as open_folder
 from vision_attn.training.data import open_data, open_image, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import Decoder, ImageLoader, ImageSet, ImageStream, centre, prepare, rgb
+from vision_attn.training.images import Bar, Decoder, ImageLoader, ImageSet, ImageStream, centre, prepare, rgb
 from vision_attn.training.run_folder import read_config
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
@@ -275,6 +277,41 @@ def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp
     assert saved["val_split"] == "0.1"
     assert train(Settings(**saved), lines.append).final == first.final
     assert lines.count(held_out) == 3
+
+
+# --- how far it has come ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_a_line_every_half_minute_says_how_far_it_is(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    bar = Bar(range(200), "epoch 2/3", 200, initial=20)
+    for number in bar:
+        bar.set_postfix(loss=f"{number:.4f}", refresh=False)
+        now[0] += 0.5
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, len(lines)) == ("", 3)
+    assert lines[0] == "epoch 2/3: 80 of 200 in 00:30, 01:00 to go, loss=59.0000"
+    assert list(Bar(range(3), "short", 3)) == [0, 1, 2]
+    assert list(Bar(range(3), "of another process", 3, hidden=True)) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_there_is_a_bar_whose_loss_moves_in_a_short_epoch(source, tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # long enough between two steps to draw each
+    base = Settings(
+        data=os.path.dirname(source.dataset.root), model="test_resnet", img_size=16, batch_size=8, epochs=1,
+        device="cpu", output=str(tmp_path / "run"),
+    )  # fmt: skip
+    train(base, lambda line: None)
+    drawn = terminal.getvalue().split("\r")
+    losses = [re.search(r"epoch 1/1: .* (\d)/9 .*loss=(\d\.\d+)", text) for text in drawn]
+    assert len({found[2] for found in losses if found}) > 3
+    assert any("evaluate: " in text for text in drawn)
 
 
 # --- in memory, or decoded by worker processes -----------------------------------------------------------------------
