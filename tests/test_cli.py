@@ -1,6 +1,8 @@
 """The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
 
+import contextlib
 import importlib
+import io
 import math
 import os
 import subprocess
@@ -161,6 +163,48 @@ def test_what_argparse_refuses_exits_with_2(capsys, arguments):
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: vision-attn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?\n"),
+        (["train", "--lable-smoothing=0.1", "--apm"], "; did you mean --label-smoothing --amp?\n"),
+        (["bench", "--round", "3"], "; did you mean --rounds?\n"),
+        (["train", "--xyz", "3"], "unrecognized arguments: --xyz 3\n"),
+    ],
+)
+def test_a_mistyped_flag_is_refused_with_the_one_that_may_be_meant(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_the_help_of_training_begins_with_what_it_does_and_two_examples(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: vision-attn train ")
+    assert lines[1] == ""
+    assert lines[2].startswith("Train an image classifier, ")
+    examples = [line.split()[1:] for line in lines[3:12] if line.startswith("  vision-attn train ")]
+    assert len(examples) == 2
+    for words in examples:
+        Settings(**cli.given(Settings, cli.parser().parse_args(words)))
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["inspect", "resnet20"]], ids=str)
+def test_what_is_printed_survives_any_encoding(monkeypatch, arguments):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with contextlib.suppress(SystemExit):
+        assert cli.main(arguments) == 0
+    print("8×8 ± 2 … naïve ŵ 木")
+    stream.flush()
+    said = stream.buffer.getvalue().decode("ascii")
+    assert said.endswith("\n8x8 +- 2 ... nai\\u0308ve w\\u0302 \\u6728\n")
+    assert "torch/...," in said or "3x32x32" in said
 
 
 def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):

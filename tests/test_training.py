@@ -4,7 +4,10 @@ import copy
 import csv
 import math
 import os
+import shutil
 from dataclasses import replace
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import LoggerType
 from PIL import Image
+from timm.layers import DropPath
 
 import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
@@ -24,7 +28,7 @@ from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Trainer
 from vision_attn.training.network import build_network, new_head
-from vision_attn.training.run_folder import RunFolder, curves_figure
+from vision_attn.training.run_folder import RunFolder, curves_figure, numbered_folder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import make_accelerator, train
@@ -105,7 +109,7 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [
         "epoch", "lr", "train_loss", "eval_loss", "eval_top1", "eval_top5", "branch_share", "seconds",
-        "images_per_second",
+        "images_per_second", "raw_loss", "raw_top1",
     ]  # fmt: skip
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert float(rows[-1]["eval_top1"]) == pytest.approx(result.final.top1, abs=1e-4)
@@ -194,11 +198,72 @@ def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
     assert not equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
 
 
-def test_the_average_is_what_is_evaluated_and_saved_as_best(base, tmp_path):
-    train(replace(base, epochs=1, model_ema=True, model_ema_decay=0.5), quiet)
+def test_the_average_is_what_counts_and_is_shown_beside_what_is_not_averaged(base, tmp_path):
+    lines = []
+    base = replace(base, epochs=1, lr=0.005)
+    result = train(replace(base, model_ema=True, model_ema_decay=0.5), lines.append)
     last, best = (read_checkpoint(tmp_path / "run" / f"{name}.pth") for name in ("last", "best"))
     assert equal(best["model"], last["model_ema"])
     assert not equal(best["model"], last["model"])
+    (row,) = last["rows"]
+    raw = train(replace(base, test_only=True, weights=str(tmp_path / "run" / "last.pth"), output=None), quiet).final
+    assert (row["raw_top1"], row["raw_loss"]) == (f"{raw.top1:.4f}", f"{raw.loss:.6f}")
+    assert row["eval_loss"] == f"{result.final.loss:.6f}" != row["raw_loss"]
+    (said,) = [line for line in lines if line.startswith("epoch 1/1")]
+    assert f"{result.final} (not averaged: top-1 {raw.top1:.2f} %, loss {raw.loss:.4f}), " in said
+
+
+def test_the_average_warms_up_so_that_a_short_run_has_more_than_its_beginning(base):
+    step = step_of(replace(base, model_ema=True))
+    before = copy.deepcopy(step.model.state_dict())
+    for number in range(8):
+        step(*batch(4), number // 4, number % 4)
+    averaged, now = step.ema.module.state_dict(), step.model.state_dict()
+    key = "fc.weight"
+    assert (averaged[key] - now[key]).norm() < (averaged[key] - before[key]).norm()
+    assert [step.ema.get_decay(number) for number in (1, 9)] == [0.0, pytest.approx(0.7689, abs=1e-4)]
+    assert step.ema.get_decay(10**6) == 0.999
+
+
+def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "train-7").mkdir(parents=True)
+    (tmp_path / "runs" / "train-old").mkdir()
+    lines = []
+    with pytest.raises(ValueError, match="cutout must be at most"):
+        train(replace(base, output=None, cutout=33), quiet)
+    assert not (tmp_path / "runs" / "train-8").exists(), "what is refused takes no number"
+    train(replace(base, output=None, epochs=1, batch_size=36), lines.append)
+    assert lines[-1].endswith(", in runs/train-8/best.pth")
+    assert (tmp_path / "runs" / "train-8" / "last.pth").exists()
+    train(replace(base, epochs=1, batch_size=36, resume="runs/train-8/last.pth", output=None), quiet)
+    with ThreadPool(8) as pool:
+        made = pool.map(lambda _: numbered_folder().name, range(8))
+    assert sorted(made, key=lambda name: int(name[6:])) == [f"train-{number}" for number in range(9, 17)]
+    # As it was before there were numbers.
+    assert replace(base, output=None, resume="auto").folder == replace(base, output=None).folder == Path("runs/train")
+
+
+def test_a_run_stops_early_where_it_gets_no_better(base, monkeypatch):
+    scores, lines = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0]), []
+    original = Trainer.evaluate
+
+    def evaluate(trainer):
+        found, seen = original(trainer)
+        return replace(found, top1=next(scores)), seen
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    base = replace(base, epochs=9, batch_size=36, early_stopping=2)
+    assert train(base, lines.append).best.top1 == 50.0
+    assert "stopped early: 2 epochs have not surpassed the top-1 of epoch 2" in lines
+    assert sum(line.startswith("epoch ") for line in lines) == 4
+    # It stays so, but for one who has more patience, or none at all.
+    scores = iter([45.0, 45.0, 60.0])
+    train(replace(base, resume="auto"), lines.append)
+    assert sum(line.startswith("epoch ") for line in lines) == 4
+    with pytest.raises(StopIteration):  # of the scores
+        train(replace(base, resume="auto", early_stopping=None), lines.append)
+    assert lines[-1].startswith("epoch 5/9")
 
 
 def test_a_run_leaves_other_runs_alone(base, tmp_path):
@@ -244,6 +309,73 @@ def test_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
         layers = sorted({rate for name, rate in rates.items() if name.startswith("backbone")}, reverse=True)
         assert layers == pytest.approx([step.rate / 2**depth for depth in range(len(layers))])
         assert len(layers) > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"sched": "constant"}, [0.05] * 12),
+        ({"sched": "step", "decay_epochs": 1.0, "decay_rate": 0.5}, [0.05] * 4 + [0.025] * 4 + [0.0125] * 4),
+        ({"sched": "multistep", "decay_milestones": (2, 1)}, [0.05] * 3 + [0.005] * 4 + [0.0005] * 5),
+        ({"sched": "poly", "decay_rate": 1.0}, [0.05 * (1 - done / 12) for done in range(12)]),
+        (
+            {"sched": "wsd", "decay_epochs": 1.0, "min_lr": 0.01},
+            [0.05] * 8 + [0.01 + 0.04 * (1 - (done / 4) ** 0.5) for done in range(4)],
+        ),
+    ],
+    ids=lambda value: value.get("sched") if isinstance(value, dict) else "",
+)
+def test_rates_fall_by_timms_schedules(base, options, rates):
+    step = step_of(replace(base, epochs=3, attention_lr=0.2, **options))
+    for done, rate in enumerate(rates):
+        step.schedule.step_update(done)
+        assert step.rate == pytest.approx(rate)
+        ratios = {round(group["lr"] / step.rate, 6) for group in step.optimizer.param_groups}
+        assert ratios == {1.0, 4.0}, "the block's rate over the others'"
+
+
+def test_rare_classes_count_more_on_request(base):
+    step = step_of(replace(base, model="test_efficientnet_gn", insert=("blocks.1",), weight_decay=0.0))
+    images, labels = batch(8)
+    weights = torch.tensor([0.5, 1.0, 3.0])
+    before = copy.deepcopy(step.model)
+    step.class_weights = weights
+    loss = step(images, labels, 0, 0)
+    each = F.cross_entropy(before(images), labels, reduction="none") * weights[labels]
+    assert loss.item() == pytest.approx(each.mean().item(), rel=1e-5)
+    # Where images are mixed, each of their classes counts by its share.
+    shares, before = F.one_hot(labels, 3) * 0.7 + 0.1, copy.deepcopy(step.model)
+    expected = -(before(images).log_softmax(1) * shares * weights).sum(1).mean()
+    assert step(images, shares, 0, 1).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_run_balances_its_classes(base, image_folder, tmp_path, monkeypatch):
+    folder, seen = tmp_path / "images", []
+    for half in ("train", "val"):
+        shutil.copytree(image_folder / half, folder / half)
+    for index in range(12):
+        (folder / "train" / "red" / f"{index}.png").unlink()
+    monkeypatch.setattr(Trainer, "train", lambda trainer, checkpoint: seen.append(trainer.step.class_weights))
+    for options in ({}, {"class_weights": "balanced"}):
+        train(replace(base, data=str(folder), **options), quiet)
+    assert seen[0] is None
+    torch.testing.assert_close(seen[1], torch.tensor([60 / 72, 60 / 72, 60 / 36]))
+
+
+def test_branches_are_dropped_on_request(base, monkeypatch):
+    plain = create_model("resnet20", num_classes=3)
+
+    def rates(**options):
+        model = build_network(replace(base, insert=(), **options), SOURCE, quiet).model
+        return [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+
+    assert rates() == []
+    assert rates(drop_path=0.3) == pytest.approx([0.1, 0.2, 0.3])
+    with pytest.raises(ValueError, match="model: 'vgg11' takes no drop_path_rate"):
+        rates(model="vgg11", drop_path=0.3)
+    monkeypatch.setattr("vision_attn.training.network.create_model", lambda *name, drop_path_rate, **how: plain)
+    with pytest.raises(ValueError, match="drop_path: 'resnet20' has no branches that timm can drop"):
+        rates(model="resnet20", drop_path=0.3)
 
 
 def test_a_step_clips_gradients_and_smooths_labels(base):
@@ -490,6 +622,17 @@ def test_evaluation_counts_every_image_once():
         ({"insert": (), "at": "branch"}, "at applies to insert"),
         ({"insert": (), "attention_lr": 0.1}, "attention_lr applies to insert"),
         ({"reset_head": True}, "reset_head applies to weights"),
+        ({"sched": "plateau"}, "sched must be one of cosine, tanh, poly, wsd, rsqrt, step, multistep, constant; got"),
+        ({"sched": "step"}, "decay_epochs must be given for sched step"),
+        ({"sched": "multistep"}, "decay_milestones must be given for sched multistep"),
+        ({"sched": "constant", "min_lr": 0.01}, "min_lr applies to sched cosine or tanh or poly or wsd or rsqrt"),
+        ({"decay_rate": 0.5}, "decay_rate applies to sched step or multistep or poly, and sched is 'cosine'"),
+        ({"remode": "const"}, "remode applies to reprob: give reprob too"),
+        (
+            {"dataset": "wds/a", "img_size": None, "class_weights": "balanced"},
+            "class_weights applies to dataset folder",
+        ),
+        ({"dataset": "digit-pairs", "img_size": None, "aa": "rand-m9"}, "aa applies to dataset folder"),
         ({"freeze_backbone": True}, "freeze_backbone keeps weights as they are, and none are given"),
         ({"freeze_backbone": True, "weights": "a.pth", "insert": ()}, "freeze_backbone leaves nothing to train"),
         ({"freeze_backbone": True, "weights": "a.pth", "layer_decay": 0.5}, "freeze_backbone and layer_decay exclude"),

@@ -6,7 +6,10 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
+import re
 import signal
+import sys
 import tarfile
 from dataclasses import replace
 
@@ -15,18 +18,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import Mixup, create_dataset
+from timm.data import Mixup, create_dataset, create_transform
+from timm.data.random_erasing import RandomErasing
 from timm.loss import SoftTargetCrossEntropy
-from torchvision.transforms.v2 import functional as v2
+from torchvision.transforms import v2
 
 from vision_attn import cli
 from vision_attn.errors import DataError, Interrupted
 from vision_attn.training import data as data_room
-from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, numpy_seed, share
+from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
 from vision_attn.training.data import image_folder as open_folder
-from vision_attn.training.data import open_data, open_image, open_images
+from vision_attn.training.data import open_data, open_image, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import Decoder, ImageLoader, ImageSet, ImageStream, prepare, rgb
+from vision_attn.training.images import Bar, Decoder, ImageLoader, ImageSet, ImageStream, centre, prepare, rgb
+from vision_attn.training.run_folder import read_config
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
@@ -189,6 +194,126 @@ def test_folders_without_classes_or_images_are_refused(image_folder, tmp_path):
         open_folder(tmp_path)
 
 
+# --- a folder without images to evaluate on --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_half(image_folder, tmp_path):
+    """40 blue images and 12 red ones."""
+    for name, colour, count in (("red", "red", 12), ("blue", "blue", 40)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index in range(count):
+            image = image_folder / "train" / colour / f"{index % 24}.png"
+            os.symlink(image, tmp_path / "photos" / name / f"{index:02}.png")
+    return tmp_path / "photos"
+
+
+def names(source):
+    return [os.path.relpath(path, source.dataset.root) for path, _ in source.dataset.samples]
+
+
+def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(one_half, tmp_path):
+    def halves(**options):
+        settings = Settings(data=str(one_half), **options)
+        return [open_data(settings, train=train) for train in (True, False)]
+
+    training, evaluation = halves()
+    assert (len(training), len(evaluation)) == (46, 6)
+    assert sorted(names(training) + names(evaluation)) == sorted(names(open_folder(one_half)))
+    assert [name.partition("/")[0] for name in names(evaluation)] == ["blue"] * 5 + ["red"]
+    assert evaluation.name == f"{one_half}, the 0.1 of each class (seed 0) that are held out"
+    images = open_images(evaluation, (8, 8), CPU)
+    assert (len(images), images.labels.tolist()) == (6, [0, 0, 0, 0, 0, 1])
+    assert [names(half) for half in halves()] == [names(training), names(evaluation)]
+    assert names(halves(seed=1)[1]) != names(evaluation)
+    assert [len(half) for half in halves(val_split=0.25)] == [39, 13]
+
+    # By itself a folder of classes is evaluated whole, and with a share as the run that held it out.
+    assert len(halves(test_only=True)[1]) == 52
+    assert names(halves(test_only=True, val_split="0.1")[1]) == names(evaluation)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    one_half.rename(moved / "train")
+    one_half.symlink_to(moved)
+    assert [names(half) for half in halves()] == [names(training), names(evaluation)]
+    assert names(halves(test_only=True)[1]) == names(evaluation)
+    (moved / "val").symlink_to(moved / "train")
+    assert len(halves()[1]) == 52
+    with pytest.raises(
+        ValueError, match=r"val_split is for a folder without images to evaluate on, and there is .*val"
+    ):
+        halves(val_split="0.2")
+
+
+def test_a_folder_that_cannot_be_halved_is_refused(one_half, image_folder, tmp_path):
+    with pytest.raises(DataError, match=r"no folder val, and val_split=0\.01 .* held out .*classes = 2.*--val-split"):
+        open_data(Settings(data=str(one_half), val_split="0.01"), train=True)
+    (tmp_path / "nested").mkdir()
+    for name in ("Train", "Val"):
+        (tmp_path / "nested" / name).symlink_to(image_folder / "train")
+    with pytest.raises(DataError, match="nested has folders in class folders: expected CLASS/IMAGE, or train/CLASS"):
+        open_data(Settings(data=str(tmp_path / "nested")), train=True)
+    (tmp_path / "nested" / "Val").rename(tmp_path / "nested" / "val")
+    with pytest.raises(DataError, match="nested has no folder 'train'"):
+        open_data(Settings(data=str(tmp_path / "nested")), train=True)
+    for wrong in ("1", "0", "third", "nan"):
+        with pytest.raises(ValueError, match="val_split of a folder must be a share between 0 and 1; got"):
+            Settings(data="images", val_split=wrong)
+    with pytest.raises(ValueError, match="val_split applies to dataset folder or "):
+        Settings(dataset="cifar10", data="images", val_split="0.1")
+
+
+def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp_path):
+    lines, output = [], str(tmp_path / "run")
+    base = Settings(
+        data=str(one_half), model="test_resnet", img_size=16, batch_size=46, epochs=1, device="cpu", output=output
+    )
+    first = train(base, lines.append)
+    held_out = f"evaluation: 6 images of {one_half}, the 0.1 of each class (seed 0) that are held out, in memory"
+    assert held_out in lines
+    assert f"training: 46 images of {one_half}, without the held out, in memory" in lines
+    train(replace(base, resume=f"{output}/last.pth"), lines.append)
+    saved = {**read_config(f"{output}/settings.yaml"), "weights": f"{output}/last.pth", "test_only": True}
+    assert saved["val_split"] == "0.1"
+    assert train(Settings(**saved), lines.append).final == first.final
+    assert lines.count(held_out) == 3
+
+
+# --- how far it has come ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_a_line_every_half_minute_says_how_far_it_is(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    bar = Bar(range(200), "epoch 2/3", 200, initial=20)
+    for number in bar:
+        bar.set_postfix(loss=f"{number:.4f}", refresh=False)
+        now[0] += 0.5
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, len(lines)) == ("", 3)
+    assert lines[0] == "epoch 2/3: 80 of 200 in 00:30, 01:00 to go, loss=59.0000"
+    assert list(Bar(range(3), "short", 3)) == [0, 1, 2]
+    assert list(Bar(range(3), "of another process", 3, hidden=True)) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_there_is_a_bar_whose_loss_moves_in_a_short_epoch(source, tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # long enough between two steps to draw each
+    base = Settings(
+        data=os.path.dirname(source.dataset.root), model="test_resnet", img_size=16, batch_size=8, epochs=1,
+        device="cpu", output=str(tmp_path / "run"),
+    )  # fmt: skip
+    train(base, lambda line: None)
+    drawn = terminal.getvalue().split("\r")
+    losses = [re.search(r"epoch 1/1: .* (\d)/9 .*loss=(\d\.\d+)", text) for text in drawn]
+    assert len({found[2] for found in losses if found}) > 3
+    assert any("evaluate: " in text for text in drawn)
+
+
 # --- in memory, or decoded by worker processes -----------------------------------------------------------------------
 
 
@@ -229,7 +354,7 @@ def test_where_images_are_kept(source, monkeypatch):
 
     memory, decoded = "in memory", "decoded in every epoch by 1 worker process"
     assert kept() == kept(cache="ram") == kept(cache="ram", workers=1) == memory
-    assert kept(cache="none") == kept(workers=1) == kept(crop_scale=0.5) == decoded
+    assert kept(cache="none") == kept(workers=1) == kept(vary=centre) == decoded
     monkeypatch.setattr(data_room, "SMALL", 72 * 3 * 32 * 32 - 1)
     assert kept() == decoded
     assert kept(cache="ram") == memory
@@ -452,8 +577,8 @@ def test_crops_and_flips_are_those_of_torchvision():
     _, choice = first_choice(8, (4, 5), crop_padding=2, hflip=0.5)
     found = crop_and_flip(images, choice, padding=2)
     for index, (top, left) in enumerate(choice.corner.T.tolist()):
-        expected = v2.crop(v2.pad(images[index], [2]), top, left, 4, 5)
-        assert torch.equal(found[index], v2.horizontal_flip(expected) if choice.flip[index] else expected)
+        expected = v2.functional.crop(v2.functional.pad(images[index], [2]), top, left, 4, 5)
+        assert torch.equal(found[index], v2.functional.horizontal_flip(expected) if choice.flip[index] else expected)
     assert 0 < choice.flip.sum() < 8
 
 
@@ -473,7 +598,9 @@ def test_cutout_erases_what_torchvision_erases(side):
     for index, (row, column) in enumerate(centre.T.tolist()):
         top, left = max(0, row - side // 2), max(0, column - side // 2)
         bottom, right = row - side // 2 + side, column - side // 2 + side
-        expected = v2.erase(images[index], top, left, min(bottom, 6) - top, min(right, 7) - left, torch.zeros(1))
+        expected = v2.functional.erase(
+            images[index], top, left, min(bottom, 6) - top, min(right, 7) - left, torch.zeros(1)
+        )
         assert torch.equal(found[index], expected)
 
 
@@ -485,7 +612,7 @@ def test_mixup_and_cutmix_are_those_of_timm(options):
     before = np.random.get_state()[1].copy()
     found, shares = augmentation.apply(images, labels, choice, normalize=torch.Tensor.float, classes=5)
     assert (np.random.get_state()[1] == before).all()
-    with numpy_seed(0):
+    with seeded(0):
         np.random.seed(choice.seed)
         theirs = Mixup(*(options.get(name, 0.0) for name in ("mixup", "cutmix")), label_smoothing=0.1, num_classes=5)
         expected, smoothed = theirs(images.float(), labels)
@@ -512,7 +639,26 @@ def test_choices_follow_from_the_seed():
     assert not torch.equal(one[0].centre, one[1].centre)
 
 
-@pytest.mark.parametrize("options", [{"mixup": 1.0}, {"cutmix": 1.0}, {"cutout": 3}], ids=str)
+@pytest.mark.parametrize("mode", ["pixel", "rand", "const"])
+def test_random_erasing_is_timms_with_a_seed_for_each_image(mode):
+    torch.manual_seed(0)
+    images, labels = torch.rand(12, 3, 8, 8), torch.arange(12)
+    augmentation, choice = first_choice(12, reprob=0.5, remode=mode)
+    states = torch.get_rng_state(), random.getstate()
+    found, _ = augmentation.apply(images, labels, choice, normalize=torch.Tensor.clone, classes=12)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    for image, seed, erased in zip(images, choice.erasing.tolist(), found, strict=True):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        assert torch.equal(RandomErasing(0.5, mode=mode, device="cpu")(image.clone()), erased)
+    changed = (found != images).flatten(1).any(1)
+    assert 2 < changed.sum() < 12
+    if mode == "const":
+        assert not found[found != images].any()
+
+
+@pytest.mark.parametrize("options", [{"mixup": 1.0}, {"cutmix": 1.0}, {"cutout": 3}, {"reprob": 0.7}], ids=str)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_make_of_their_shares_what_one_makes_of_the_batch(processes, options):
     torch.manual_seed(0)
@@ -568,7 +714,9 @@ class Places:
 
 def test_random_crops_have_the_sizes_and_places_of_the_recipe(tmp_path):
     pixels_of_places(tmp_path / "places.png")
-    crops, _ = Decoder(Places(tmp_path / "places.png", 300), (32, 32), crop_scale=0.35).decode(range(300), seed=3)
+    crops, _ = Decoder(
+        Places(tmp_path / "places.png", 300), (32, 32), v2.RandomResizedCrop((32, 32), (0.35, 1.0))
+    ).decode(range(300), seed=3)
     crops = crops.float()
     # From edge to edge of a crop there are 31/32 of its width between the middles of pixels.
     width = (crops[:, 0, 0, -1] - crops[:, 0, 0, 0]) * 32 / 31
@@ -583,7 +731,7 @@ def test_random_crops_have_the_sizes_and_places_of_the_recipe(tmp_path):
 
 def test_random_crops_follow_from_the_seed_and_the_image_alone(tmp_path):
     pixels_of_places(tmp_path / "places.png")
-    decoder = Decoder(Places(tmp_path / "places.png", 4), (16, 16), crop_scale=0.08)
+    decoder = Decoder(Places(tmp_path / "places.png", 4), (16, 16), v2.RandomResizedCrop((16, 16)))
     state = torch.get_rng_state()
     one, _ = decoder.decode([0, 1, 2, 3], seed=5)
     assert torch.equal(torch.get_rng_state(), state)
@@ -595,6 +743,60 @@ def test_random_crops_follow_from_the_seed_and_the_image_alone(tmp_path):
     for seed in (5, 6):
         ((images, _),) = loader.batches([torch.tensor([2, 0])], seed=seed)
         assert torch.equal(images, decoder.decode([2, 0], seed=seed)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"aa": "rand-m9-mstd0.5-inc1"}, {"auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": None}),
+        ({"color_jitter": 0.4}, {"color_jitter": 0.4}),
+        ({"aa": "augmix-m5-w4", "color_jitter": 0.2, "train_crop": "resized", "crop_scale": 0.5}, None),
+    ],
+    ids=str,
+)
+def test_images_are_varied_by_timm_while_they_are_decoded(image_folder, tmp_path, options, flags):
+    settings, mean = Settings(data=str(image_folder), **options), (0.1, 0.2, 0.3)
+    pixels_of_places(tmp_path / "places.png")
+    decoder = Decoder(Places(tmp_path / "places.png", 4), (16, 24), varied(settings, (16, 24), mean))
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    one, _ = decoder.decode(range(4), seed=5)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert random.getstate() == states[2]
+    assert one.shape == (4, 3, 16, 24)
+    assert len(one.flatten(1).unique(dim=0)) == 4
+    assert torch.equal(decoder.decode([3, 1], seed=5)[0], one[[3, 1]])
+    ((images, _),) = ImageLoader(decoder, workers=1, device=CPU).batches([torch.tensor([2, 0])], seed=5)
+    assert torch.equal(images, one[[2, 0]])
+    if flags is not None:
+        theirs = create_transform(
+            (16, 24), is_training=True, separate=True, hflip=0.0, interpolation="bilinear", mean=mean, **flags
+        )[1]
+        with seeded(int(np.random.SeedSequence((5, 1)).generate_state(1)[0])):
+            expected = theirs(centre(open_image(tmp_path / "places.png"), (16, 24)))
+        assert torch.equal(v2.functional.pil_to_tensor(expected), one[1])
+    with pytest.raises(ValueError, match=f"cache_images ram keeps images .*, and {'|'.join(options)} varies"):
+        replace(settings, cache_images="ram")
+
+
+@pytest.mark.parametrize("name", ["rand-x9", "randaugment5", "best"])
+def test_an_augmentation_that_timm_does_not_know_is_refused(name):
+    with pytest.raises(ValueError, match=f"aa: timm knows no '{name}' .*: give one such as rand-m9-mstd0.5"):
+        varied(Settings(data="images", aa=name), (16, 16), (0.5,) * 3)
+
+
+def test_the_classes_of_images_are_known_before_they_are_decoded(image_folder, source, cifar, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *file: True)
+    expected = [0] * 24 + [1] * 24 + [2] * 24
+    assert open_images(source, (8, 8), CPU, workers=1).labels.tolist() == expected
+    assert open_images(source, (8, 8), CPU).labels.tolist() == expected
+    by_timm = ImageLoader(Decoder(create_dataset("", str(image_folder), "train"), (8, 8)), workers=1, device=CPU)
+    assert sorted(by_timm.labels.tolist()) == expected
+    tensors = open_data(Settings(dataset="cifar10", data=str(cifar)), train=False)
+    assert open_images(tensors, (8, 8), CPU, workers=1).labels.tolist() == [*range(10)] * 2
+    unknown = ImageLoader(Decoder(Places("a.png", 3), (8, 8)), workers=1, device=CPU)
+    with pytest.raises(ValueError, match="class_weights: Places does not say what the classes of its images are"):
+        _ = unknown.labels
 
 
 def test_a_run_crops_at_random_to_train_and_not_to_evaluate(image_folder, tmp_path):

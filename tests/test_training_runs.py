@@ -279,15 +279,28 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "epoch", "step", "options"),
     [
-        (signal.SIGINT, 130, 1, 1, {"epochs": 2, "attention_lr": 0.01, "layer_decay": 0.7}),
+        (signal.SIGINT, 130, 1, 1, {"epochs": 2, "attention_lr": 0.01, "layer_decay": 0.7, "drop_path": 0.2}),
         (
             signal.SIGTERM,
             143,
             0,
             0,
-            {"opt": "sgd", "grad_accum_steps": 2, "model_ema": False, "model_ema_decay": 0.999},
+            {
+                "opt": "sgd",
+                "grad_accum_steps": 2,
+                "model_ema": False,
+                "model_ema_decay": 0.999,
+                "aa": "rand-m9",
+                "color_jitter": 0.4,
+            },
         ),
-        (signal.SIGTERM, 143, 0, 3, {"cutout": 4, "mixup": 0.2, "cutmix": 1.0}),  # before the last evaluation
+        (
+            signal.SIGTERM,
+            143,
+            0,
+            3,
+            {"cutout": 4, "mixup": 0.2, "cutmix": 1.0, "reprob": 0.5, "class_weights": "balanced", "sched": "poly"},
+        ),  # before the last evaluation
     ],
     ids=["ctrl-c", "first step", "last step"],
 )
@@ -330,7 +343,7 @@ def test_any_optimiser_of_timm_goes_on_with_the_same_bits(base, name):
 
 def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, undisturbed, tmp_path, monkeypatch):
     last, batches = tmp_path / "run" / "last.pth", ImageSet.batches
-    for wanted in (0, 1):
+    for wanted, step in ((0, 0), (1, 4), (2, 4)):  # before the first epoch; of the weights, and of their average
         evaluations = []
 
         def signalling(images, rows, *, seed=0, evaluations=evaluations, wanted=wanted):
@@ -342,10 +355,10 @@ def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, undisturbed, 
 
         with monkeypatch.context() as patched:
             patched.setattr(ImageSet, "batches", signalling)
-            with pytest.raises(Interrupted, match=f"saved after step {4 * wanted} of 4 of epoch 1"):
+            with pytest.raises(Interrupted, match=f"saved after step {step} of 4 of epoch 1"):
                 train(replace(base, epochs=1, resume="auto"), quiet)
         saved = read_checkpoint(last)
-        assert (saved["epoch"], saved["step"], len(evaluations)) == (0, 4 * wanted, wanted + 1)
+        assert (saved["epoch"], saved["step"], len(evaluations)) == (0, step, wanted + 1)
     train(replace(base, epochs=1, resume="auto"), quiet)
     assert_same_result(undisturbed, tmp_path / "run")
 

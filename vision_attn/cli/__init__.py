@@ -7,9 +7,14 @@ interrupted. What is a user's to mend is said in a line; only a fault of the pro
 from __future__ import annotations
 
 import argparse
+import codecs
+import difflib
+import io
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vision_attn.cli.commands import COMMANDS, given, run_train
 from vision_attn.errors import Interrupted, VisionAttnError
@@ -19,6 +24,8 @@ __all__ = ["given", "main", "parser", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
+#: Signs of reports and tables that Unicode itself does not take apart.
+IN_ASCII = str.maketrans({"×": "x", "–": "-", "—": "-", "±": "+-", "→": "->", "·": ".", "≤": "<=", "≥": ">="})
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
@@ -32,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["inspect", "resnet-that-is-none"])
     2
     """
+    take_any_encoding()  # also of what --help prints
     options = parser().parse_args(arguments)
     goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is run_train else ""
     return run_program(
@@ -48,16 +56,45 @@ def parser() -> argparse.ArgumentParser:
     >>> parser().parse_args(["train", "--lr", "0.1"]).lr
     0.1
     """
-    top = argparse.ArgumentParser(
-        prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
-    )
+    top = Parser(prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"vision-attn {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_arguments) in COMMANDS.items():
         add_arguments(subparsers.add_parser(name, parents=[common], allow_abbrev=False, help=text))
     return top
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says what a mistyped flag may have been meant to be."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what the parser above could say less of."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:
+            shown = [
+                flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS
+            ]
+            close = [near for word in rest for near in difflib.get_close_matches(word.partition("=")[0], shown, 1)]
+            hint = f"; did you mean {' '.join(close)}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return known, rest
+
+
+def take_any_encoding() -> None:
+    """Signs that the encoding of the output has not, as those of ``LANG=C``, are written by others, such as x for ×."""
+    codecs.register_error("vision-attn", in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="vision-attn")
+
+
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """What stands for the signs that an encoding has not."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(IN_ASCII)
+    return unicodedata.normalize("NFKD", text).encode("ascii", "backslashreplace").decode(), error.end
 
 
 def run_program(
@@ -69,6 +106,7 @@ def run_program(
     2
     0
     """
+    take_any_encoding()
     try:
         run()
     except Interrupted as stop:

@@ -110,6 +110,9 @@ def add_train(command: argparse.ArgumentParser) -> None:
 
     command.set_defaults(command=run_train)
     command.argument_default = argparse.SUPPRESS
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.usage = "vision-attn train --data FOLDER [FLAG ...]"
+    command.description = TRAIN
     command.add_argument(
         "--config",
         metavar="SETTINGS.YAML",
@@ -128,6 +131,17 @@ def add_train(command: argparse.ArgumentParser) -> None:
         else:
             how = {"nargs": "+" if many else None, "choices": CHOICES.get(name) or None, "metavar": about["metavar"]}
             add(group, f"--{flag}", about["text"], type=kind, **how)
+
+
+#: What ``vision-attn train --help`` begins with.
+TRAIN = """\
+Train an image classifier, or evaluate one, with attention inserted or not. It
+leaves a folder with the weights, the metrics and their curves. Ctrl-C saves the
+run, and --resume goes on with it.
+
+  vision-attn train --data flowers --model resnet18 --pretrained --insert layer3
+  vision-attn train --dataset cifar100 --data data --dataset-download --insert -1
+"""
 
 
 def run_train(options: argparse.Namespace) -> None:

@@ -23,7 +23,9 @@ __all__ = ["config_of", "create_model", "registered", "save_model", "weights_fil
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False) -> nn.Module:
+def create_model(
+    name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False, **options: Any
+) -> nn.Module:
     """A network by a name that timm knows, ours among them.
 
     A name without a tag, ``resnet20``, that has a configuration for this number of classes, ``resnet20.cifar100``,
@@ -34,6 +36,7 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
         num_classes: classes.
         in_chans: channels of the images.
         pretrained: whether the weights that come with the name are loaded.
+        **options: further arguments of the network, such as ``drop_path_rate=0.1``.
 
     Raises:
         ValueError: there is no such model or tag, no weights come with it, or it cannot be made.
@@ -52,7 +55,11 @@ def create_model(name: str, *, num_classes: int, in_chans: int = 3, pretrained: 
     elif name not in configurations:
         raise ValueError(f"model: {base!r} has no tag {tag!r}; it has {', '.join(configurations) or 'none'}")
     try:
-        model = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans)
+        model = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
+    except TypeError as error:
+        if not any(option in str(error) for option in options):
+            raise
+        raise ValueError(f"model: {name!r} takes no {' or '.join(options)} ({error})") from error
     except (RuntimeError, FileNotFoundError) as error:
         reason = str(error) or "its weights are not where they belong"
         raise ValueError(f"model: {name!r} cannot be made ({reason})") from error

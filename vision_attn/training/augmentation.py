@@ -1,4 +1,4 @@
-"""What training images go through on the device, a whole batch at a time: crop, flip, cutout, mixup and cutmix.
+"""What training images go through on the device, a whole batch at a time: crops, flips, erasing, mixup and cutmix.
 
 What is random is drawn for the batch of all processes together, of which each then takes its :func:`share`. timm mixes
 an image with the one that stands as far from the other end of the batch, and a share holds both of such a pair.
@@ -6,6 +6,7 @@ an image with the one that stands as far from the other end of the batch, and a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-__all__ = ["Augmentation", "Choice", "crop_and_flip", "cut_out", "share"]
+__all__ = ["Augmentation", "Choice", "crop_and_flip", "cut_out", "seeded", "share"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,15 @@ class Choice:
     flip: Tensor
     #: row and column of the middle of each square that is cut out, ``(2, b)``
     centre: Tensor | None
+    #: what the erasing of each follows from, ``(b,)``
+    erasing: Tensor | None
     #: what mixup and cutmix of the batch follow from
     seed: int
 
     def __getitem__(self, part: Tensor) -> Choice:
         centre = None if self.centre is None else self.centre[:, part]
-        return Choice(self.corner[:, part], self.flip[part], centre, self.seed)
+        erasing = None if self.erasing is None else self.erasing[part]
+        return Choice(self.corner[:, part], self.flip[part], centre, erasing, self.seed)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Augmentation:
     crop_padding: int = 0
     hflip: float = 0.0
     cutout: int = 0
+    reprob: float = 0.0
+    remode: str = "pixel"
     mixup: float = 0.0
     cutmix: float = 0.0
     mixup_switch_prob: float = 0.5
@@ -74,7 +81,10 @@ class Augmentation:
             centre = None
             if self.cutout:
                 centre = (torch.rand(2, batch_size, generator=generator, device=device) * sides).long()
-            yield Choice(corner, flip, centre, int(seeds.integers(2**32)))
+            erasing = None
+            if self.reprob:
+                erasing = torch.randint(2**62, (batch_size,), generator=generator, device=device)
+            yield Choice(corner, flip, centre, erasing, int(seeds.integers(2**32)))
 
     def apply(
         self,
@@ -89,24 +99,30 @@ class Augmentation:
         images = normalize(crop_and_flip(images, choice, self.crop_padding))
         if choice.centre is not None:
             images = cut_out(images, choice.centre, self.cutout)
+        if choice.erasing is not None:
+            erase(images, choice.erasing, RandomErasing(self.reprob, mode=self.remode, device=images.device))
         if not (self.mixup or self.cutmix):
             return images, labels
         mixup = Mixup(
             self.mixup, self.cutmix, switch_prob=self.mixup_switch_prob, label_smoothing=0.0, num_classes=classes
         )
-        with numpy_seed(choice.seed):
+        with seeded(choice.seed):
             return mixup(images, labels)
 
 
 @contextmanager
-def numpy_seed(seed: int) -> Iterator[None]:
-    """NumPy's own numbers follow from a seed inside, for timm draws from them; afterwards they go on as before."""
-    before = np.random.get_state()
-    np.random.seed(seed)
+def seeded(seed: int) -> Iterator[None]:
+    """What torch, NumPy and Python draw by themselves follows from a seed inside, and afterwards goes on as before."""
+    numbers, python = np.random.get_state(), random.getstate()
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            yield
     finally:
-        np.random.set_state(before)
+        np.random.set_state(numbers)
+        random.setstate(python)
 
 
 def share(batch_size: int, process: int, processes: int) -> Tensor:
@@ -131,6 +147,15 @@ def crop_and_flip(images: Tensor, choice: Choice, padding: int) -> Tensor:
     padded = F.pad(images, (padding, padding, padding, padding))
     image = torch.arange(b, device=device)
     return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def erase(images: Tensor, seeds: Tensor, erasing: RandomErasing) -> None:
+    """Erase a part of some images, where they lie."""
+    with seeded(0):
+        for image, seed in zip(images, seeds.tolist(), strict=True):
+            random.seed(seed)
+            torch.manual_seed(seed)
+            erasing(image)
 
 
 def cut_out(images: Tensor, centre: Tensor, side: int) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,29 @@ from typing import Any
 import torch
 from PIL import Image
 from timm.data import IterableImageDataset, create_dataset
+from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from tqdm import tqdm
+from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 from vision_attn.training import digits
-from vision_attn.training.images import Decoder, ImageLoader, Images, ImageSet, ImageStream, prepare, rgb
+from vision_attn.training.images import (
+    Bar,
+    Decoder,
+    ImageLoader,
+    Images,
+    ImageSet,
+    ImageStream,
+    Vary,
+    centre,
+    prepare,
+    rgb,
+)
 from vision_attn.training.settings import Settings
 
-__all__ = ["Source", "image_folder", "open_data", "open_images"]
+__all__ = ["Source", "image_folder", "open_data", "open_images", "varied"]
 
 #: Bytes of images, at the network's size, up to which a set is kept in memory unasked, on the device that trains.
 SMALL = 2 * 2**30
@@ -48,6 +60,8 @@ class Source:
     dataset: Any = None
     #: gives all images and their classes, where they come as tensors
     tensors: Callable[[], tuple[Tensor, Tensor]] | None = None
+    #: whether a share of the images of one folder makes the evaluation half
+    held_out: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -58,8 +72,8 @@ class Source:
             return ImageSet(*self.tensors())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-            def in_threads(*task: Any) -> tqdm[Any]:
-                return tqdm(pool.map(*task), "decode", self.count, leave=False, disable=None)
+            def in_threads(*task: Any) -> Bar:
+                return Bar(pool.map(*task), "decode", self.count)
 
             return ImageSet(*Decoder(self.dataset, size).decode(range(self.count), run=in_threads))
 
@@ -71,8 +85,7 @@ def open_data(settings: Settings, *, train: bool) -> Source:
         tensors = partial(digits.digit_pairs, train)
         return Source(f"digit pairs ({half} digits)", digits.CLASSES, 1, digits.CANVAS, count, tensors=tensors)
     if settings.dataset == "folder":
-        assert settings.data is not None
-        return image_folder(split_folder(Path(settings.data).expanduser(), train, settings.test_only))
+        return half_of_folder(settings, train)
     return named(settings, train)
 
 
@@ -120,15 +133,44 @@ def as_tensors(dataset: Any) -> tuple[Tensor, Tensor]:
     return pixels.permute(0, 3, 1, 2).contiguous(), torch.as_tensor(dataset.targets)
 
 
-def split_folder(root: Path, train: bool, test_only: bool) -> Path:
+def half_of_folder(settings: Settings, train: bool) -> Source:
+    """The training or the evaluation half of a folder; where it has but one, a share of each class is held out."""
+    assert settings.data is not None
+    root, asked = Path(settings.data).expanduser(), settings.val_split != Settings.val_split
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder of images")
-    names = ("train",) if train else EVALUATION_FOLDERS
-    found = [root / name for name in names if (root / name).is_dir()] or [root] * test_only
-    if not found:
-        folders = " or ".join(map(repr, names))
-        raise DataError(f"{root} has no folder {folders}: expected train/CLASS/IMAGE and val/CLASS/IMAGE in it")
-    return found[0]
+    training = root / "train" if (root / "train").is_dir() else None
+    evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
+    if evaluation is not None:
+        if asked:
+            raise ValueError(f"val_split is for a folder without images to evaluate on, and there is {evaluation}")
+        if train and training is None:
+            raise DataError(f"{root} has no folder 'train': expected train/CLASS/IMAGE beside {evaluation.name}")
+        return image_folder(training if train and training else evaluation)
+    if training is None:
+        if settings.test_only and not asked:
+            return image_folder(root)
+        if any(one.is_dir() for one in root.glob("[!.]*/[!.]*")):
+            raise DataError(f"{root} has folders in class folders: expected CLASS/IMAGE, or train/CLASS/IMAGE, in it")
+    return half_of_images(image_folder(training or root), settings, train)
+
+
+def half_of_images(source: Source, settings: Settings, train: bool) -> Source:
+    """All images but a share of each class, drawn by the seed, or that share."""
+    from sklearn.model_selection import train_test_split
+
+    rows, share = range(len(source)), settings.val_share
+    try:
+        halves = train_test_split(rows, test_size=share, stratify=source.dataset.targets, random_state=settings.seed)
+    except ValueError as error:
+        raise DataError(
+            f"{source.name}: there is no folder val, and val_split={share:g} of the images cannot be held out to "
+            f"evaluate on ({error}): give more, or another --val-split"
+        ) from error
+    chosen = [source.dataset.samples[row] for row in sorted(halves[0 if train else 1])]
+    source.dataset.samples, source.dataset.targets = chosen, [label for _, label in chosen]
+    what = "without the" if train else f"the {share:.3g} of each class (seed {settings.seed}) that are"
+    return replace(source, name=f"{source.name}, {what} held out", count=len(chosen), held_out=True)
 
 
 class Folder(ImageFolder):
@@ -163,6 +205,32 @@ def open_image(path: str) -> Image.Image:
         return rgb(file)
 
 
+def varied(settings: Settings, size: tuple[int, int], mean: Sequence[float]) -> Vary | None:
+    """What training images go through while they are decoded, by chance: crops of any size, and what timm varies.
+
+    Args:
+        settings: say what.
+        size: rows and columns of the images that come out.
+        mean: of each channel in 0…1, a colour for what is empty where an image is turned or moved.
+    """
+    resized, timms = settings.train_crop == "resized", settings.aa or settings.color_jitter
+    if not (resized or timms):
+        return None
+    parts = [v2.RandomResizedCrop(size, (settings.crop_scale, 1.0)) if resized else partial(centre, size=size)]
+    if timms:
+        try:
+            _, between, _ = transforms_imagenet_train(
+                size, separate=True, auto_augment=settings.aa, color_jitter=settings.color_jitter or None,
+                force_color_jitter=True, interpolation="bilinear", mean=tuple(mean),
+            )  # fmt: skip
+        except (AssertionError, ValueError) as error:
+            raise ValueError(
+                f"aa: timm knows no {settings.aa!r} ({error}): give one such as rand-m9-mstd0.5"
+            ) from error
+        parts.append(between)
+    return v2.Compose(parts)
+
+
 def open_images(
     source: Source,
     size: tuple[int, int],
@@ -170,7 +238,7 @@ def open_images(
     *,
     workers: int | None = None,
     cache: str = "auto",
-    crop_scale: float | None = None,
+    vary: Vary | None = None,
 ) -> Images:
     """The images of a source at a size: in memory, decoded by worker processes in every epoch, or as a stream.
 
@@ -181,17 +249,17 @@ def open_images(
         workers: processes that decode; where they are given, images are not kept in memory unasked.
         cache: ``"ram"`` and ``"none"`` keep images in memory or do not; ``"auto"`` keeps what takes no more than
             :data:`SMALL`.
-        crop_scale: least share of an image that a random crop has; of what is in memory there are none.
+        vary: what each image goes through anew in each epoch, to that size; what is in memory stays as it is.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
     decoding = workers or max(1, min(MOST_WORKERS, cores() // processes))
     if isinstance(source.dataset, IterableImageDataset):
-        source.dataset.transform = partial(prepare, size=size, crop_scale=crop_scale)
+        source.dataset.transform = partial(prepare, size=size, vary=vary)
         return ImageStream(source.dataset, workers=decoding, device=device)
     small = source.count * source.channels * math.prod(size) <= SMALL
     keep = cache == "ram" or (cache == "auto" and small and not workers)
-    if source.dataset is not None and (crop_scale is not None or not keep):
-        return ImageLoader(Decoder(source.dataset, size, crop_scale), workers=decoding, device=device)
+    if source.dataset is not None and (vary is not None or not keep):
+        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device)
     found, place = source.read(size), device if small else torch.device("cpu")
     return ImageSet(found.images.to(place), found.labels.to(place), device)
 

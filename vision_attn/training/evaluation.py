@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vision_attn.contribution import closed, measured, share
 from vision_attn.insertion import quiet_eval
-from vision_attn.training.images import Images
+from vision_attn.training.images import Bar, Images
 from vision_attn.training.run_folder import RunFolder
 
 __all__ = ["Closed", "Evaluation", "Normalize", "evaluate", "evaluate_closed", "report_classes"]
@@ -91,7 +91,8 @@ def evaluate(
     parts = torch.arange(len(data)).split(batch_size)
     mine = [part[process::processes] for part in parts if len(part) > process]
     with quiet_eval(model), accelerator.autocast() if accelerator else nullcontext(), measured(model) as branches:
-        for done, (images, labels) in enumerate(data.batches(mine), 1):
+        bar = Bar(data.batches(mine), "evaluate", len(mine), hidden=process > 0)
+        for done, (images, labels) in enumerate(bar, 1):
             logits = model(normalize(images)).float()
             classes = logits.shape[1]
             choices = logits.topk(min(5, classes)).indices

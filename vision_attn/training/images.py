@@ -6,12 +6,14 @@ batches, bit for bit.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,16 +26,54 @@ from timm.data import ImageDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
+from tqdm import tqdm
 
 from vision_attn.errors import DataError
+from vision_attn.training.augmentation import seeded
 
-__all__ = ["Decoder", "ImageLoader", "ImageSet", "ImageStream", "Images", "lost_worker_named", "rgb"]
+__all__ = [
+    "Bar",
+    "Decoder",
+    "ImageLoader",
+    "ImageSet",
+    "ImageStream",
+    "Images",
+    "Vary",
+    "centre",
+    "lost_worker_named",
+    "prepare",
+    "rgb",
+]
 
 CPU = torch.device("cpu")
+#: What an image is turned into by chance, while it is decoded.
+Vary: TypeAlias = Callable[[Image.Image], Image.Image]
+#: Seconds between two lines of a :class:`Bar`, and what they say.
+PAUSE = 30.0
+LINE = "{desc}: {n_fmt} of {total_fmt} in {elapsed}, {remaining} to go{postfix}"
 #: How many damaged files one message names.
 NAMED = 20
 #: Images that a worker hands over at a time from a stream.
 CHUNK = 32
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """How far something has come: a bar on a terminal, and elsewhere a line every half minute."""
+
+    monitor_interval = 0  # no thread looks after it
+
+    def __init__(self, items: Iterable[Any], text: str, total: int, *, initial: int = 0, hidden: bool = False) -> None:
+        self.lines = not sys.stderr.isatty()
+        how: dict[str, Any] = {"mininterval": PAUSE, "delay": PAUSE, "bar_format": LINE, "file": io.StringIO()}
+        how = how if self.lines else {"file": sys.stderr}
+        super().__init__(items, text, total, initial=initial, leave=False, miniters=1, disable=hidden, **how)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draw it, or say it; at the end tqdm asks for an empty one."""
+        if not self.lines:
+            super().display(msg, pos)
+        elif msg is None:
+            print(self, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -68,6 +108,20 @@ class ImageLoader:
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each image, without decoding one."""
+        dataset = self.dataset.dataset
+        reader: Any = getattr(dataset, "reader", None)
+        if hasattr(reader, "samples"):  # of timm's folders
+            return torch.tensor([label for _, label in reader.samples])
+        if hasattr(reader, "label_key"):  # of Hugging Face's data sets
+            return torch.tensor(reader.dataset[reader.label_key])
+        found = next((vars(dataset)[name] for name in ("targets", "labels", "_labels") if name in vars(dataset)), None)
+        if found is None:
+            raise ValueError(f"class_weights: {type(dataset).__name__} does not say what the classes of its images are")
+        return torch.as_tensor(found)
 
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = [(chosen.tolist(), seed) for chosen in rows]
@@ -126,10 +180,10 @@ Images: TypeAlias = ImageSet | ImageLoader | ImageStream
 class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
     """The images of a map-style data set of torchvision's or timm's, decoded to pixels of one size."""
 
-    def __init__(self, dataset: Any, size: tuple[int, int], crop_scale: float | None = None) -> None:
+    def __init__(self, dataset: Any, size: tuple[int, int], vary: Vary | None = None) -> None:
         self.dataset = dataset
         self.size = size
-        self.crop_scale = crop_scale
+        self.vary = vary
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -167,10 +221,8 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
         except Exception as error:  # what a decoder raises that meets bytes of any kind, is not known to its caller
             reason = "is of no known format" if isinstance(error, UnidentifiedImageError) else error
             return f"{self.name(row)} ({' '.join(str(reason).split())})"
-        with torch.random.fork_rng(devices=(), enabled=self.crop_scale is not None):
-            if self.crop_scale is not None:
-                torch.manual_seed(int(np.random.SeedSequence((seed, row)).generate_state(1)[0]))
-            return prepare(image, self.size, self.crop_scale), label
+        with seeded(int(np.random.SeedSequence((seed, row)).generate_state(1)[0])) if self.vary else nullcontext():
+            return prepare(image, self.size, self.vary), label
 
     def open(self, row: int) -> tuple[Image.Image, int]:
         if isinstance(self.dataset, ImageDataset):  # by itself it would give another image in place of a damaged one
@@ -200,13 +252,14 @@ def rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def prepare(image: Image.Image, size: tuple[int, int], crop_scale: float | None) -> Tensor:
-    """The centre of an image, or a random crop of this share of it or more, as ``(3, *size)`` of bytes."""
-    if crop_scale is not None:
-        image = v2.RandomResizedCrop(size, (crop_scale, 1.0))(image)
-    elif image.size != size[::-1]:
-        image = ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
-    return v2.functional.pil_to_tensor(image)
+def prepare(image: Image.Image, size: tuple[int, int], vary: Vary | None) -> Tensor:
+    """An image as it is varied, else its centre, as ``(3, *size)`` of bytes."""
+    return v2.functional.pil_to_tensor(centre(image, size) if vary is None else vary(image))
+
+
+def centre(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The centre of an image, at a size of rows and columns."""
+    return image if image.size == size[::-1] else ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,22 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.checkpoint import Checkpoints
 from vision_attn.training.evaluation import Closed, Evaluation, Normalize, evaluate, evaluate_closed, report_classes
-from vision_attn.training.images import Images, lost_worker_named
+from vision_attn.training.images import Bar, Images, lost_worker_named
 from vision_attn.training.network import Network, lines_of
-from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.run_folder import RunFolder, numbered_folder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
 
@@ -73,12 +75,19 @@ class Trainer:
             crop_padding=settings.crop_padding if settings.train_crop == "pad" else 0,
             hflip=settings.hflip,
             cutout=settings.cutout,
+            reprob=settings.reprob,
+            remode=settings.remode,
             mixup=settings.mixup,
             cutmix=settings.cutmix,
             mixup_switch_prob=settings.mixup_switch_prob,
         )
         self.steps = len(self.train_data) // settings.batch_size
         self.step = TrainingStep(settings, self.accelerator, network, self.steps)
+        if settings.class_weights:
+            count, labels = np.arange(len(self.classes)), self.train_data.labels.cpu().numpy()
+            self.step.class_weights = normalize.mean.new_tensor(
+                compute_class_weight("balanced", classes=count, y=labels)
+            )
         about = {
             "classes": list(self.classes),
             "train_images": len(self.train_data),
@@ -86,6 +95,10 @@ class Trainer:
             "mean": normalize.mean.flatten().tolist(),
             "std": normalize.std.flatten().tolist(),
         }
+        if settings.numbered:  # now that nothing is refused any more
+            folder = str(numbered_folder()) if self.accelerator.is_main_process else None
+            self.settings = settings = replace(settings, output=broadcast_object_list([folder])[0])
+            self.accelerator.project_configuration.logging_dir = str(settings.folder / "logs")
         self.folder = RunFolder(settings.folder)
         self.checkpoints = Checkpoints(settings, self.folder, self.step, network, about)
         self.look_every = 1 if self.accelerator.device.type == "cpu" else LOOK_EVERY
@@ -122,11 +135,12 @@ class Trainer:
         with self.signals_noted(), lost_worker_named():
             final, seen = self.evaluate()
             self.log(f"before epoch {progress.epoch + 1}: {final}")
-            while progress.epoch < settings.epochs:
+            while progress.epoch < settings.epochs and not self.out_of_patience():
                 self.step.enter_epoch(progress.epoch, self.log)
                 loss = self.train_epoch()
+                raw = self.evaluate(self.step.model)[0] if self.step.ema else None
                 final, seen = self.evaluate()
-                self.close_epoch(loss, final, seen)
+                self.close_epoch(loss, final, seen, raw)
             closed = evaluate_closed(
                 self.step.evaluated, self.normalize, self.eval_data, final, seen, **self.how_to_evaluate
             )
@@ -141,15 +155,24 @@ class Trainer:
         self.step.unwrap()
         return Result(self.network, self.step.evaluated, self.normalize, final, best, closed, progress.seconds)
 
-    def evaluate(self) -> tuple[Evaluation, Tensor]:
-        """How well the weights that count do on the evaluation images, and what this process saw of them."""
+    def out_of_patience(self) -> bool:
+        """Whether the last epochs, as many as early stopping has patience with, were no better than one before."""
+        scores = [float(str(row["eval_top1"])) for row in self.checkpoints.progress.rows]
+        worse = len(scores) - 1 - scores.index(max(scores)) if scores else 0
+        over = self.settings.early_stopping is not None and worse >= self.settings.early_stopping
+        if over:
+            self.log(f"stopped early: {worse} epochs have not surpassed the top-1 of epoch {len(scores) - worse}")
+        return over
+
+    def evaluate(self, model: nn.Module | None = None) -> tuple[Evaluation, Tensor]:
+        """How well a model, else the weights that count, does on the evaluation images; what this process saw."""
         if self.accelerator.num_processes > 1:
             # Each process has seen other images, and its batch norms have other statistics: those of the first, which
             # are the ones that are saved, are the network's.
             averages = self.step.ema.module.buffers() if self.step.ema else ()
             for buffer in (*self.step.model.buffers(), *averages):
                 torch.distributed.broadcast(buffer, src=0)
-        return evaluate(self.step.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
+        return evaluate(model or self.step.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
 
     def train_epoch(self) -> float:
         """Train on every image once, but for those at the end that are too few for a step; returns the mean loss."""
@@ -166,13 +189,12 @@ class Trainer:
         self.step.model.train()
         total = torch.tensor(progress.loss, device=device)
         begin = time.perf_counter() - progress.epoch_seconds
-        bar = tqdm(
+        bar = Bar(
             self.train_data.batches(rows[done:], seed=seed),
             f"epoch {progress.epoch + 1}/{settings.epochs}",
             self.steps,
             initial=done,
-            leave=False,
-            disable=None if accelerator.is_main_process else True,  # None: off where there is no terminal
+            hidden=not accelerator.is_main_process,
         )
         step = done
         try:
@@ -185,6 +207,7 @@ class Trainer:
                 step += 1
                 if step % self.look_every == 0 or step == self.steps:
                     self.look(total, step, time.perf_counter() - begin)
+                    bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
         except DataError:  # in this process alone: the others cannot be waited for
             progress.reached(step, total.item(), time.perf_counter() - begin)
             if accelerator.is_main_process and self.is_finite(total):
@@ -193,7 +216,7 @@ class Trainer:
         progress.reached(self.steps, accelerator.reduce(total, "mean").item(), time.perf_counter() - begin)
         return progress.loss / self.steps
 
-    def close_epoch(self, loss: float, score: Evaluation, seen: Tensor) -> None:
+    def close_epoch(self, loss: float, score: Evaluation, seen: Tensor, raw: Evaluation | None) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
         progress, seconds = self.checkpoints.progress, self.checkpoints.progress.epoch_seconds
         images = self.steps * self.settings.batch_size / seconds
@@ -210,10 +233,13 @@ class Trainer:
             "branch_share": "" if score.branch_share is None else f"{score.branch_share:.6f}",
             "seconds": f"{seconds:.2f}",
             "images_per_second": f"{images:.0f}",
+            "raw_loss": "" if raw is None else f"{raw.loss:.6f}",
+            "raw_top1": "" if raw is None else f"{raw.top1:.4f}",
         }
         progress.rows.append(row)
+        averaged = "" if raw is None else f" (not averaged: top-1 {raw.top1:.2f} %, loss {raw.loss:.4f})"
         self.log(
-            f"epoch {progress.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}, "
+            f"epoch {progress.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}{averaged}, "
             f"{seconds:.0f} s, {images:.0f} images/s"
         )
         self.accelerator.log({key: float(str(value)) for key, value in row.items() if value != ""}, step=progress.epoch)

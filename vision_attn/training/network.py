@@ -66,8 +66,14 @@ def build_network(
     if file is None and settings.weights:
         file = read_file(settings.weights)
     model = create_model(
-        settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=settings.pretrained
+        settings.model,
+        num_classes=len(source.classes),
+        in_chans=source.channels,
+        pretrained=settings.pretrained,
+        **({"drop_path_rate": settings.drop_path} if settings.drop_path else {}),
     )
+    if settings.drop_path and not any(getattr(module, "drop_prob", 0) for module in model.modules()):
+        raise ValueError(f"drop_path: {settings.model!r} has no branches that timm can drop: leave it out")
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
     notes = {**config_of(model), **(notes_of(file, settings, source) if file else {})}

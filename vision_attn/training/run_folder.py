@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import itertools
 import math
 import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from vision_attn.errors import TrainingError
 from vision_attn.figures import save_figure
 from vision_attn.training.settings import FIELDS, Settings
 
-__all__ = ["RunFolder", "curves_figure", "read_config"]
+__all__ = ["RunFolder", "curves_figure", "numbered_folder", "read_config"]
 
 #: What a run leaves.
 FILES = (
@@ -128,6 +130,17 @@ class RunFolder:
                 f"{path} cannot be written ({error.strerror}), and {old}: {room} and go on with "
                 f"--resume auto --output {self.path}"
             ) from error
+
+
+def numbered_folder(root: Path = Path("runs")) -> Path:
+    """Make the next of ``train-1``, ``train-2``, …, for one run alone though several may begin at once."""
+    taken = [int(path.name[6:]) for path in root.glob("train-*") if path.name[6:].isdecimal()]
+    for number in itertools.count(max(taken, default=0) + 1):
+        path = root / f"train-{number}"
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError
 
 
 def curves_figure(rows: Sequence[Mapping[str, object]]) -> Figure:

@@ -6,6 +6,7 @@ those of timm's and torchvision's scripts.
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 from collections.abc import Collection, Mapping
@@ -29,6 +30,8 @@ NAMED = {"dataset": ("torch/…", *HUB, *STREAMS)}
 #: All but streams have images that can be kept; all but the embedded data set have images to decode.
 KEPT = {"dataset": ("folder", *TORCH, *HUB)}
 IMAGES = {"dataset": (*KEPT["dataset"], *STREAMS)}
+#: Schedules that end at a rate of their own.
+FALLING = ("cosine", "tanh", "poly", "wsd", "rsqrt")
 INSERTED: dict[str, tuple[str, ...]] = {"insert": ()}
 ATTENTION = {**INSERTED, "block": ("attention",)}
 
@@ -61,8 +64,8 @@ class Settings:
     """
 
     data: str | None = setting(
-        None, "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of the data set", group="data",
-        concerns="machine",
+        None, "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or of the data set; without val/ see --val-split",
+        group="data", concerns="machine",
     )  # fmt: skip
     dataset: str = setting(
         "folder", "folder, cifar10, cifar100, digit-pairs or a name of timm's: torch/…, hfds/…; streams: wds/…, tfds/…"
@@ -71,7 +74,11 @@ class Settings:
         False, "fetch it into --data if it is not there", needs={"dataset": TORCH}, concerns="machine"
     )
     train_split: str = setting("train", "part of a data set of timm's; of shards 'train-{0..9}.tar|5000'", needs=NAMED)
-    val_split: str = setting("validation", "the part to evaluate on", needs=NAMED)
+    val_split: str = setting(
+        "validation",
+        "the part to evaluate on; of a folder without val/ the share of each class, 0.1 if none is given",
+        needs={"dataset": ("folder", *NAMED["dataset"])},
+    )
     num_classes: int | None = setting(None, "of data that does not name its classes, as shards", SIZE, needs=NAMED)
     img_size: int | None = setting(
         None, "side of the images in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES
@@ -85,8 +92,19 @@ class Settings:
     crop_scale: float = setting(
         0.08, "of resized, least share of an image that a crop has", (1e-4, 1), needs={"train_crop": ("resized",)}
     )
+    aa: str | None = setting(
+        None, "timm's RandAugment or the like, such as rand-m9-mstd0.5-inc1, augmix-m5-w4 or original", needs=IMAGES
+    )
+    color_jitter: float = setting(
+        0.0, "how much brightness, contrast and saturation vary, such as 0.4", (0, 100), needs=IMAGES
+    )
     hflip: float = setting(0.5, "probability of a horizontal flip", SHARE)
     cutout: int = setting(0, "side of a square in each image that is blotted out, in pixels", (0, 65_536))
+    reprob: float = setting(0.0, "probability of timm's random erasing of a part of an image", SHARE)
+    remode: str = setting(
+        "pixel", "what takes its place: noise, one random colour or the mean colour", ("pixel", "rand", "const"),
+        needs={"reprob": ()},
+    )  # fmt: skip
     mixup: float = setting(0.0, "alpha of mixup, such as 0.2: two images laid over each other", UP_TO_1000)
     cutmix: float = setting(0.0, "alpha of cutmix, such as 1: a box of one image in another", UP_TO_1000)
     mixup_switch_prob: float = setting(
@@ -98,6 +116,9 @@ class Settings:
     weights: str | None = setting(None, "checkpoint to begin from: .pth, .pt, .th, .safetensors")
     weights_ema: bool = setting(False, "take the moving average in that checkpoint", needs={"weights": ()})
     reset_head: bool = setting(False, "begin with a new classifier, for other classes", needs={"weights": ()})
+    drop_path: float = setting(
+        0.0, "probability that a residual branch is left out, up to that of the last one", (0, 0.99)
+    )
     insert: tuple[str, ...] = setting((), "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index")
     at: str = setting("after", "of these sites", ("after", "before", "branch"), needs=INSERTED)
     block: str = setting("attention", "what is inserted", ("attention", "conv", "se"), needs=INSERTED)
@@ -125,12 +146,33 @@ class Settings:
     layer_decay: float | None = setting(None, "rate of a layer over that of the next, such as 0.75", (0.01, 1))
     momentum: float = setting(0.9, "of sgd and others that have one", SHARE)
     weight_decay: float = setting(5e-4, "of all but biases, norms and gates", UP_TO_1000)
-    warmup_epochs: float = setting(0.0, "epochs of linear warm-up before the cosine", EPOCHS)
-    min_lr: float = setting(0.0, "rate that the cosine ends at", UP_TO_1000)
+    warmup_epochs: float = setting(0.0, "epochs of linear warm-up before that", EPOCHS)
+    sched: str = setting("cosine", "how the rate falls, by timm's names", (*FALLING, "step", "multistep", "constant"))
+    min_lr: float = setting(0.0, "rate that it ends at", UP_TO_1000, needs={"sched": FALLING})
+    decay_epochs: float | None = setting(
+        None, "of step between two decays; of wsd and rsqrt those of decay, or below 1 their share (default: 0.2)",
+        (1e-6, 1_000_000), needs={"sched": ("step", "wsd", "rsqrt")},
+    )  # fmt: skip
+    decay_milestones: tuple[int, ...] = setting(
+        (), "epochs at which multistep decays", COUNT, needs={"sched": ("multistep",)}
+    )
+    decay_rate: float = setting(
+        0.1, "what step and multistep multiply the rate by; of poly its power", RATE,
+        needs={"sched": ("step", "multistep", "poly")},
+    )  # fmt: skip
     clip_grad: float | None = setting(None, "norm that gradients are clipped to", (1e-12, 1e12))
     label_smoothing: float = setting(0.0, "share of the label spread over all classes", SHARE)
+    class_weights: str | None = setting(
+        None, "balanced: rare classes count more in the loss, all classes the same", ("balanced",),
+        needs={"dataset": (*KEPT["dataset"], "digit-pairs")},
+    )  # fmt: skip
     model_ema: bool = setting(False, "keep a moving average of the weights, evaluate and save it")
-    model_ema_decay: float = setting(0.999, "of that average, in each step", SHARE, needs={"model_ema": ()})
+    model_ema_decay: float = setting(
+        0.999, "of that average in each step, after a warm-up", SHARE, needs={"model_ema": ()}
+    )
+    early_stopping: int | None = setting(
+        None, "stop after so many epochs without a higher top-1", COUNT, metavar="PATIENCE", concerns="machine"
+    )
     seed: int = setting(0, "of everything random", (0, 2**32 - 1))
 
     device: str | None = setting(
@@ -161,7 +203,9 @@ class Settings:
     channels_last: bool = setting(False, "keep maps in the channels-last memory format")
     compile: bool = setting(False, "compile the network", concerns="machine")
 
-    output: str | None = setting(None, "folder of the run (default: runs/train)", group="run", concerns="run")
+    output: str | None = setting(
+        None, "folder of the run (default: the next of runs/train-1, runs/train-2, …)", group="run", concerns="run"
+    )
     overwrite: bool = setting(False, "begin anew in a folder that holds a run", concerns="run")
     resume: str | None = setting(
         None,
@@ -201,12 +245,20 @@ class Settings:
                 raise ValueError(f"{one} and {other} exclude each other: choose {choice}")
         if kind_of(self.dataset) not in (*IMAGES["dataset"], "digit-pairs"):
             raise ValueError(f"dataset must be {', '.join(IMAGES['dataset'])} or digit-pairs; got {self.dataset!r}")
-        if self.cache_images == "ram" and self.train_crop == "resized":
-            raise ValueError("cache_images ram keeps one crop of each image, and train_crop resized draws others")
+        if self.dataset == "folder" and not 0 < self.val_share < 1:
+            raise ValueError(f"val_split of a folder must be a share between 0 and 1; got {self.val_split!r}")
+        varied = [name for name in ("train_crop", "aa", "color_jitter") if getattr(self, name) != FIELDS[name].default]
+        if self.cache_images == "ram" and varied:
+            raise ValueError(
+                f"cache_images ram keeps images as they are decoded, and {varied[0]} varies them each time"
+            )
         if self.data is None and kind_of(self.dataset) in ("folder", *TORCH, "wds/…"):
             raise ValueError(f"data must name the folder of the data set {self.dataset!r}")
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std go together: give both, or neither for the model's own")
+        for sched, name in (("step", "decay_epochs"), ("multistep", "decay_milestones")):
+            if self.sched == sched and not getattr(self, name):
+                raise ValueError(f"{name} must be given for sched {sched}")
         for name in ("warmup_epochs", "freeze_epochs"):
             if self.epochs <= getattr(self, name):
                 raise ValueError(f"{name} must be fewer than epochs={self.epochs}; got {getattr(self, name)}")
@@ -227,10 +279,25 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Where the run leaves what it makes."""
+        """Where the run leaves what it makes, where it is not :attr:`numbered`."""
         if self.resume and self.resume != "auto":
             return Path(self.resume).parent
         return Path(self.output or "runs/train")
+
+    @property
+    def numbered(self) -> bool:
+        """Whether the run has a folder with the next number at its end."""
+        return self.output is None and self.resume is None and not self.overwrite
+
+    @property
+    def val_share(self) -> float:
+        """Of a folder without images to evaluate on, the share of those to train on that are held out; NaN is none."""
+        if self.val_split == type(self).val_split:
+            return 0.1
+        try:
+            return float(self.val_split)
+        except ValueError:
+            return math.nan
 
     @property
     def base_lr(self) -> float:
@@ -296,6 +363,7 @@ def type_of(name: str) -> tuple[type, bool]:
 def checked(name: str, value: Any) -> Any:
     """A value as it is kept, lists as tuples and paths as texts; ValueError if it is not what the setting may be."""
     kind, many = type_of(name)
+    value = str(value) if name == "val_split" and isinstance(value, float) else value
     if value is None and FIELDS[name].default is None:
         return None
     if not many:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.optim import create_optimizer_v2, get_optimizer_info
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
@@ -51,6 +52,26 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     return optimizer
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
+    """timm's schedule by its name; it has no state, as it goes by the number of the step."""
+    warmup, decay = round(settings.warmup_epochs * steps), settings.decay_epochs
+    schedule, _ = create_scheduler_v2(
+        optimizer,
+        settings.sched,
+        num_epochs=max(1, settings.epochs * steps - warmup),  # all of these are steps
+        decay_milestones=[epoch * steps for epoch in sorted(settings.decay_milestones)],
+        decay_rate=settings.decay_rate,
+        min_lr=settings.min_lr,
+        warmup_lr=settings.base_lr / 100,
+        warmup_epochs=warmup,
+        warmup_prefix=settings.sched not in ("step", "multistep"),  # whose epochs are those of the run
+        step_on_epochs=False,
+        updates_per_epoch=1,
+        **({} if decay is None else {"decay_epochs": decay * steps if decay >= 1 else decay}),
+    )
+    return schedule
+
+
 class TrainingStep:
     """Changes a network a step at a time.
 
@@ -64,19 +85,11 @@ class TrainingStep:
         #: of an epoch
         self.steps = steps
         self.model = model = network.model
-        self.ema = ModelEmaV3(model, decay=settings.model_ema_decay) if settings.model_ema else None
+        self.ema = ModelEmaV3(model, settings.model_ema_decay, use_warmup=True) if settings.model_ema else None
         self.optimizer = make_optimizer(model, settings)
-        warmup = round(settings.warmup_epochs * steps)
-        # It has no state, as it goes by the number of the step.
-        self.schedule = CosineLRScheduler(
-            self.optimizer,
-            t_initial=max(1, settings.epochs * steps - warmup),
-            lr_min=settings.min_lr,
-            warmup_t=warmup,
-            warmup_lr_init=settings.base_lr / 100,
-            warmup_prefix=True,
-            t_in_epochs=False,
-        )
+        #: how much an image of each class counts in the loss; None where all count the same
+        self.class_weights: Tensor | None = None
+        self.schedule = make_schedule(self.optimizer, settings, steps)
         self.frozen: bool | None = None
         #: what dropout is drawn from; torch.manual_seed, which looks for devices, is slow
         self.generators = [torch.default_generator]
@@ -135,7 +148,11 @@ class TrainingStep:
             # Accelerate divides the gradients by the number of parts, and lets the last part alone make the step.
             with accelerator.accumulate(self.wrapped):
                 logits = self.forward(some_images).float()
-                loss = F.cross_entropy(logits, some_labels, label_smoothing=settings.label_smoothing)
+                # With weights the mean is over images: over their weights, parts of a batch would not count the same.
+                loss = F.cross_entropy(
+                    logits, some_labels, self.class_weights, label_smoothing=settings.label_smoothing,
+                    reduction="mean" if self.class_weights is None else "none",
+                ).mean()  # fmt: skip
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and settings.clip_grad is not None:
                     accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from accelerate.utils import (
 from vision_attn.errors import DataError
 from vision_attn.text import shorten
 from vision_attn.training.checkpoint import checkpoint_to_resume
-from vision_attn.training.data import Source, open_data, open_images
+from vision_attn.training.data import Source, open_data, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed, report_classes
 from vision_attn.training.images import Images
 from vision_attn.training.loop import Result, Trainer
@@ -72,7 +73,9 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
     if train_source is not None:
         check_halves(train_source, source)
         check_batch(settings, len(train_source), accelerator.num_processes)
-        if checkpoint is None and not settings.overwrite:
+        if source.held_out:  # as it is noted, test_only evaluates on the same images
+            settings = replace(settings, val_split=str(settings.val_share))
+        if checkpoint is None and not settings.overwrite and not settings.numbered:
             RunFolder(settings.folder).refuse_another_run()
     with accelerator.main_process_first():
         network = build_network(settings, source, log)
@@ -87,6 +90,7 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         f"on {accelerator.device}"
     )
 
+    vary = None if settings.test_only else varied(settings, network.size, network.mean)
     how_kept: dict[str, Any] = {"workers": settings.workers, "cache": settings.cache_images}
     data = open_images(source, network.size, accelerator.device, **how_kept)
     log(f"evaluation: {describe(source, data)}")
@@ -105,7 +109,7 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         network.size,
         accelerator.device,
         **how_kept,
-        crop_scale=settings.crop_scale if settings.train_crop == "resized" else None,
+        vary=vary,
     )
     log(f"training: {describe(train_source, train_data)}")
     steps, over = divmod(len(train_data), settings.batch_size)
