@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from vision_attn.checkpoints.specification import BLOCKS, blocks_of
 from vision_attn.insertion import plain_network
 
 __all__ = ["copy_to_write", "save_weights", "write_atomically"]
 
 
 def save_weights(model: nn.Module, path: str | Path) -> None:
-    """Write a model's weights as ``.safetensors``: names and tensors, nothing that could run.
+    """Write a model's weights as ``.safetensors``: names, tensors and what the blocks are, nothing that could run.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "net.safetensors"
@@ -26,8 +28,9 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    tensors = {key: copy_to_write(value) for key, value in plain_network(model).state_dict().items()}
-    write_atomically(path, save(tensors))
+    state = plain_network(model).state_dict()
+    said = {BLOCKS: json.dumps(blocks)} if (blocks := blocks_of(state)) else None
+    write_atomically(path, save({key: copy_to_write(value) for key, value in state.items()}, said))
 
 
 def copy_to_write(tensor: Tensor) -> Tensor:

@@ -141,5 +141,8 @@ class Checkpoints:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A state dict on the CPU, of plain names."""
-    return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}
+    """A state dict on the CPU, of plain names; it says what its blocks are."""
+    state: dict[str, Tensor] = plain_network(model).state_dict()
+    for key, value in state.items():
+        state[key] = value.detach().cpu().clone()
+    return state
