@@ -269,7 +269,7 @@ def test_a_folder_of_hugging_faces_form_is_read(name, trained, tmp_path):
 
 def test_a_folder_of_our_own_is_read(tmp_path):
     source = timm.create_model("resnet20", num_classes=10)
-    vision_attn.models.registry.save_model(source, tmp_path / "saved", architecture="resnet20")
+    va.save_model(source, tmp_path / "saved")
     model = timm.create_model("resnet20", num_classes=10)
     assert not va.load_checkpoint(model, tmp_path / "saved").missing
     assert_loaded(model, source)

@@ -15,7 +15,8 @@ from timm.models import group_parameters
 
 import vision_attn as va
 from vision_attn.models import CifarResNet, WideResNet, create_model
-from vision_attn.models.registry import save_model, weights_folder
+from vision_attn.models.folder import save_model
+from vision_attn.models.registry import weights_folder
 from vision_attn.training.data import image_folder
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.settings import Settings
