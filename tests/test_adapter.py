@@ -438,7 +438,7 @@ def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
     train(model)
     path = save_adapter(model, tmp_path / "own.safetensors")
     other = small_network()
-    with pytest.raises(va.CheckpointError, match=r"holds Scale, which is no block of this library.*block=Scale\)"):
+    with pytest.raises(va.CheckpointError, match=r"holds Scale, which is no block of this library.*block=Scale"):
         load_adapter(other, path)
     load_adapter(other, path, block=Scale)
     assert_same(other.state_dict(), model.state_dict())
@@ -594,3 +594,92 @@ def test_nothing_else_is_evaluated(code, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is not the code of a value"):
         from_code(code)
     assert not list(tmp_path.iterdir())
+
+
+# --- several adapters on one network ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Files of two adapters, each with a head, and what networks with them give."""
+    files, outputs, x = {}, {}, torch.randn(2, 3, 32, 32)
+    for name, place in (("pets", "several at once"), ("birds", "branch")):
+        model = small_network()
+        PLACES[place](model)
+        train(model, also=["fc.weight", "fc.bias"] if name == "birds" else [])
+        files[name] = save_adapter(model, tmp_path / f"{name}.safetensors", also="fc.*" if name == "birds" else ())
+        outputs[name] = model(x)
+    return files, outputs | {None: small_network()(x)}, x
+
+
+def test_adapters_are_switched_and_closed(two):
+    files, outputs, x = two
+    model = small_network()
+    before, keys = copied(model), {}
+    for name, path in files.items():
+        load_adapter(model, path, name=name)
+        keys[name] = list(model.state_dict())
+    assert torch.equal(model(x), outputs["birds"]), "the one that was loaded last is in it"
+    parameters = {id(p) for p in model.parameters()}
+    for name in ("pets", None, "birds", "pets", "pets", None, "birds"):
+        va.set_adapter(model, name)
+        assert torch.equal(model(x), outputs[name]), name
+        assert set(model.state_dict()) == set(keys.get(name, before)), "a state dict has nothing of those aside"
+    assert {id(p) for p in model.parameters()} == parameters, "an optimizer stays valid"
+    other = copy.deepcopy(model)
+    va.set_adapter(other, "pets")
+    assert torch.equal(other(x), outputs["pets"])
+    assert torch.equal(model(x), outputs["birds"])
+    va.set_adapter(model, None)
+    assert_same(model.state_dict(), before)
+
+
+def test_an_adapter_is_trained_put_aside_and_saved(two, tmp_path):
+    files, outputs, x = two
+    model = small_network()
+    for name, path in files.items():
+        load_adapter(model, path, name=name)
+    with torch.no_grad():
+        model.fc.bias.add_(1.0)
+        next(iter(va.inserted(model).values())).gate.mul_(2.0)
+    expected = model(x)
+    va.set_adapter(model, "pets")
+    assert torch.equal(model(x), outputs["pets"])
+    model.train().double()
+    va.set_adapter(model, "birds")
+    model.eval()
+    assert all(module.training is False for module in model.modules())
+    torch.testing.assert_close(model(x.double()).float(), expected)
+    model.float()
+    save_adapter(model, tmp_path / "again.safetensors", also="fc.*")
+    again = small_network()
+    load_adapter(again, tmp_path / "again.safetensors")
+    assert torch.equal(again(x), expected)
+
+
+def test_names_of_adapters_are_minded(two, tmp_path):
+    files, outputs, x = two
+    model = small_network()
+    with pytest.raises(ValueError, match=r"it has none: load_adapter\(model, path, name=…\) first; got 'pets'"):
+        va.set_adapter(model, "pets")
+    load_adapter(model, files["pets"], name="pets")
+    with pytest.raises(ValueError, match=r"it has 'pets'; got 'cats'"):
+        va.set_adapter(model, "cats")
+    for name in ("pets", None):
+        with pytest.raises(ValueError, match=r"name must be one that none of the model's adapters has \(pets\)"):
+            load_adapter(model, files["birds"], name=name)
+    # What cannot be loaded leaves the one that is in the network.
+    (tmp_path / "damaged.safetensors").write_bytes(files["birds"].read_bytes()[:-3])
+    with pytest.raises(va.CheckpointError):
+        load_adapter(model, tmp_path / "damaged.safetensors", name="birds")
+    assert torch.equal(model(x), outputs["pets"])
+
+
+def test_the_share_of_what_is_trained_is_printed_as_peft_does(capsys):
+    model = small_network()
+    va.insert_(model, names="layer4", num_heads=2, example_input=IMAGES)
+    va.freeze_backbone_(model)
+    va.print_trainable_parameters(model)
+    total, new = (sum(p.numel() for p in one.parameters()) for one in (model, *va.inserted(model).values()))
+    expected = f"trainable params: {new:,d} || all params: {total:,d} || trainable%: {100 * new / total:.4f}\n"
+    assert capsys.readouterr().out == expected

@@ -269,7 +269,7 @@ def test_a_folder_of_hugging_faces_form_is_read(name, trained, tmp_path):
 
 def test_a_folder_of_our_own_is_read(tmp_path):
     source = timm.create_model("resnet20", num_classes=10)
-    vision_attn.models.registry.save_model(source, tmp_path / "saved", architecture="resnet20")
+    va.save_model(source, tmp_path / "saved")
     model = timm.create_model("resnet20", num_classes=10)
     assert not va.load_checkpoint(model, tmp_path / "saved").missing
     assert_loaded(model, source)
@@ -552,3 +552,101 @@ def test_tied_weights_are_written_and_read(tmp_path):
     weights = read_checkpoint(tmp_path / "tied.safetensors")
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+# --- what a block is, beyond its shapes -------------------------------------------------------------------------------
+
+BLOCK = {"num_heads": 4, "pattern": va.Window(4), "position": va.RelPosDecomposed(4), "scale": 0.3, "num_kv_heads": 2}
+
+
+def with_block(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+    va.insert_(model, names="0", example_input=(1, 3, 8, 8), **{**BLOCK, **options})
+    return model
+
+
+def saved_block(form, path, model):
+    if form == "safetensors":
+        save_weights(model, path.with_suffix(".safetensors"))
+        return path.with_suffix(".safetensors")
+    state = nn.DataParallel(model).state_dict() if form == "parallel" else model.state_dict()
+    state = dict(state) if form == "plain" else state
+    torch.save({"state_dict": state, "epoch": 3}, path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["torch", "parallel", "safetensors"])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4},
+            "num_heads=4 in the file and 8",
+        ),
+        ({"pattern": va.Grid(4)}, r"pattern=Window\(size=4, shift=0\) in the file and Grid\(size=4\) in the model"),
+        (
+            {"pattern": va.Window(4, shift=2)},
+            r"pattern=Window\(size=4, shift=0\) in the file and Window\(size=4, shift=2\)",
+        ),
+        ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the file and Rope2d"),
+        ({"scale": None}, "scale=0.3 in the file and its default in the model"),
+        ({"scale": 0.7}, "scale=0.3 in the file and 0.7 in the model"),
+        ({"causal": True}, "causal=its default in the file and True in the model"),
+    ],
+)
+def test_blocks_that_shapes_do_not_tell_apart_are_refused_by_name(form, other, said, tmp_path):
+    path = saved_block(form, tmp_path / "net.pth", with_block())
+    model = with_block(**other)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(va.CheckpointError, match=rf"1 made otherwise: 0\.inserted\.attn has .*{said}"):
+        va.load_checkpoint(model, path)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    report = va.load_checkpoint(model, path, strict=False)
+    assert len(report.differing) == 1
+    assert report.trusted == ()
+    same = with_block()
+    report = va.load_checkpoint(same, path)
+    assert (report.differing, report.trusted) == ((), ())
+    assert "trust" not in str(report)
+
+
+def test_what_a_file_does_not_say_of_its_blocks_is_taken_on_trust_and_said(tmp_path):
+    path = saved_block("plain", tmp_path / "net.pth", with_block())
+    report = va.load_checkpoint(with_block(pattern=va.Grid(4)), path)
+    assert report.trusted == ("0.inserted.attn",)
+    assert "taken on trust, as the file does not say them: 0.inserted.attn" in str(report)
+    plain = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    assert va.load_checkpoint(with_block(), tmp_path / "plain.pth").trusted == ()
+
+
+def test_a_block_keeps_its_keys_and_says_what_it_is_by_itself(tmp_path):
+    block = va.Attention2d(8, 2)
+    assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
+    torch.save(block.state_dict(), tmp_path / "block.pth")
+    torch.load(tmp_path / "block.pth", weights_only=True)
+    with pytest.raises(va.CheckpointError, match="the block has num_heads=2 in the file and 4 in the model"):
+        va.load_checkpoint(va.Attention2d(8, 4), tmp_path / "block.pth")
+    torch.save(va.LinearAttention2d(8, 2).state_dict(), tmp_path / "linear.pth")
+    with pytest.raises(va.CheckpointError, match="attention='linear' in the file and its default in the model"):
+        va.load_checkpoint(block, tmp_path / "linear.pth")
+    # An implementation is none of a block's properties, nor is what happens in training alone.
+    other = va.Attention2d(8, 2, impl="bmm", attn_drop=0.1)
+    assert va.load_checkpoint(other, tmp_path / "block.pth").trusted == ()
+    torch.save(va.StridedAttention2d(8, 2, stride=2).state_dict(), tmp_path / "strided.pth")
+    with pytest.raises(va.CheckpointError, match="stride=2 in the file and 1 in the model"):
+        va.load_checkpoint(va.StridedAttention2d(8, 2), tmp_path / "strided.pth")
+
+
+@pytest.mark.parametrize("said", [3, {"block": 3}, {"block": {"num_heads": 4}}, {"block": {3: "4"}}, []])
+def test_what_is_no_word_on_a_block_is_refused(said, tmp_path):
+    block = va.Attention2d(8, 2)
+    state = block.state_dict()
+    state._metadata[""] = said
+    torch.save(state, tmp_path / "block.pth")
+    if said == []:
+        assert va.load_checkpoint(block, tmp_path / "block.pth").trusted == ("Attention2d",)
+        return
+    with pytest.raises(va.CheckpointError, match="damaged in what it says of its blocks"):
+        va.load_checkpoint(block, tmp_path / "block.pth")

@@ -22,16 +22,15 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.errors import CheckpointError, ExportError
 from vision_attn.export import formats
+from vision_attn.export.classifier import Classifier, load_run
 from vision_attn.export.export import export_classifier
-from vision_attn.export.formats import Classifier
-from vision_attn.export.from_run import open_run
 from vision_attn.models import create_model
 from vision_attn.training.data import open_data, open_image
 from vision_attn.training.images import prepare
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
-FILES = {"onnx": "net.onnx", "torch-export": "net.pt2", "timm": "net", "safetensors": "net.safetensors"}
+FILES = {"onnx": "net.onnx", "torch-export": "net.pt2", "folder": "net", "safetensors": "net.safetensors"}
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 CLASSES = ["blue", "green", "red"]
 
@@ -188,7 +187,7 @@ def test_a_folder_says_it_in_the_words_of_timm(tmp_path):
     torch.testing.assert_close(found, normalized(pixels))
 
 
-@pytest.mark.parametrize("format", ["timm", "safetensors"])
+@pytest.mark.parametrize("format", ["folder", "safetensors"])
 def test_what_computes_something_else_leaves_no_file(capsys, checkpoint, tmp_path, monkeypatch, format):
     form = formats.FORMATS[format]
 
@@ -230,7 +229,7 @@ def test_an_old_file_survives_a_failure(tmp_path, monkeypatch, write, message):
     assert path.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("format", ["timm", "safetensors"])
+@pytest.mark.parametrize("format", ["folder", "safetensors"])
 def test_what_is_there_is_replaced_whole_or_not_at_all(network, tmp_path, monkeypatch, format):
     classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, architecture="resnet20")
     path = tmp_path / "out" / FILES[format]
@@ -284,13 +283,21 @@ def test_nothing_but_an_export_is_written_over(capsys, checkpoint, tmp_path, mon
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, network, tmp_path):
-    checkpoint = save_checkpoint(tmp_path / "best.pth", settings_of(image_folder, num_heads=8), network)
-    code, _, err = export(capsys, checkpoint, tmp_path / "net")
+def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, tmp_path):
+    torch.manual_seed(0)
+    model = create_model("resnet20", num_classes=3)
+    va.insert_(model, names="layer3", num_heads=8, example_input=(1, 3, 32, 32))
+    checkpoint = save_checkpoint(tmp_path / "best.pth", settings_of(image_folder, num_heads=8), model.eval())
+    code, _, err = export(capsys, checkpoint, tmp_path / "net", "--format", "timm")
     assert code == 2
-    assert "timm knows no resnet20 with the blocks {'layer3.2': " in err
-    assert "choose onnx" in err
+    assert "timm alone knows no resnet20 with the blocks at layer3.2: choose a folder, which load_run reads" in err
     assert not (tmp_path / "net").exists()
+    assert export(capsys, checkpoint, tmp_path / "net")[0] == 0
+    assert va.inserted(load_run(tmp_path / "net").model)["layer3.2"].attn.num_heads == 8
+    # What a checkpoint says of its blocks is compared with what its settings say.
+    save_checkpoint(checkpoint, settings_of(image_folder, num_heads=4), model)
+    code, _, err = export(capsys, checkpoint, tmp_path / "other")
+    assert (code, "has num_heads=8 in the file and 4 in the model" in err) == (1, True)
 
 
 def test_the_plain_network_and_other_channels_go_to_timm_too(image_folder, tmp_path):
@@ -300,7 +307,7 @@ def test_the_plain_network_and_other_channels_go_to_timm_too(image_folder, tmp_p
         image_folder, model="convnext_atto", insert=(), num_heads=8, img_size=64, mean=None, std=None
     )
     checkpoint = save_checkpoint(tmp_path / "best.pth", settings, model, input_size=[1, 64, 64], mean=[0.4], std=[0.3])
-    export_classifier(open_run(checkpoint), tmp_path / "net")
+    export_classifier(load_run(checkpoint), tmp_path / "net")
     images = torch.randn(2, 1, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(run(tmp_path / "net", images), model(images))
@@ -332,13 +339,13 @@ def test_a_run_is_exported_as_it_was_evaluated(capsys, image_folder, tmp_path):
 def test_a_run_that_began_from_other_files_is_exported_without_them(image_folder, network, tmp_path):
     gone = str(tmp_path / "gone.pth")
     settings = settings_of(image_folder, weights=gone, reset_head=True, freeze_backbone=True)
-    classifier = open_run(save_checkpoint(tmp_path / "best.pth", settings, network))
+    classifier = load_run(save_checkpoint(tmp_path / "best.pth", settings, network))
     for key, value in network.state_dict().items():
         assert torch.equal(classifier.model.state_dict()[key], value)
     assert (classifier.classes, classifier.input_size) == (tuple(CLASSES), (3, 32, 32))
     va.save_adapter(network, tmp_path / "adapter.safetensors")
     with pytest.raises(CheckpointError, match=r"is no checkpoint of a run.*give its best\.pth or last\.pth"):
-        open_run(tmp_path / "adapter.safetensors")
+        load_run(tmp_path / "adapter.safetensors")
 
 
 def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and_normalisation(tmp_path):
@@ -367,7 +374,7 @@ def test_any_network_can_be_exported_in_python(tmp_path):
     assert [module.training for module in classifier.model.modules()] == modes
     with pytest.raises(ValueError, match=r"classes: the network gives \(2,\) numbers .* and 3 classes are named"):
         export_classifier(replace(classifier, classes=("a", "b", "c")), tmp_path / "other.pt2")
-    with pytest.raises(ValueError, match="timm knows no network with the blocks"):
+    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got None"):
         export_classifier(classifier, tmp_path / "folder")
     for std in ((0.5,), (0.5, 0.0, 0.5)):
         with pytest.raises(ValueError, match="mean and std must have a value for each of the 3 channels"):
@@ -381,10 +388,10 @@ def test_any_network_can_be_exported_in_python(tmp_path):
         (
             "net.pth",
             [],
-            "output must end in .onnx, .pt2, .safetensors, or in nothing for a folder of timm's",
+            "output must end in .onnx, .pt2, .safetensors, or in nothing for a folder, or format",
         ),
         ("net.onnx", ["--format", "timm"], "format: 'net.onnx' has the ending of onnx; got 'timm'"),
-        ("net", ["--normalize"], "normalize applies to onnx and torch-export, which are graphs; got timm"),
+        ("net", ["--normalize"], "normalize applies to onnx and torch-export, which are graphs; got folder"),
         ("net.safetensors", ["--no-normalize"], "normalize applies to onnx and torch-export"),
     ],
 )
@@ -396,12 +403,16 @@ def test_what_makes_no_sense_exits_with_2(capsys, checkpoint, tmp_path, output, 
 
 
 def test_the_format_may_be_named(checkpoint, tmp_path):
-    classifier = open_run(checkpoint)
+    classifier = load_run(checkpoint)
     assert export_classifier(classifier, tmp_path / "NET.SafeTensors").format == "safetensors"
     report = export_classifier(classifier, tmp_path / "net-v1.2", format="timm")
     assert report.format == "timm"
-    assert sorted(path.name for path in (tmp_path / "net-v1.2").iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(ValueError, match=r"one of onnx, torch-export, timm, safetensors; got .*'tflite'"):
+    assert sorted(path.name for path in (tmp_path / "net-v1.2").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
+    with pytest.raises(ValueError, match=r"one of onnx, torch-export, folder, timm, safetensors; got .*'tflite'"):
         export_classifier(classifier, tmp_path / "net", format="tflite")
     for name in formats.FORMATS:
         assert cli.parser().parse_args(["export", "best.pth", "--output", "net", "--format", name]).format == name
@@ -411,7 +422,7 @@ def test_the_format_may_be_named(checkpoint, tmp_path):
     ("change", "message"),
     [
         (lambda content: content.pop("settings"), "is no checkpoint of a run of vision-attn train (it lacks settings)"),
-        (lambda content: content["settings"].update(depth=3), "to be exported with that: there is no setting 'depth'"),
+        (lambda content: content["settings"].update(depth=3), "to be opened with that: there is no setting 'depth'"),
         (lambda content: content["settings"].update(lr="fast"), "lr must be a number from 1e-12 to 1,000; got 'fast'"),
         (lambda content: content["settings"].update(num_heads=torch.ones(2)), "num_heads must be a whole number from"),
         (lambda content: content.update(settings=["lr"]), "settings must be names with values; got ['lr']"),

@@ -14,7 +14,8 @@ import torch
 
 import vision_attn as va
 from vision_attn.models import CifarResNet, DigitPairsNet, WideResNet, create_model
-from vision_attn.models.registry import save_model, weights_folder
+from vision_attn.models.folder import save_model
+from vision_attn.models.registry import weights_folder
 from vision_attn.training.data import image_folder
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.settings import Settings

@@ -461,8 +461,8 @@ def test_resuming_refuses_another_run_and_says_what_differs(base, image_folder, 
     assert cli.main(flags(replace(base, resume=str(missing)))) == 1
     assert f"resume: there is no {missing} yet" in capsys.readouterr().err
     interrupt(base, monkeypatch, 1, 1)
-    with pytest.raises(ValueError, match=r"but epochs, lr differ from .*--weights"):
-        train(replace(base, epochs=2, lr=0.1, resume=str(missing)), quiet)
+    with pytest.raises(ValueError, match=r"but opt, lr differ from .*--weights"):
+        train(replace(base, opt="sgd", lr=0.1, resume=str(missing)), quiet)
     with pytest.raises(Exception, match=r"is not the last.pth of such a run \(it lacks best, .*optimizer, rows"):
         train(replace(base, resume=str(tmp_path / "run" / "best.pth")), quiet)
     fewer, others = tmp_path / "fewer", tmp_path / "others"

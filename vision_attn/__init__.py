@@ -17,6 +17,7 @@ Importing this package is light: einx, timm, matplotlib and accelerate are loade
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from vision_attn import convert
 from vision_attn.attend import IMPLS, register_impl
@@ -35,7 +36,7 @@ from vision_attn.blocks import (
     use_impl,
 )
 from vision_attn.capture import AttentionMap, capture
-from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter
+from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter, set_adapter
 from vision_attn.contribution import Contribution, closed, contribution
 from vision_attn.errors import CheckpointError, SiteError, VisionAttnError
 from vision_attn.insertion import (
@@ -47,6 +48,7 @@ from vision_attn.insertion import (
     insert_,
     inserted,
     parameter_groups,
+    print_trainable_parameters,
     remove_,
     replace_,
     set_gates_,
@@ -58,6 +60,10 @@ from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 from vision_attn.version import __version__ as __version__
 
+if TYPE_CHECKING:
+    from vision_attn.export.classifier import Classifier, load_run
+    from vision_attn.models.folder import load_model, save_model
+
 __all__ = [
     "IMPLS",
     "AdapterReport",
@@ -68,6 +74,7 @@ __all__ = [
     "AttentionMap",
     "AugmentedConv2d",
     "CheckpointError",
+    "Classifier",
     "ConditionalPos",
     "Contribution",
     "ConvBlock2d",
@@ -102,12 +109,17 @@ __all__ = [
     "inspect_model",
     "load_adapter",
     "load_checkpoint",
+    "load_model",
+    "load_run",
     "models",
     "parameter_groups",
+    "print_trainable_parameters",
     "register_impl",
     "remove_",
     "replace_",
     "save_adapter",
+    "save_model",
+    "set_adapter",
     "set_gates_",
     "set_impl",
     "stage_names",
@@ -116,9 +128,19 @@ __all__ = [
     "use_impl",
 ]
 
+#: What is in rooms with heavy dependencies, by name.
+LATER = {
+    "Classifier": "vision_attn.export.classifier",
+    "load_model": "vision_attn.models.folder",
+    "load_run": "vision_attn.export.classifier",
+    "save_model": "vision_attn.models.folder",
+}
+
 
 def __getattr__(name: str) -> object:
     """Rooms with heavy dependencies are imported when they are first named."""
     if name in ("figures", "models", "training"):
         return importlib.import_module(f"vision_attn.{name}")
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
     raise AttributeError(f"module 'vision_attn' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from vision_attn.attend import (
     with_causal_mask,
 )
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
+from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
 from vision_attn.patterns import AnyPattern, Partition, partition_of, resolve_pattern
-from vision_attn.position import AnyPosition, BlockShape
+from vision_attn.position import AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
 
@@ -34,7 +36,7 @@ AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-class Attention(nn.Module):
+class Attention(Specified):
     """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are, for maps with ``rank`` axes."""
 
     rank: int
@@ -306,8 +308,8 @@ class Attention(nn.Module):
         source = x if context is None else context
         return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
 
-    def extra_repr(self) -> str:
-        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+    def unusual(self) -> dict[str, object]:
+        """The arguments that are not what follows from the others."""
         width = self.channels // self.num_heads
         usual = {
             "key_dim": width,
@@ -321,8 +323,21 @@ class Attention(nn.Module):
             "causal": False,
             "attn_drop": 0.0,
         }
-        shown += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
-        return ", ".join(shown)
+        return {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+        return ", ".join([*shown, *(f"{name}={value}" for name, value in self.unusual().items())])
+
+    def specification(self) -> dict[str, object]:
+        told = {"num_heads": self.num_heads, "pattern": self.pattern, **self.unusual()}
+        told.pop("attn_drop", None)  # of training alone
+        if self.position is not None:
+            position: Any = self.position.specification
+            # The size of a table is in its shape, and a table of another size is resampled.
+            table = isinstance(position, RelPosDecomposed | RelPosTable)
+            told["position"] = replace(position, feat_size=None) if table else position
+        return told
 
 
 class Attention1d(Attention):

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
+from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides
 
 __all__ = ["AugmentedConv2d"]
 
 
-class AugmentedConv2d(nn.Module):
+class AugmentedConv2d(Specified):
     """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
 
     It takes the place of ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
@@ -110,3 +111,6 @@ class AugmentedConv2d(nn.Module):
         """
         seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
         return torch.cat([self.conv(x), self.attn(seen, mask)], dim=1)
+
+    def specification(self) -> dict[str, object]:
+        return {"stride": self.stride}

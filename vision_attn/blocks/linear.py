@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_linear_impl
 from vision_attn.blocks.attention import check_map
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
+from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_probability, product
 
 __all__ = ["LinearAttention2d"]
 
 
-class LinearAttention2d(nn.Module):
+class LinearAttention2d(Specified):
     """Attention at a cost that grows with the positions of a map, not with their square.
 
     ::
@@ -96,6 +97,9 @@ class LinearAttention2d(nn.Module):
             mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
         y = impl.heads_together(attend_linear(q, k, v, impl=self.impl, mask=mask), tuple(x.shape[2:]))
         return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def specification(self) -> dict[str, object]:
+        return {"attention": "linear", "num_heads": self.num_heads}
 
     def extra_repr(self) -> str:
         return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}"

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vision_attn.blocks.attention import Attention2d
+from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_count
 from vision_attn.position import RelPosDecomposed
 
 __all__ = ["StridedAttention2d"]
 
 
-class StridedAttention2d(nn.Module):
+class StridedAttention2d(Specified):
     """``average(attention(x))``: attention in the place of ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
 
     Attention sees the whole map; with a stride, what it gives is averaged over squares of that side. A square that
@@ -76,6 +77,9 @@ class StridedAttention2d(nn.Module):
         """
         y = self.attn(x, mask, context)
         return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)
+
+    def specification(self) -> dict[str, object]:
+        return {"stride": self.stride}
 
     def extra_repr(self) -> str:
         return f"stride={self.stride}"

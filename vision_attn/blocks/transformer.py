@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vision_attn.blocks.attention import Attention2d
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
 from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
+from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_count, check_flags, check_number, check_probability
 
 __all__ = ["TransformerBlock2d"]
@@ -21,7 +22,7 @@ torch.fx.wrap("in_format_of")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
 
-class TransformerBlock2d(nn.Module):
+class TransformerBlock2d(Specified):
     """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
 
     On the positions of a map in the place of the tokens of a sequence it is ``torch.nn.TransformerEncoderLayer``.
@@ -116,6 +117,9 @@ class TransformerBlock2d(nn.Module):
             x: maps, ``(b, c, h, w)``.
         """
         return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
+
+    def specification(self) -> dict[str, object]:
+        return {"norm_first": self.norm_first, "activation": self.activation}
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}, activation={self.activation!r}"

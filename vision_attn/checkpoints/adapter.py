@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vision_attn import blocks
 from vision_attn.blocks import use_impl
 from vision_attn.checkpoints.adapter_file import Adapter, Placement, fingerprint, read_adapter, write_adapter
+from vision_attn.checkpoints.adapters import ADAPTERS, named_adapters, set_adapter
 from vision_attn.checkpoints.load import matching, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
 from vision_attn.errors import CheckpointError
@@ -32,7 +33,7 @@ from vision_attn.insertion import (
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
-__all__ = ["AdapterReport", "load_adapter", "save_adapter"]
+__all__ = ["AdapterReport", "load_adapter", "makers_of", "place", "placements_of", "save_adapter"]
 
 #: The blocks that a file may name by themselves.
 BLOCKS: dict[str, Callable[..., nn.Module]] = {
@@ -72,7 +73,9 @@ class AdapterReport:
         return f"{len(self.loaded)} tensors loaded from {escaped(self.path)}\n{network}\n{self.insertion}"
 
 
-def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str] = ()) -> Path:
+def save_adapter(
+    model: nn.Module, path: str | Path, *, also: str | Iterable[str] = (), about: Mapping[str, Any] | None = None
+) -> Path:
     """Write what was inserted into a network, where and how, and nothing of the network but its fingerprint.
 
     The network must be as its checkpoint has it, as ``freeze_backbone_`` keeps it in training: what else was trained,
@@ -82,6 +85,7 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
         model: a model that blocks are inserted in.
         path: the file, ``.safetensors``.
         also: globs on further keys to save: ``["fc.*"]`` for a new head.
+        about: what else to write down, as plain values; a run writes its settings and classes.
 
     Returns:
         The path.
@@ -104,23 +108,24 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     model = plain_network(model)
     refuse_meta(model)
-    placed = records(model)
-    if not placed:
+    placements = placements_of(model)
+    if not placements:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
-    made = inserted(model)
-    for record in placed:
-        refuse_unknown_make(record, made[record.site])
     state, of_blocks = model.state_dict(), inserted_keys(model)
     further = matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: copy_to_write(state[key]) for key in state if key in of_blocks or key in further}
-    placements = tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in placed)
     base = fingerprint(network_of(state, without=of_blocks | further))
-    write_adapter(path, Adapter(__version__, placements, tuple(sorted(further)), base, tensors))
+    write_adapter(path, Adapter(__version__, placements, tuple(sorted(further)), base, tensors, about or {}))
     return path
 
 
 def load_adapter(
-    model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    block: Callable[..., nn.Module] | None = None,
+    name: str | None = None,
 ) -> AdapterReport:
     """Insert what an adapter file holds into the network that it was trained on.
 
@@ -131,6 +136,8 @@ def load_adapter(
         path: the file that :func:`save_adapter` wrote.
         strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
         block: the class of the inserted blocks, where it is none of this library's.
+        name: of this adapter, where a network has several: another one that is in it is put aside, and
+            :func:`vision_attn.set_adapter` brings it back.
 
     Returns:
         A report of what was inserted and loaded.
@@ -138,7 +145,7 @@ def load_adapter(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in;
-            or ``block`` is not needed.
+            ``block`` is not needed; or another adapter has this ``name``, or others have names and this one has none.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
 
     >>> import tempfile
@@ -152,18 +159,42 @@ def load_adapter(
     """
     model = changeable(model)
     refuse_meta(model)
+    named = named_adapters(model)
+    if name in named.blocks or (name is None and named.blocks):
+        raise ValueError(
+            f"name must be one that none of the model's adapters has ({', '.join(named.blocks)}); got {name!r}"
+        )
+    active = named.active
+    if active is not None:
+        set_adapter(model, None)
+    try:
+        report, before = load(model, path, strict=strict, block=block)
+    except BaseException:
+        if active is not None:
+            set_adapter(model, active)
+        raise
+    if name is not None:
+        named.active, named.blocks[name], named.also[name] = name, [], before
+        vars(model)[ADAPTERS] = named
+    return report
+
+
+def load(
+    model: nn.Module, path: str | Path, *, strict: bool, block: Callable[..., nn.Module] | None
+) -> tuple[AdapterReport, dict[str, Tensor]]:
+    """:func:`load_adapter` into a network without others; with the report come the values that it took the place of."""
     if inserted(model):
         raise ValueError(
             f"model must have nothing inserted; it has blocks at {shorten(map(repr, inserted(model)))}: remove_(model) "
             "first"
         )
     adapter = read_adapter(path)
-    makers = {name: only_as_saved(make, adapter) for name, make in makers_of(adapter, path, block).items()}
+    makers = makers_of(adapter.placements, adapter.tensors, path, block)
     own = model.state_dict()
     differing = verify_network(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        place(model, adapter, makers)
+        place(model, adapter.placements, makers)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
@@ -176,7 +207,7 @@ def load_adapter(
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: its blocks cannot be put into the model ({error})") from error
         raise
-    return AdapterReport(str(path), placed, tuple(adapter.tensors), len(adapter.base), differing)
+    return AdapterReport(str(path), placed, tuple(adapter.tensors), len(adapter.base), differing), before
 
 
 def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[str, Tensor]:
@@ -219,11 +250,19 @@ def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Pa
     return tuple(changed)
 
 
-def place(model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+def placements_of(model: nn.Module) -> tuple[Placement, ...]:
+    """Where the blocks of a model are and how they are made, if that can be written down."""
+    blocks = inserted(model)
+    for record in records(model):
+        refuse_unknown_make(record, blocks[record.site])
+    return tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in records(model))
+
+
+def place(model: nn.Module, placements: Iterable[Placement], makers: Mapping[str, Callable[..., nn.Module]]) -> None:
     """Replace and insert, those together that are alike but for their site."""
     groups: dict[str, list[Placement]] = {}
     # Replaced first: no block is held by a module that goes.
-    for placement in sorted(adapter.placements, key=lambda placement: placement.at != "instead"):
+    for placement in sorted(placements, key=lambda placement: placement.at != "instead"):
         groups.setdefault(repr(replace(placement, site="")), []).append(placement)
     for group in groups.values():
         first, sites = group[0], [placement.site for placement in group]
@@ -235,27 +274,32 @@ def place(model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[...,
 
 
 def makers_of(
-    adapter: Adapter, path: str | Path, block: Callable[..., nn.Module] | None
+    placements: Iterable[Placement],
+    tensors: Mapping[str, Tensor],
+    path: str | Path,
+    block: Callable[..., nn.Module] | None,
 ) -> dict[str, Callable[..., nn.Module]]:
-    """What makes the blocks of an adapter, by the name of their class."""
-    names = sorted({placement.block for placement in adapter.placements})
+    """What makes the blocks of a file that has these tensors, by the name of their class."""
+    names = sorted({placement.block for placement in placements})
     foreign = [name for name in names if name not in BLOCKS]
     if block is None:
         if foreign:
             raise CheckpointError(
                 f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
-                f"load_adapter(model, path, block={foreign[0]})"
+                f"block={foreign[0]}"
             )
-        return BLOCKS
-    if not foreign:
+    elif not foreign:
         raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
-    return BLOCKS | dict.fromkeys(foreign, block)
-
-
-def only_as_saved(make: Callable[..., nn.Module], adapter: Adapter) -> Callable[..., nn.Module]:
-    """Makes a block only if the file holds tensors of its names and shapes: options can ask for any size."""
-    parts = [(key.split("."), value.shape) for key, value in adapter.tensors.items()]
+    makers: dict[str, Callable[..., nn.Module]] = BLOCKS | (dict.fromkeys(foreign, block) if block else {})
+    parts = [(key.split("."), value.shape) for key, value in tensors.items()]
     saved = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
+    return {name: only_as_saved(makers[name], saved) for name in names}
+
+
+def only_as_saved(
+    make: Callable[..., nn.Module], saved: Collection[tuple[str, tuple[int, ...]]]
+) -> Callable[..., nn.Module]:
+    """Makes a block only if the file holds tensors of its names and shapes: options can ask for any size."""
 
     @wraps(make)
     def made(channels: int, **given: Any) -> nn.Module:

@@ -7,6 +7,7 @@ format     version of this form
 library    version of the library that wrote it
 blocks     ``[{site, at, block, options: {name: code}, input_shape}, …]``
 also       names of its tensors that replace the network's own
+about      what else its writer said, as plain values, if anything
 base       fingerprint of the network: ``{name: [shape, type, hash]}``
 base_hash  one hash over it
 file_hash  one hash over all of the above and the fingerprint of the file's own tensors
@@ -18,8 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ __all__ = [
     "Fingerprint",
     "Placement",
     "fingerprint",
+    "placements_in",
     "read_adapter",
+    "said_of",
     "write_adapter",
 ]
 
@@ -84,6 +87,8 @@ class Adapter:
     base: Fingerprint
     #: of the blocks, and of ``also``, by key
     tensors: Mapping[str, Tensor]
+    #: what else its writer said
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
@@ -110,17 +115,42 @@ def digest(content: bytes | memoryview) -> str:
 
 def write_adapter(path: Path, adapter: Adapter) -> None:
     """Write an adapter file, whole or not at all."""
-    codes = [{name: to_code(name, value) for name, value in block.options.items()} for block in adapter.placements]
     said = {
         "format": FORMAT,
         "library": adapter.library,
-        "blocks": [vars(block) | {"options": code} for block, code in zip(adapter.placements, codes, strict=True)],
+        "blocks": said_of(adapter.placements),
         "also": adapter.also,
         "base": adapter.base,
         "base_hash": hash_of(adapter.base),
+        **({"about": adapter.about} if adapter.about else {}),
     }
     said["file_hash"] = hash_of([said, fingerprint(adapter.tensors)])
     write_atomically(path, save(dict(adapter.tensors), {ENTRY: json.dumps(said)}))
+
+
+def said_of(placements: Iterable[Placement]) -> list[dict[str, Any]]:
+    """Blocks as plain values, their options as code."""
+    return [
+        vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
+        for block in placements
+    ]
+
+
+def placements_in(said: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
+    """The blocks that such values say."""
+    placements = tuple(
+        Placement(
+            site=str(block["site"]),
+            at=str(block["at"]),
+            block=str(block["block"]),
+            options={str(name): from_code(code) for name, code in block["options"].items()},
+            input_shape=tuple(map(int, block["input_shape"])),
+        )
+        for block in said
+    )
+    if any(math.prod(placement.input_shape) > LARGEST_IMAGES for placement in placements):
+        raise ValueError(f"the network was looked at with images of more than {LARGEST_IMAGES:,} numbers")
+    return placements
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -147,18 +177,6 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def parse(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
-    placements = [
-        Placement(
-            site=str(block["site"]),
-            at=str(block["at"]),
-            block=str(block["block"]),
-            options={str(name): from_code(code) for name, code in block["options"].items()},
-            input_shape=tuple(map(int, block["input_shape"])),
-        )
-        for block in said["blocks"]
-    ]
-    if any(math.prod(placement.input_shape) > LARGEST_IMAGES for placement in placements):
-        raise ValueError(f"the network was looked at with images of more than {LARGEST_IMAGES:,} numbers")
     base: Fingerprint = {
         str(name): (tuple(map(int, shape)), str(kind), str(digest))
         for name, (shape, kind, digest) in said["base"].items()
@@ -166,4 +184,6 @@ def parse(said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
     also = tuple(map(str, said["also"]))
     if not tensors.keys() >= set(also):
         raise ValueError("it has not all the tensors that it says it has")
-    return Adapter(str(said["library"]), tuple(placements), also, base, tensors)
+    return Adapter(
+        str(said["library"]), placements_in(said["blocks"]), also, base, tensors, dict(said.get("about", {}))
+    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vision_attn.checkpoints.adapter_file import ENTRY
 from vision_attn.checkpoints.read import AVERAGED, CheckpointFile, find_weights, read_file
+from vision_attn.checkpoints.specification import blocks_of, other_blocks
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
@@ -60,6 +61,10 @@ class LoadReport:
     aside: tuple[str, ...] = ()
     #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
     verified: str = ""
+    #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
+    differing: tuple[str, ...] = ()
+    #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
+    trusted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
@@ -80,9 +85,12 @@ class LoadReport:
             ("unexpected in the checkpoint", self.unexpected),
             ("resampled for the model's size of map", described(self.resampled)),
             ("of another shape", described(self.mismatched)),
+            ("made otherwise", self.differing),
         ):
             if keys:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
+        if self.trusted:
+            lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
         return "\n".join(lines)
 
 
@@ -113,7 +121,8 @@ def load_checkpoint(
         model: the network; it changes only if the checkpoint fits.
         path: the file, or a folder as Hugging Face and timm write them.
         strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``fresh``) is missing, nothing is left
-            over, and every shape fits. Otherwise load what fits and report the rest.
+            over, every shape fits, and no block is said to have had other heads, another pattern, position or scale.
+            Otherwise load what fits and report the rest.
         ema: take the moving average of the weights that the file holds.
         fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
         prefix: where the network is only a part of what was saved, the part: with ``"backbone."`` only keys that begin
@@ -121,7 +130,8 @@ def load_checkpoint(
 
     Returns:
         A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
-        ``aside`` keys, and of where in the file the weights were.
+        ``aside`` keys, of where in the file the weights were, and of blocks that are other ones (``differing``) or of
+        which the file does not say what they were (``trusted``).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -153,7 +163,7 @@ def load_file(
     state, kept = model.state_dict(), kept_modules(model)
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
-    own = state | of_kept | state
+    own, blocks = state | of_kept | state, blocks_of(state)
     fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
     asked = matching("fresh", fresh, own)
 
@@ -176,10 +186,12 @@ def load_file(
     new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
     expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
+    loaded = tuple(key for key in fitting if key in state)
+    of_blocks = {path for path in blocks if any(key.startswith(f"{path}." if path else "") for key in loaded)}
     report = LoadReport(
         path=str(file.path),
         entry=found.entry,
-        loaded=tuple(key for key in fitting if key in state),
+        loaded=loaded,
         new=tuple(key for key in own if key in new and key not in given),
         missing=tuple(key for key in own if key not in expected),
         unexpected=tuple(key for key in given if key not in own),
@@ -190,6 +202,8 @@ def load_file(
         prefix=found.prefix,
         aside=found.aside,
         verified=file.verified,
+        differing=tuple(other_blocks({path: blocks[path] for path in of_blocks}, found.blocks)),
+        trusted=tuple(path or type(model).__name__ for path in blocks if path in of_blocks - found.blocks.keys()),
     )
     if not fitting:
         raise CheckpointError(
@@ -197,7 +211,7 @@ def load_file(
             f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}. If the network is a part of what "
             'was saved, prefix="backbone." reads what begins with the name of the part'
         )
-    if strict and (report.missing or report.unexpected or report.mismatched):
+    if strict and (report.missing or report.unexpected or report.mismatched or report.differing):
         raise CheckpointError(
             f"{file.path} does not fit the model {type(model).__name__}, nothing was loaded.",
             *str(report).split("\n")[1:],
@@ -283,6 +297,12 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
     instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
     heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
+    if report.differing:
+        yield (
+            "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
+            "strict=False loads the weights all the same, where they mean something else."
+        )
+        return
     if sites:
         yield (
             f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "

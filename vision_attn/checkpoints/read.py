@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vision_attn.checkpoints.archive import LONGEST_LIST, ShortReads, read_archive
 from vision_attn.checkpoints.pickled import NotAllowedError
+from vision_attn.checkpoints.specification import Blocks, blocks_in, blocks_of
 from vision_attn.errors import CheckpointError
 from vision_attn.text import escaped, shorten
 
@@ -57,6 +58,8 @@ class Weights:
     prefix: str
     #: names that do not begin with the prefix that was asked for
     aside: tuple[str, ...]
+    #: what the file says that its blocks are, by their paths in the network
+    blocks: Blocks
 
 
 def read_checkpoint(path: str | Path) -> dict[str, object]:
@@ -168,7 +171,22 @@ def find_weights(file: CheckpointFile, *, ema: bool = False, own: Collection[str
         weights = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     shared, weights = without_shared_prefix(weights, own)
     others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
-    return Weights(weights, entry, others, wrapper + prefix + shared, aside)
+    taken = wrapper + prefix + shared
+    return Weights(weights, entry, others, taken, aside, blocks_told(file, held, taken))
+
+
+def blocks_told(file: CheckpointFile, held: Mapping[str, object], taken: str) -> Blocks:
+    """What a file says that the blocks of a state dict in it are, by their paths without what was taken off."""
+    try:
+        said = blocks_of(held) or blocks_in(file.metadata)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is damaged in what it says of its blocks ({error})") from error
+    paths = {path: f"{path}.".replace("_orig_mod.", "") for path in said}
+    return {
+        paths[path].removeprefix(taken).removesuffix("."): told
+        for path, told in said.items()
+        if paths[path].startswith(taken)
+    }
 
 
 def find_entry(file: CheckpointFile, *, ema: bool) -> str:

@@ -1,4 +1,4 @@
-"""Values as the code that makes them, read back without running any: what is written into adapter files.
+"""Values as the code that makes them, read back without running any, and what files say that their blocks are.
 
 Literals, and the specifications of patterns and positions with literal arguments; nothing else is read or written.
 """
@@ -6,20 +6,27 @@ Literals, and the specifications of patterns and positions with literal argument
 from __future__ import annotations
 
 import ast
+import json
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from vision_attn.blocks.specified import TOLD
 from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
-__all__ = ["from_code", "from_word", "to_code"]
+__all__ = ["BLOCKS", "Blocks", "blocks_in", "blocks_of", "from_code", "from_word", "other_blocks", "to_code"]
 
 #: The only names that stand for something.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     made.__name__: made
     for made in (Window, Grid, Neighborhood, Pattern, RelPosDecomposed, RelPosTable, Rope2d, ConditionalPos, SinCos)
 }
+
+#: What in the metadata of a ``.safetensors`` file says what its blocks are.
+BLOCKS = "vision_attn_blocks"
+#: path of a block -> {argument: code}
+Blocks = Mapping[str, Mapping[str, str]]
 
 #: Characters of the code of a value: to parse it takes a hundred times as many bytes.
 LONGEST = 10_000
@@ -86,3 +93,47 @@ def value_of(node: ast.expr) -> Any:
             if len(named) == len(given):
                 return SPECIFICATIONS[name](*map(value_of, args), **named)
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")
+
+
+def blocks_of(state: object) -> Blocks:
+    """What the blocks of a state dict are, where it says so: by their paths, in the words of their arguments.
+
+    >>> from vision_attn.blocks import Attention2d
+    >>> blocks_of(Attention2d(8, 2, pattern=Window(7)).state_dict())
+    {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
+    """
+    metadata = getattr(state, "_metadata", None)
+    return checked({p: m[TOLD] for p, m in metadata.items() if TOLD in m}) if metadata else {}
+
+
+def blocks_in(metadata: Mapping[str, str]) -> Blocks:
+    """What the metadata of a ``.safetensors`` file say that its blocks are."""
+    return checked(json.loads(metadata[BLOCKS])) if BLOCKS in metadata else {}
+
+
+def checked(said: Any) -> Blocks:
+    """What is said of blocks, which may come from anyone's file."""
+    for path, told in said.items():
+        if not all(isinstance(text, str) for text in (path, *told, *told.values())):
+            raise ValueError("what it says of its blocks is no text")
+    found: Blocks = said
+    return found
+
+
+def other_blocks(ours: Blocks, theirs: Blocks) -> list[str]:
+    """What is said otherwise of the blocks of a model and of a file, for those that both tell of.
+
+    >>> other_blocks({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
+    ['attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model']
+    """
+    found = []
+    for path in ours.keys() & theirs.keys():
+        here, there = ours[path], theirs[path]
+        differing = [
+            f"{name}={there.get(name, 'its default')} in the file and {here.get(name, 'its default')} in the model"
+            for name in {**here, **there}
+            if here.get(name) != there.get(name)
+        ]
+        if differing:
+            found.append(f"{path or 'the block'} has {', '.join(differing)}")
+    return sorted(found)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from vision_attn.checkpoints.specification import BLOCKS, blocks_of
 from vision_attn.insertion import plain_network
 
-__all__ = ["copy_to_write", "save_weights", "write_atomically"]
+__all__ = ["copy_to_write", "put_in_place", "save_weights", "write_atomically"]
 
 
-def save_weights(model: nn.Module, path: str | Path) -> None:
-    """Write a model's weights as ``.safetensors``: names and tensors, nothing that could run.
+def save_weights(model: nn.Module, path: str | Path, about: Mapping[str, str] | None = None) -> None:
+    """Write a model's weights as ``.safetensors``, and what its blocks are, and ``about``: nothing that runs.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "net.safetensors"
@@ -26,8 +29,9 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    tensors = {key: copy_to_write(value) for key, value in plain_network(model).state_dict().items()}
-    write_atomically(path, save(tensors))
+    state = plain_network(model).state_dict()
+    said = {**({BLOCKS: json.dumps(blocks)} if (blocks := blocks_of(state)) else {}), **(about or {})} or None
+    write_atomically(path, save({key: copy_to_write(value) for key, value in state.items()}, said))
 
 
 def copy_to_write(tensor: Tensor) -> Tensor:
@@ -60,3 +64,13 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def put_in_place(path: Path, output: Path) -> None:
+    """A file, or the files of a folder, each whole or not at all."""
+    if path.is_dir():
+        output.mkdir(exist_ok=True)
+        for file in path.iterdir():
+            write_atomically(output / file.name, file.read_bytes())
+    else:
+        write_atomically(output, path.read_bytes())

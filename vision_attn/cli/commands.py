@@ -114,6 +114,13 @@ def add_train(command: argparse.ArgumentParser) -> None:
     command.usage = "vision-attn train --data FOLDER [FLAG ...]"
     command.description = TRAIN
     command.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="with --test-only: folder, best.pth, last.pth or adapter of a run, whose network is evaluated, by default "
+        "on the data of the run; of an adapter --weights are those of the network that it was trained on",
+    )
+    command.add_argument(
         "--config",
         metavar="SETTINGS.YAML",
         help="take the settings of another run, all but --output, --overwrite, --resume and --test-only; flags "
@@ -147,9 +154,20 @@ run, and --resume goes on with it.
 def run_train(options: argparse.Namespace) -> None:
     from vision_attn.training.settings import Settings
     from vision_attn.training.train import train
+    from vision_attn.training.trained import open_trained, settings_to_evaluate, settings_to_resume
 
+    values, trained = given(Settings, options), None
+    if "run" in options:
+        if not values.get("test_only"):
+            raise ValueError(f"RUN goes with --test-only; to go on with a run, --resume {options.run}/last.pth")
+        trained = open_trained(options.run, weights=values.get("weights"))
+        settings = settings_to_evaluate(trained, values, options.run)
+    elif values.get("resume", "auto") != "auto":
+        settings = Settings(**settings_to_resume(values["resume"], values))
+    else:
+        settings = Settings(**values)
     try:
-        train(Settings(**given(Settings, options)))
+        train(settings, trained=trained)
     finally:
         leave_process_group()
 
@@ -166,16 +184,16 @@ def add_export(command: argparse.ArgumentParser) -> None:
     """The arguments of :func:`vision_attn.export.export.export_classifier`."""
     command.set_defaults(command=run_export)
     add = command.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="best.pth or last.pth of a run, or its folder for best.pth")
+    add_trained(command)
     add(
         "--output",
         required=True,
         help="file to write; its ending says the format: .onnx, .pt2 (torch.export), .safetensors, none for a folder "
-        "of timm's",
+        "that load_run reads (and timm, where it knows the network with its blocks)",
     )
     add(
         "--format",
-        choices=("onnx", "torch-export", "timm", "safetensors"),
+        choices=("onnx", "torch-export", "folder", "timm", "safetensors"),
         help="format, where the ending does not say it",
     )
     add(
@@ -187,11 +205,48 @@ def add_export(command: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
+    from vision_attn.export.classifier import load_run
     from vision_attn.export.export import export_classifier
-    from vision_attn.export.from_run import open_run
 
-    classifier = open_run(options.checkpoint)
+    classifier = load_run(options.run, weights=options.weights)
     print(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
+
+
+def add_trained(command: argparse.ArgumentParser) -> None:
+    """What names a trained network."""
+    command.add_argument(
+        "run",
+        metavar="RUN",
+        help="folder of a run, its best.pth, last.pth or adapter.safetensors, or a folder that was exported",
+    )
+    command.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="of an adapter: the checkpoint of the network that it was trained on (default: the one the run began "
+        "from; 'pretrained' fetches the weights that come with the name)",
+    )
+
+
+def add_predict(command: argparse.ArgumentParser) -> None:
+    """The arguments of :meth:`vision_attn.export.classifier.Classifier.predict`."""
+    command.set_defaults(command=run_predict)
+    add_trained(command)
+    command.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders of them")
+    command.add_argument("--top", type=int, default=5, help="classes of each image (default: %(default)s)")
+    command.add_argument("--output", metavar="CSV", help="file for a table of all images")
+
+
+def run_predict(options: argparse.Namespace) -> None:
+    from vision_attn.export.classifier import images_in, load_run, write_predictions
+
+    if options.top < 1:
+        raise ValueError(f"top must be at least 1; got {options.top}")
+    run, paths, found = load_run(options.run, weights=options.weights), images_in(options.images), []
+    for path, best in zip(paths, run.predict(paths, top=options.top), strict=True):
+        found.append((path, best))
+        print(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}", flush=True)
+    if options.output:
+        write_predictions(options.output, found)
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -240,6 +295,7 @@ COMMANDS = {
     "inspect": ("what attention would cost at each stage of a network, and where to put it", add_inspect),
     "demo": ("what attention is for, in minutes", add_demo),
     "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", add_train),
+    "predict": ("what a trained network takes images for", add_predict),
     "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", add_export),
     "bench": ("time and memory of attention beside other libraries'", add_bench),
 }

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
-from vision_attn.checkpoints import write_atomically
+from vision_attn.checkpoints.write import put_in_place
 from vision_attn.errors import ExportError
-from vision_attn.export.formats import FOLDER, FORMATS, Classifier, Format
+from vision_attn.export.classifier import Classifier
+from vision_attn.export.formats import FORMATS, Format
+from vision_attn.models.folder import FILES
 from vision_attn.text import shorten
 
 __all__ = ["ExportReport", "export_classifier"]
@@ -94,11 +96,11 @@ def export_classifier(
 
 def format_of(output: Path, format: str | None) -> str:
     """The format that is named, or that the ending says; they must not say two."""
-    by_ending = {form.ending: name for name, form in FORMATS.items()}.get(output.suffix.lower())
+    by_ending = next((name for name, form in FORMATS.items() if form.ending == output.suffix.lower()), None)
     if format not in (None, *FORMATS) or (format is None and by_ending is None):
         endings = ", ".join(form.ending for form in FORMATS.values() if form.ending)
         raise ValueError(
-            f"output must end in {endings}, or in nothing for a folder of timm's, or format be one of "
+            f"output must end in {endings}, or in nothing for a folder, or format be one of "
             f"{', '.join(FORMATS)}; got {output.name!r} and {format!r}"
         )
     if format is not None and output.suffix and by_ending not in (None, format):
@@ -113,7 +115,7 @@ def refuse_something_else(output: Path, form: Format) -> None:
             f"output: {output} is a {'folder' if output.is_dir() else 'file'}, and what is written a "
             f"{'file' if form.ending else 'folder'}: choose another --output"
         )
-    others = sorted({path.name for path in output.iterdir()} - FOLDER) if output.is_dir() else []
+    others = sorted({path.name for path in output.iterdir()} - FILES) if output.is_dir() else []
     if others:
         raise ValueError(f"output: {output} holds more than an export ({shorten(others)}): choose another --output")
 
@@ -150,13 +152,3 @@ def write_and_compare(form: Format, classifier: Classifier, normalize: bool, pat
             f"are up to {largest:.3g}; nothing is left of it"
         )
     return difference, largest
-
-
-def put_in_place(path: Path, output: Path) -> None:
-    """Each file whole or not at all."""
-    if path.is_dir():
-        output.mkdir(exist_ok=True)
-        for file in path.iterdir():
-            write_atomically(output / file.name, file.read_bytes())
-    else:
-        write_atomically(output, path.read_bytes())

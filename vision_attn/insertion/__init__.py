@@ -11,7 +11,13 @@ from vision_attn.insertion.attach import (
     replaced,
 )
 from vision_attn.insertion.backbone import changeable, example_images, plain_network, quiet_eval
-from vision_attn.insertion.freezing import freeze_backbone_, freeze_gates_, gates, set_gates_
+from vision_attn.insertion.freezing import (
+    freeze_backbone_,
+    freeze_gates_,
+    gates,
+    print_trainable_parameters,
+    set_gates_,
+)
 from vision_attn.insertion.insert import insert_, remove_, replace_
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
 from vision_attn.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
@@ -38,6 +44,7 @@ __all__ = [
     "parameter_groups",
     "parse_sites",
     "plain_network",
+    "print_trainable_parameters",
     "quiet_eval",
     "records",
     "remove_",

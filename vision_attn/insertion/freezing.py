@@ -14,7 +14,7 @@ from vision_attn.checks import check_number
 from vision_attn.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.insertion.backbone import plain_network
 
-__all__ = ["freeze_backbone_", "freeze_gates_", "gates", "set_gates_"]
+__all__ = ["freeze_backbone_", "freeze_gates_", "gates", "print_trainable_parameters", "set_gates_"]
 
 #: The attribute in which a module with something frozen keeps what it was.
 FROZEN = "_before_freezing"
@@ -152,6 +152,25 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
         for name, module in model.named_modules():
             freeze(module, f"{name}." if name else "", live, tensors)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def print_trainable_parameters(model: nn.Module) -> None:
+    """Print how many parameters are trained, of how many, in the words of PEFT.
+
+    Args:
+        model: any network.
+
+    >>> from vision_attn.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> trained = freeze_backbone_(model)
+    >>> print_trainable_parameters(model)
+    trainable params: 312 || all params: 536 || trainable%: 58.2090
+    """
+    parameters = list(model.parameters())
+    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    share = 100 * trained / total if total else 0.0
+    print(f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {share:.4f}")
 
 
 def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:

@@ -1,24 +1,18 @@
-"""Models by name, as timm knows them: made with errors that help, registered, and saved as folders that it reads."""
+"""Models by name, as timm knows them: made with errors that help, and registered."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import timm
-import torch
 from timm.models import build_model_with_cfg, get_arch_pretrained_cfgs, register_model
 from torch import nn
 
-from vision_attn.checkpoints import save_weights, write_atomically
-from vision_attn.insertion import inserted, plain_network
-from vision_attn.text import shorten
-
-__all__ = ["config_of", "create_model", "registered", "save_model", "weights_file", "weights_folder"]
+__all__ = ["config_of", "create_model", "registered", "weights_file", "weights_folder"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -112,55 +106,3 @@ def weights_file(name: str) -> str:
 def config_of(model: nn.Module) -> dict[str, Any]:
     """The configuration that timm has of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
     return vars(model)["pretrained_cfg"]
-
-
-def save_model(
-    model: nn.Module, folder: str | Path, *, architecture: str, model_args: Mapping[str, Any] | None = None
-) -> Path:
-    """Write a network as a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads."""
-    if not timm.is_model(architecture):
-        raise ValueError(f"architecture must be a name that timm knows; got {architecture!r}")
-    model = plain_network(model)
-    refuse_another(model, architecture, model_args or {})
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = ("input_size", "mean", "std", "num_classes", "first_conv", "classifier", "interpolation", "crop_pct")
-    config = {
-        "architecture": architecture,
-        "num_classes": model.num_classes,
-        "num_features": model.num_features,
-        "pretrained_cfg": {key: value for key, value in config_of(model).items() if key in kept},
-    }
-    if model_args:
-        config["model_args"] = dict(model_args)
-    save_weights(model, folder / "model.safetensors")
-    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    return folder
-
-
-def refuse_another(model: nn.Module, architecture: str, model_args: Mapping[str, Any]) -> None:
-    differing = differences(model, architecture, model_args)
-    if not differing:
-        return
-    attention = f"{architecture}_attention"
-    if not inserted(model):
-        remedy = "give the architecture that it is, and in model_args what it was made with"
-    elif timm.is_model(attention) and not differences(model, attention, model_args):
-        remedy = f"blocks are inserted in it: save_model(…, architecture={attention!r})"
-    else:
-        remedy = "blocks are inserted in it: save_adapter(model, path) writes its blocks, without the network"
-    raise ValueError(f"architecture: {architecture!r} makes another network: {shorten(differing)}; {remedy}")
-
-
-def differences(model: nn.Module, architecture: str, model_args: Mapping[str, Any]) -> list[str]:
-    """Names and shapes of a model that are not those of the network that timm makes."""
-    with torch.device("meta"):
-        other = timm.create_model(architecture, **{"num_classes": model.num_classes, **model_args})
-    ours, theirs = (
-        {key: tuple(value.shape) for key, value in network.state_dict().items()} for network in (model, other)
-    )
-    return [
-        f"{key} {ours[key]}, made {theirs[key]}" if key in ours and key in theirs else key
-        for key in {**ours, **theirs}
-        if ours.get(key) != theirs.get(key)
-    ]

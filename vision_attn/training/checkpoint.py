@@ -13,7 +13,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 
-from vision_attn.checkpoints import read_checkpoint, save_adapter
+from vision_attn.checkpoints import save_adapter
+from vision_attn.checkpoints.read import CheckpointFile
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import plain_network
 from vision_attn.training.evaluation import Evaluation
@@ -21,6 +22,7 @@ from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
+from vision_attn.training.trained import nothing_to_resume
 
 __all__ = ["Checkpoints", "Progress", "checkpoint_to_resume"]
 
@@ -58,10 +60,7 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     # One answer for all processes, also where the folder reaches them at different times.
     found: bool = broadcast_object_list([path.exists()])[0]
     if not found and settings.resume != "auto":
-        raise FileNotFoundError(
-            f"resume: there is no {path} yet: to go on where there is one and begin where there is none, give "
-            "--resume auto and the folder as --output"
-        )
+        raise nothing_to_resume(path)
     return path if found else None
 
 
@@ -107,11 +106,11 @@ class Checkpoints:
         model = self.step.evaluated
         self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.progress.epoch})
         if self.settings.freeze_backbone and self.network.inserted is not None:
-            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head)
+            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head, about=self.about)
 
-    def restore(self, path: Path) -> None:
-        """Become what a checkpoint holds, if it is one of the same run."""
-        content: dict[str, Any] = read_checkpoint(path)
+    def restore(self, file: CheckpointFile) -> None:
+        """Become what a checkpoint holds, if it is one of the same run, or of one with fewer epochs."""
+        path, content = file.path, dict[str, Any](file.content)
         lacking = sorted(self.content().keys() - content.keys())
         if lacking:
             raise CheckpointError(
@@ -122,6 +121,14 @@ class Checkpoints:
             differing = self.settings.differences(content["settings"])
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged, or of another version of vision_attn: {error}") from error
+        if "epochs" in differing:
+            epochs = content["settings"].get("epochs", Settings.epochs)
+            if self.settings.epochs < epochs:
+                raise ValueError(
+                    f"epochs: {path} is of a run of {epochs}, which more extend; got {self.settings.epochs}: fewer are "
+                    "not defined, as its rates so far were those of the longer run"
+                )
+            differing.remove("epochs")
         words = {"classes": "the classes of the data", "train_images": "the number of training images"}
         differing += [word for key, word in words.items() if content[key] != self.about[key]]
         if differing:
@@ -141,5 +148,8 @@ class Checkpoints:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A state dict on the CPU, of plain names."""
-    return {key: value.detach().cpu().clone() for key, value in plain_network(model).state_dict().items()}
+    """A state dict on the CPU, of plain names; it says what its blocks are."""
+    state: dict[str, Tensor] = plain_network(model).state_dict()
+    for key, value in state.items():
+        state[key] = value.detach().cpu().clone()
+    return state

@@ -16,7 +16,7 @@ from vision_attn.capture import capture
 from vision_attn.checkpoints import write_atomically
 from vision_attn.figures import attention_figure, save_figure
 from vision_attn.insertion import quiet_eval
-from vision_attn.models.registry import save_model
+from vision_attn.models.folder import save_model
 from vision_attn.training.digits import CANVAS, CLASSES, PLAY, digit_pairs
 from vision_attn.training.loop import Result
 from vision_attn.training.settings import Settings

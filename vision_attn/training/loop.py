@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 
+from vision_attn.checkpoints.read import CheckpointFile
 from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.training.augmentation import Augmentation, share
 from vision_attn.training.checkpoint import Checkpoints
@@ -110,7 +110,7 @@ class Trainer:
             "between": self.between,
         }
 
-    def train(self, checkpoint: Path | None = None) -> Result:
+    def train(self, checkpoint: CheckpointFile | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last."""
         settings, accelerator, main = self.settings, self.accelerator, self.accelerator.is_main_process
         if checkpoint is not None:
@@ -118,7 +118,7 @@ class Trainer:
         progress = self.checkpoints.progress
         if checkpoint is not None:
             middle = f" and step {progress.step} of the next" if progress.step else ""
-            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint}")
+            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint.path}")
         if main:
             if checkpoint is None:  # once the folder can be written and has room, a run that lies there may go
                 self.checkpoints.save_last()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from vision_attn.text import shorten
 from vision_attn.training.data import Source
 from vision_attn.training.settings import Settings
 
-__all__ = ["Network", "build_network", "lines_of"]
+__all__ = ["Network", "build_network", "lines_of", "refuse_other_classes"]
 
 
 #: What a checkpoint of one of our runs says of itself.
@@ -60,23 +60,32 @@ class Network:
 
 
 def build_network(
-    settings: Settings, source: Source, say: Callable[[str], None], file: CheckpointFile | None = None
+    settings: Settings,
+    source: Source,
+    say: Callable[[str], None],
+    file: CheckpointFile | None = None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Network:
-    """Make, insert, load, freeze; ``file`` is what is read of ``settings.weights``, where it is read already."""
-    if file is None and settings.weights:
+    """Make, insert, load, freeze.
+
+    ``file`` is what is read of ``settings.weights``, where it is read already. A run that is ``resumed`` has its
+    weights from its checkpoint, and begins from no other.
+    """
+    if file is None and settings.weights and resumed is None:
         file = read_file(settings.weights)
+    pretrained = settings.pretrained and resumed is None
     model = create_model(
         settings.model,
         num_classes=len(source.classes),
         in_chans=source.channels,
-        pretrained=settings.pretrained,
+        pretrained=pretrained,
         **({"drop_path_rate": settings.drop_path} if settings.drop_path else {}),
     )
     if settings.drop_path and not any(getattr(module, "drop_prob", 0) for module in model.modules()):
         raise ValueError(f"drop_path: {settings.model!r} has no branches that timm can drop: leave it out")
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
-    notes = {**config_of(model), **(notes_of(file, settings, source) if file else {})}
+    notes = {**config_of(model), **(notes_of(file, settings, source) if file else resumed or {})}
     size = (settings.img_size, settings.img_size) if settings.img_size else source.size
     size = size or tuple(notes["input_size"][1:])
     inserted = None
@@ -167,12 +176,18 @@ def notes_of(file: CheckpointFile, settings: Settings, source: Source) -> dict[s
                 f"{file.path} has other blocks than are to be inserted: they were made with "
                 + (f"{word} {words}" if words else f"no {word}")
             )
-    if not settings.reset_head and notes["classes"] != list(source.classes):
-        raise CheckpointError(
-            f"{file.path} was trained for the classes {shorten(tuple(notes['classes']))}; the data has "
-            f"{shorten(source.classes)}: name the folders alike, or begin a new classifier with --reset-head"
-        )
+    if not settings.reset_head:
+        refuse_other_classes(str(file.path), notes["classes"], source)
     return notes
+
+
+def refuse_other_classes(path: str, classes: Sequence[str], source: Source) -> None:
+    """Refuse data with other classes than a network was trained for."""
+    if list(classes) != list(source.classes):
+        raise CheckpointError(
+            f"{path} was trained for the classes {shorten(classes)}; the data has {shorten(source.classes)}: name the "
+            "folders alike, or begin a new classifier with --reset-head"
+        )
 
 
 def try_out(model: nn.Module, name: str, shape: tuple[int, ...]) -> None:

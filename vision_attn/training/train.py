@@ -19,6 +19,7 @@ from accelerate.utils import (
     set_seed,
 )
 
+from vision_attn.checkpoints.read import read_file
 from vision_attn.errors import DataError
 from vision_attn.text import shorten
 from vision_attn.training.checkpoint import checkpoint_to_resume
@@ -26,15 +27,16 @@ from vision_attn.training.data import Source, open_data, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate, evaluate_closed, report_classes
 from vision_attn.training.images import Images
 from vision_attn.training.loop import Result, Trainer
-from vision_attn.training.network import build_network
+from vision_attn.training.network import build_network, refuse_other_classes
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import check_optimizer_settings
+from vision_attn.training.trained import Trained
 
 __all__ = ["train"]
 
 
-def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
+def train(settings: Settings, say: Callable[[str], None] = print, *, trained: Trained | None = None) -> Result:
     """Train a network, or evaluate it where ``settings.test_only``.
 
     Every epoch's order, crops and flips follow from the seed and the epoch alone, so that a run that was interrupted
@@ -44,6 +46,7 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
     Args:
         settings: what to do.
         say: told each line of the log, on the main process.
+        trained: what is evaluated, in the place of the network that the settings describe.
 
     Returns:
         The network and how well it does.
@@ -64,7 +67,8 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
     checkpoint = None
     if not settings.test_only:
         check_optimizer_settings(settings)
-        checkpoint = checkpoint_to_resume(settings)
+        path = checkpoint_to_resume(settings)
+        checkpoint = read_file(path) if path else None
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         source = open_data(settings, train=False)
@@ -78,7 +82,11 @@ def train(settings: Settings, say: Callable[[str], None] = print) -> Result:
         if checkpoint is None and not settings.overwrite and not settings.numbered:
             RunFolder(settings.folder).refuse_another_run()
     with accelerator.main_process_first():
-        network = build_network(settings, source, log)
+        if trained is not None:
+            refuse_other_classes("the network", trained.classes, source)
+            network = trained.network
+        else:
+            network = build_network(settings, source, log, None, checkpoint.content if checkpoint else None)
 
     model = network.model.to(accelerator.device)
     if settings.channels_last:

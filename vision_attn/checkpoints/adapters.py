@@ -1,0 +1,134 @@
+"""Several adapters on one network: one of them is in it, the others are held beside, with their own parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.insertion import REPLACED, InsertedBlock, changeable, inserted
+from vision_attn.insertion.attach import CHILD, HELD, RECORD, attach, exchange, take_out
+from vision_attn.insertion.insert import forget_compiled_graphs
+from vision_attn.insertion.maps import Form, Map
+
+__all__ = ["ADAPTERS", "NamedAdapters", "named_adapters", "set_adapter"]
+
+#: The attribute in which a network keeps its named adapters.
+ADAPTERS = "named_adapters"
+
+
+@dataclass
+class Aside:
+    """A block that is not in its network at the moment."""
+
+    block: nn.Module
+    record: InsertedBlock
+    #: path of the module that it is a child of, and what it is called there
+    owner: tuple[str, str]
+    #: the module that it replaces
+    old: nn.Module | None
+
+
+@dataclass
+class NamedAdapters:
+    """The adapters of a network, by name."""
+
+    #: the one that is in the network; None while it is as its checkpoint has it
+    active: str | None = None
+    #: of each adapter the blocks, while it is aside
+    blocks: dict[str, list[Aside]] = field(default_factory=dict)
+    #: of each adapter the values of what else it has of its own: while it is in the network, the network's values of it
+    also: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def named_adapters(model: nn.Module) -> NamedAdapters:
+    """Those of a network, which may be none."""
+    found: NamedAdapters = vars(model).get(ADAPTERS) or NamedAdapters()
+    return found
+
+
+def set_adapter(model: nn.Module, name: str | None) -> None:
+    """Put one of several adapters into their network, in the place of the one that is in it.
+
+    Parameters stay the objects that they are, so that optimizers stay valid. What is in the network can be trained and
+    saved by :func:`vision_attn.save_adapter`; a state dict holds nothing of the others.
+
+    Args:
+        model: a network with adapters that :func:`vision_attn.load_adapter` loaded under names.
+        name: the adapter; None for the network alone, as its checkpoint has it.
+
+    Raises:
+        ValueError: the network has no adapter of this name.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import vision_attn as va
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    >>> report = va.insert_(model, names="0", example_input=(1, 3, 8, 8))
+    >>> file = va.save_adapter(model, Path(tempfile.mkdtemp()) / "pets.safetensors")
+    >>> removed = va.remove_(model)
+    >>> for name in ("pets", "birds"):
+    ...     report = va.load_adapter(model, file, name=name)
+    >>> set_adapter(model, "pets")
+    >>> list(va.inserted(model))
+    ['0']
+    >>> set_adapter(model, None)
+    >>> list(va.inserted(model))
+    []
+    """
+    model = changeable(model)
+    adapters = named_adapters(model)
+    if name is not None and name not in adapters.blocks:
+        named = ", ".join(map(repr, adapters.blocks)) or "none: load_adapter(model, path, name=…) first"
+        raise ValueError(f"name must be that of an adapter of the model, or None; it has {named}; got {name!r}")
+    if name == adapters.active:
+        return
+    if adapters.active is not None:
+        exchange_values(model, adapters.also[adapters.active])
+        adapters.blocks[adapters.active] = put_aside(model)
+        adapters.active = None
+    if name is not None:
+        for one in sorted(adapters.blocks[name], key=lambda one: one.old is None):  # what replaces a module first
+            put_in(model, one)
+        exchange_values(model, adapters.also[name])
+        adapters.blocks[name], adapters.active = [], name
+    forget_compiled_graphs()
+
+
+def put_aside(model: nn.Module) -> list[Aside]:
+    """Take the blocks out of a network, and keep what brings them back."""
+    found = []
+    for site, block in inserted(model).items():
+        held = f"{site}.{vars(model.get_submodule(site)).get(HELD, CHILD)}".removeprefix(".")
+        owner, _, child = held.rpartition(".")
+        found.append(Aside(block, vars(block)[RECORD], (owner, child), vars(block).get(REPLACED)))
+    for one in sorted(found, key=lambda one: one.old is not None):  # those at a module before that module goes
+        take_out(model, one.record.site, one.block)
+    return found
+
+
+def put_in(model: nn.Module, one: Aside) -> None:
+    """Undo :func:`put_aside`: where, and of the type and mode that, the network is now."""
+    like = one.old if one.old is not None else model.get_submodule(one.record.site)
+    now = next((p for p in (*like.parameters(), *model.parameters()) if p.is_floating_point()), None)
+    if now is not None:
+        one.block.to(device=now.device, dtype=now.dtype)
+    one.block.train(like.training)
+    vars(one.block)[RECORD] = one.record
+    if one.old is not None:
+        exchange(model, one.old, one.block)
+        vars(one.block)[REPLACED] = one.old
+        return
+    nowhere: Any = Form((), torch.float32, torch.device("cpu"))
+    record = one.record
+    attach(model, Map(record.site, record.at, record.element, nowhere, record.layout, owner=one.owner), one.block)
+
+
+def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> None:
+    """Give tensors of a network other values, and keep those that they had in the place of these."""
+    state = model.state_dict()
+    for key, value in others.items():
+        others[key] = state[key].clone()
+        state[key].copy_(value)

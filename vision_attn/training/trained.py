@@ -1,0 +1,171 @@
+"""What a run trained, made again from its checkpoint or its adapter: what these say is checked, and fetches nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vision_attn.checkpoints import load_adapter, load_checkpoint
+from vision_attn.checkpoints.adapter_file import ENTRY, LARGEST_IMAGES, read_adapter
+from vision_attn.checkpoints.read import CheckpointFile, read_file
+from vision_attn.errors import CheckpointError
+from vision_attn.models.registry import create_model
+from vision_attn.training.data import Source
+from vision_attn.training.network import Network, build_network
+from vision_attn.training.settings import FIELDS, Settings
+from vision_attn.version import __version__
+
+__all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
+
+#: What a checkpoint or adapter of a run says of it.
+ABOUT = ("settings", "classes", "input_size", "mean", "std")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trained."""
+
+    #: of the run
+    settings: Settings
+    #: with its blocks and weights
+    network: Network
+    #: name of each class
+    classes: tuple[str, ...]
+
+
+def open_trained(path: str | Path, *, weights: str | None = None) -> Trained:
+    """What a run of ``vision-attn train`` trained: of its folder the best epoch, of a ``.pth`` what that holds.
+
+    A checkpoint with a moving average of the weights, ``last.pth`` of a run with ``--model-ema``, gives the average,
+    as that is what the run evaluated. An adapter goes into the network that it was trained on, whose ``weights`` are,
+    where none are given, the file that the run began from; ``"pretrained"`` are those that come with its name.
+    """
+    path = Path(path)
+    file = read_file(path / "best.pth" if path.is_dir() else path)
+    if ENTRY in file.metadata:
+        return with_adapter(file.path, weights)
+    if weights is not None:
+        raise ValueError(f"weights apply to adapters, and {file.path} has all weights: leave them out")
+    about: Mapping[str, Any] = file.content
+    settings, source = settings_in(file.path, about), source_of(file.path, about)
+    again = replace(
+        settings,
+        weights=str(file.path),
+        weights_ema="model_ema" in about,
+        pretrained=False,
+        reset_head=False,
+        freeze_backbone=False,
+        freeze_epochs=0,
+        sync_bn=False,
+        resume=None,
+    )
+    refuse_larger(replace(again, weights=None, weights_ema=False), source, file)
+    network = build_network(again, source, lambda line: None, file)
+    network = replace(network, mean=tuple(about["mean"]), std=tuple(about["std"]))
+    return Trained(settings, network, source.classes)
+
+
+def settings_in(path: Path, about: Mapping[str, Any]) -> Settings:
+    """The settings of the run that a checkpoint or adapter is of."""
+    missing = set(ABOUT) - about.keys()
+    if missing:
+        raise CheckpointError(
+            f"{path} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): give its "
+            "best.pth or last.pth, or a folder that save_model wrote. Of other files make the network, then "
+            "load_checkpoint or load_adapter; save_model and export_classifier take any network"
+        )
+    try:
+        return Settings(**{**Settings.values_in(about["settings"]), "resume": None, "overwrite": False})
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged, or was written by another version of vision_attn than this one, {__version__}, and is "
+            f"to be opened with that: {error}"
+        ) from error
+
+
+def source_of(path: Path, about: Mapping[str, Any]) -> Source:
+    """The images that a run was trained for, as far as its network depends on them."""
+    channels, *size = about["input_size"]
+    return Source(str(path), tuple(about["classes"]), channels, (size[0], size[1]), count=0)
+
+
+def with_adapter(path: Path, weights: str | None) -> Trained:
+    """The network of a run whose adapter a file is."""
+    adapter = read_adapter(path)
+    about = adapter.about
+    settings, source = settings_in(path, about), source_of(path, about)
+    pretrained, base = weights == "pretrained", weights or settings.weights
+    if base is None:
+        raise ValueError(
+            f"weights: {path} is an adapter, blocks without their network: name the checkpoint of {settings.model} "
+            "that it was trained on. The run took the weights that come with the name: weights='pretrained' (--weights "
+            "pretrained) fetches them"
+        )
+    model = create_model(
+        settings.model, num_classes=len(source.classes), in_chans=source.channels, pretrained=pretrained
+    )
+    if not pretrained:
+        load_checkpoint(model, base, ema=settings.weights_ema and weights is None, fresh=adapter.also)
+    report = load_adapter(model, path)
+    size = source.size or (0, 0)
+    network = Network(model.eval(), size, tuple(about["mean"]), tuple(about["std"]), report.insertion)
+    return Trained(settings, network, source.classes)
+
+
+def refuse_larger(settings: Settings, source: Source, file: CheckpointFile) -> None:
+    """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
+    with torch.device("meta"):
+        named = build_network(settings, source, lambda line: None)
+    held_in: Any = file.content.get("model", {})
+    asked, held = (
+        sum(value.numel() for value in state.values() if isinstance(value, Tensor))
+        for state in (named.model.state_dict(), held_in)
+    )
+    if asked > 2 * held or math.prod((source.channels, *named.size)) > LARGEST_IMAGES:
+        raise CheckpointError(
+            f"{file.path} names a network of {asked:,} numbers on images of {named.size}, and holds {held:,}: it is "
+            "damaged"
+        )
+
+
+def settings_to_resume(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with which a run goes on from its ``last.pth``: its own, and those that are given."""
+    if not Path(path).exists():
+        raise nothing_to_resume(path)
+    file = read_file(path)
+    settings = settings_in(file.path, file.content)
+    own = {name: getattr(settings, name) for name, about in FIELDS.items() if about.metadata["concerns"] != "run"}
+    return {**refuse_fetching(own, given, path), **given}
+
+
+def nothing_to_resume(path: str | Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"resume: there is no {path} yet: to go on where there is one and begin where there is none, give "
+        "--resume auto and the folder as --output"
+    )
+
+
+def settings_to_evaluate(trained: Trained, given: Mapping[str, Any], path: str | Path) -> Settings:
+    """The settings with which a run's network is evaluated: the run's as to its data, and those that are given."""
+    names = [*FIELDS][: [*FIELDS].index("pretrained")]  # of the data, and the name of the model
+    names += [
+        "batch_size",
+        "seed",
+        *(name for name, about in FIELDS.items() if about.metadata["concerns"] == "machine"),
+    ]
+    own = {name: getattr(trained.settings, name) for name in names}
+    given = {name: value for name, value in given.items() if name != "weights"}
+    return Settings(**{**refuse_fetching(own, given, path), **given})
+
+
+def refuse_fetching(own: dict[str, Any], given: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """Nothing is fetched because a file says so."""
+    if own["dataset"].startswith(("hfds/", "hfids/", "tfds/")) and "dataset" not in given:
+        raise ValueError(f"dataset: {path} names {own['dataset']}, which may be fetched: give --dataset as well")
+    return {**own, "dataset_download": False}
