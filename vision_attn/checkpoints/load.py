@@ -14,7 +14,7 @@ from vision_attn.checkpoints.read import AVERAGED, find_weights, read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
-from vision_attn.text import escaped, shorten
+from vision_attn.text import Report, escaped, shorten
 
 __all__ = ["LoadReport", "load_checkpoint", "matching", "refuse_meta"]
 
@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Report):
     """What of a checkpoint went into a model, key by key; prints as a summary.
 
     ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
@@ -61,7 +61,7 @@ class LoadReport:
     #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
     verified: str = ""
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
         lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
         if self.verified:
@@ -83,7 +83,7 @@ class LoadReport:
         ):
             if keys:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
-        return "\n".join(lines)
+        return lines
 
 
 def described(shapes: Shapes) -> list[str]:
