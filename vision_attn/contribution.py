@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.blocks.residual import GatedResidual2d
 from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
-from vision_attn.text import table
+from vision_attn.text import Report, Table
 
 __all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
 
@@ -42,7 +42,7 @@ class BlockContribution:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class Contribution(Report):
     """What the blocks of a network contribute; prints as a table.
 
     >>> print(Contribution((), together=Closing(changed=3, loss=None), predictions=64))
@@ -58,13 +58,13 @@ class Contribution:
     #: how many predictions there are: one an image, or one a position where the scores are a map
     predictions: int
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str | Table]:
         lines = [("where", "branch/stream", "predictions changed", "loss")]
         rows = [(block.site, f"{block.share:.4f}", block.closing) for block in self.blocks]
         for site, share, closing in (*rows, ("together", "", self.together)):
             changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
             lines.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
-        return f"what changes when a block is closed\n{table(lines)}"
+        return ["what changes when a block is closed", Table(lines)]
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:

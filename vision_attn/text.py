@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-__all__ = ["escaped", "shorten", "table"]
+__all__ = ["Report", "Table", "escaped", "shorten", "table"]
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -28,6 +30,61 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+class Table(NamedTuple):
+    """Rows of cells, the header first: :func:`table` as text, and a table of HTML in a notebook.
+
+    >>> print(Table([("where", "map"), ("layer4", "7×7")]))
+    where   map
+    layer4  7×7
+    """
+
+    rows: Sequence[Sequence[str]]
+    left: Collection[int] = (0,)
+
+    def __str__(self) -> str:
+        return table(self.rows, self.left)
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            sides = ("left" if column in self.left else "right" for column in range(len(cells)))
+            parts = zip(cells, sides, strict=True)
+            return "".join(f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>' for cell, side in parts)
+
+        header, *rows = self.rows
+        body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
+        return f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Report:
+    """What prints as text and tables, and in a notebook shows the same text and tables as HTML.
+
+    >>> class Sizes(Report):
+    ...     def parts(self):
+    ...         return ["2 < 3", Table([("where", "map"), ("layer4", "7×7")])]
+    >>> print(Sizes())
+    2 < 3
+    where   map
+    layer4  7×7
+    >>> Sizes()._repr_html_().partition("<table>")[0]
+    '<div style="white-space: pre-wrap">2 &lt; 3</div>'
+    """
+
+    def parts(self) -> Iterable[str | Table]:
+        """What it says, from the top."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts()))
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            part._repr_html_()
+            if isinstance(part, Table)
+            else f'<div style="white-space: pre-wrap">{html.escape(part)}</div>'
+            for part in self.parts()
+        )
 
 
 def escaped(text: object) -> str:

@@ -30,7 +30,7 @@ from vision_attn.insertion import (
     remove_,
     replace_,
 )
-from vision_attn.text import escaped, shorten
+from vision_attn.text import Report, Table, escaped, shorten
 from vision_attn.version import __version__
 
 __all__ = ["AdapterReport", "load_adapter", "makers_of", "place", "placements_of", "save_adapter"]
@@ -44,7 +44,7 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class AdapterReport:
+class AdapterReport(Report):
     """What an adapter put into a model; prints as a summary.
 
     >>> report = AdapterReport("a.safetensors", InsertionReport(()), ("0.inserted.gate",), compared=2, differing=())
@@ -63,14 +63,14 @@ class AdapterReport:
     #: those of them with other values or of another type, which only ``strict=False`` lets pass
     differing: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str | Table]:
         network = (
             f"{len(self.differing)} of {self.compared} tensors of the network are not those it was trained on: "
             f"{shorten(self.differing)}"
             if self.differing
             else f"the network is the one it was trained on, in all {self.compared} tensors"
         )
-        return f"{len(self.loaded)} tensors loaded from {escaped(self.path)}\n{network}\n{self.insertion}"
+        return [f"{len(self.loaded)} tensors loaded from {escaped(self.path)}", network, *self.insertion.parts()]
 
 
 def save_adapter(

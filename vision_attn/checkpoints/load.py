@@ -15,7 +15,7 @@ from vision_attn.checkpoints.specification import blocks_of, other_blocks
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
-from vision_attn.text import escaped, shorten
+from vision_attn.text import Report, escaped, shorten
 
 __all__ = ["LoadReport", "load_checkpoint", "load_file", "matching", "refuse_meta"]
 
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Report):
     """What of a checkpoint went into a model, key by key; prints as a summary.
 
     ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
@@ -66,7 +66,7 @@ class LoadReport:
     #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
     trusted: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
         lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
         if self.verified:
@@ -91,7 +91,7 @@ class LoadReport:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
         if self.trusted:
             lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
-        return "\n".join(lines)
+        return lines
 
 
 def described(shapes: Shapes) -> list[str]:

@@ -13,6 +13,7 @@ from torch import nn
 from vision_attn.checks import check_number
 from vision_attn.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.insertion.backbone import plain_network
+from vision_attn.text import Report, Table
 
 __all__ = ["freeze_backbone_", "freeze_gates_", "gates", "print_trainable_parameters", "set_gates_"]
 
@@ -30,6 +31,19 @@ class BeforeFreezing:
     training: bool
 
 
+class Gates(Report, dict[str, nn.Parameter]):
+    """Gates by site; prints as a table of how far each is open."""
+
+    def parts(self) -> list[Table]:
+        header = ("where", "channels", "mean", "smallest", "largest")
+        gates = {site: gate.detach() for site, gate in self.items()}
+        rows = [
+            (site, f"{gate.numel()}", *(f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max())))
+            for site, gate in gates.items()
+        ]
+        return [Table([header, *rows])]
+
+
 def gates(model: nn.Module) -> dict[str, nn.Parameter]:
     """The gates of a model's inserted blocks by site: the parameters themselves, one value a channel.
 
@@ -39,7 +53,7 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
         model: a model that blocks are inserted in.
 
     Returns:
-        A gate ``(c,)`` for each site.
+        A gate ``(c,)`` for each site. Printed, and in a notebook, it is a table of how far each is open.
 
     Raises:
         ValueError: no block of the model has a gate.
@@ -49,9 +63,12 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> {site: gate.shape for site, gate in gates(model).items()}
     {'0': torch.Size([8])}
+    >>> print(gates(model))
+    where  channels  mean  smallest  largest
+    0             8     1         1        1
     """
     found = {site: getattr(block, "gate", None) for site, block in inserted(model).items()}
-    live = {site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)}
+    live = Gates({site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)})
     if not live:
         what = f"the blocks at {', '.join(map(repr, found))} have none" if found else "nothing is inserted in it"
         raise ValueError(f"model has no gate ({what}): insert a block that has one, such as AttentionBlock2d")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import use_impl
 from vision_attn.insertion.maps import FIRST, Layout, Map
-from vision_attn.text import table
+from vision_attn.text import Report, Table
 
 __all__ = ["InsertedBlock", "InsertionReport", "count_multiply_adds", "describe"]
 
@@ -64,7 +64,7 @@ class InsertedBlock:
 
 
 @dataclass(frozen=True)
-class InsertionReport:
+class InsertionReport(Report):
     """What was inserted or removed; prints as a table.
 
     >>> from vision_attn.insertion import insert_
@@ -83,7 +83,7 @@ class InsertionReport:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str | Table]:
         header = ("where", "block", "channels", "map", "tokens", "parameters", "multiply-adds")
         rows = [
             (
@@ -100,14 +100,12 @@ class InsertionReport:
         total = ("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}")
         sizes = dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks)
         noun = "block" if len(self) == 1 else "blocks"
-        return "\n".join(
-            [
-                f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
-                table([header, *rows, *([total] if len(rows) > 1 else [])], left=(0, 1)),
-                *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
-                *self.warnings,
-            ]
-        )
+        return [
+            f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
+            Table([header, *rows, *([total] if len(rows) > 1 else [])], left=(0, 1)),
+            *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
+            *self.warnings,
+        ]
 
     @property
     def parameters(self) -> int:

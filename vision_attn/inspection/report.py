@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
-from vision_attn.text import table
+from vision_attn.text import Report, Table
 
 __all__ = ["Inspection", "Proposal", "Share", "Site"]
 
@@ -90,7 +90,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Report):
     """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables.
 
     >>> from torch import nn
@@ -135,15 +135,15 @@ class Inspection:
             lines.append(f"a larger input: {larger} makes about {SHORTEST}×{SHORTEST} of a map that is 2×2")
         return (*lines, *memory_warnings(self, free))
 
-    def __str__(self) -> str:
-        parts = [self.heading()]
-        if self.inserted is None:
-            parts.append(stage_table(self))
-        parts.append(cost_table(self))
-        parts.append("\n".join(paragraph(f"warning: {line}", "  ") for line in self.warnings))
-        if self.inserted is None:
-            parts.append(advice(self))
-        return "\n\n".join(filter(None, parts))
+    def parts(self) -> list[str | Table]:
+        paragraphs: list[list[str | Table]] = [
+            [self.heading()],
+            [stage_table(self)] if self.inserted is None else [],
+            [*cost_table(self)],
+            [paragraph(f"warning: {line}", "  ") for line in self.warnings],
+            [advice(self)] if self.inserted is None else [],
+        ]
+        return [line for lines in filter(None, paragraphs) for line in ("", *lines)][1:]
 
     def command(self, proposal: Proposal) -> str | None:
         """The flags of ``vision-attn train`` that do what is proposed; None where it has none for that.
@@ -180,17 +180,17 @@ def cost_of(sites: Sequence[Site]) -> Share:
     return Share(together.parameters, together.multiply_adds)
 
 
-def stage_table(found: Inspection) -> str:
+def stage_table(found: Inspection) -> Table:
     """The network as it is."""
     rows: list[tuple[str, ...]] = [("stage", "module", "channels", "map", "tokens", "parameters", "multiply-adds")]
     for site in found.sites:
         name = f"{site.path} (has a block)" if site.occupied else site.path
         shares = map(percent, site.share or (), found.whole)
         rows.append((f"{site.stage}", name, f"{site.channels}", site.size, f"{site.tokens:,}", *shares))
-    return table(rows, left=(1,))
+    return Table(rows, left=(1,))
 
 
-def cost_table(found: Inspection) -> str:
+def cost_table(found: Inspection) -> tuple[str, Table]:
     """What a block costs at each site, and chosen ones together."""
     count, chosen = len(found.sites), found.inserted is not None
     title = f"{count} {'block' if count == 1 else 'blocks'} inserted" if chosen else "A block after a stage adds"
@@ -206,7 +206,7 @@ def cost_table(found: Inspection) -> str:
         rows.append((*place, f"{site.options['num_heads']}", *cost_cells(found, [site])))
     if chosen and count > 1:
         rows.append(("together", "", "", "", *cost_cells(found, found.sites)))
-    return f"{paragraph(f'{title} ({reading}):')}\n{table(rows, left=(places.index('module'),))}"
+    return paragraph(f"{title} ({reading}):"), Table(rows, left=(places.index("module"),))
 
 
 def cost_cells(found: Inspection, sites: Sequence[Site]) -> list[str]:
