@@ -7,6 +7,8 @@ import pytest
 import timm
 import torch
 from timm.models import FeatureInfo, group_parameters
+from timm.models._features_fx import get_notrace_modules
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import vision_attn as va
 from vision_attn import models
@@ -156,7 +158,15 @@ def scripts(name):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
-CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts]
+def traced(name):
+    model, leaves = make(name), {"leaf_modules": list(get_notrace_modules())}
+    x = image(model)
+    *_, output = get_graph_node_names(model, tracer_kwargs=leaves)[1]
+    (y,) = create_feature_extractor(model, [output], tracer_kwargs=leaves)(x).values()
+    torch.testing.assert_close(y, model(x))
+
+
+CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts, traced]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
