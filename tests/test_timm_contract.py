@@ -7,13 +7,16 @@ import pytest
 import timm
 import torch
 from timm.models import FeatureInfo, group_parameters
+from timm.models._features_fx import get_notrace_modules
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import vision_attn as va
 from vision_attn import models
 from vision_attn.insertion.attach import keys_of_blocks
+from vision_attn.models.staged import StagedNetwork
 
 NAMES = [name for name in models.__all__ if timm.is_model(name)]
-#: Quick ones of our own classes: the two of CIFAR, with padded shortcuts, and the digits'.
+#: Quick ones of our own classes: the two for CIFAR, plain and with a block, and the digits'.
 QUICK = ["resnet20_a", "wrn16_4", "resnet20_attention", "digit_pairs_attention"]
 #: Of these scripts can be made: they have no blocks.
 SCRIPTABLE = {name for name in NAMES if name.startswith(("resnet", "wrn", "digit")) and "attention" not in name}
@@ -91,23 +94,22 @@ def intermediates(name):
     assert all(torch.equal(*pair) for pair in zip(some, (maps[0], maps[-1]), strict=True))
     (first,) = model.forward_intermediates(x, indices=[0], stop_early=True, intermediates_only=True)
     assert torch.equal(first, maps[0])
+    if isinstance(model, StagedNetwork):
+        (normed,) = model.forward_intermediates(x, indices=1, norm=True, intermediates_only=True)
+        assert torch.equal(normed, y)
     model.set_grad_checkpointing()
     torch.testing.assert_close(model.forward_intermediates(x)[0], y)
 
 
 def features(name):
-    base = name.removesuffix("_attention")
-    plain, model = (
-        (make(each, features_only=True) for each in dict.fromkeys((base, name)))
-        if base != name
-        else [make(name, features_only=True)] * 2
-    )
-    new = {key for key in model.state_dict() if ".inserted" in key}
+    plain, model = (make(each, features_only=True) for each in (name.removesuffix("_attention"), name))
+    new = {key for key in model.state_dict() if ".inserted." in key}
     assert set(model.state_dict()) - new == set(plain.state_dict())
     assert bool(new) == name.endswith("_attention")
-    x = image(model)
-    assert [y.shape[1] for y in model(x)] == model.feature_info.channels()
-    assert [y.shape[-1] for y in model(x)] == [ceil(x.shape[-1] / side) for side in model.feature_info.reduction()]
+    x = torch.randn(1, *model.pretrained_cfg["input_size"])[..., :64, :64]
+    maps = model(x)
+    assert [y.shape[1] for y in maps] == model.feature_info.channels()
+    assert [y.shape[-1] for y in maps] == [ceil(x.shape[-1] / side) for side in model.feature_info.reduction()]
 
 
 def checkpointing(name):
@@ -156,12 +158,27 @@ def scripts(name):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
-CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts]
+def traced(name):
+    model, leaves = make(name), {"leaf_modules": list(get_notrace_modules())}
+    x = image(model)
+    *_, output = get_graph_node_names(model, tracer_kwargs=leaves)[1]
+    (y,) = create_feature_extractor(model, [output], tracer_kwargs=leaves)(x).values()
+    torch.testing.assert_close(y, model(x))
+
+
+CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts, traced]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        *((name, check) for name in QUICK for check in CHECKS),
+        ("convnext_atto_attention", layers),
+        ("efficientnet_b0_attention", features),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_network_of_ours_keeps_timms_contract(name, check):
     check(name)
 

@@ -119,7 +119,7 @@ class OtherWork:
         if not stat.exists():
             return None
         ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        lines = [line.split() for line in stat.read_text().splitlines() if line.split()[0] in ours]
+        lines = [fields for fields in map(str.split, stat.read_text().splitlines()) if fields and fields[0] in ours]
         # Of user, nice, system, idle, waiting, interrupts (two kinds) and what another machine took, all but idleness.
         ticks = sum(int(field) for _, *fields in lines for field in fields[:3] + fields[5:8])
         return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
