@@ -221,7 +221,7 @@ def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(one_hal
     assert (len(training), len(evaluation)) == (46, 6)
     assert sorted(names(training) + names(evaluation)) == sorted(names(open_folder(one_half)))
     assert [name.partition("/")[0] for name in names(evaluation)] == ["blue"] * 5 + ["red"]
-    assert evaluation.name == f"{one_half}, the 0.1 of each class (seed 0) that are held out"
+    assert evaluation.name == f"{one_half}, 10 % of each class, held out by seed 0"
     images = open_images(evaluation, (8, 8), CPU)
     assert (len(images), images.labels.tolist()) == (6, [0, 0, 0, 0, 0, 1])
     assert [names(half) for half in halves()] == [names(training), names(evaluation)]
@@ -269,9 +269,9 @@ def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp
         data=str(one_half), model="test_resnet", img_size=16, batch_size=46, epochs=1, device="cpu", output=output
     )
     first = train(base, lines.append)
-    held_out = f"evaluation: 6 images of {one_half}, the 0.1 of each class (seed 0) that are held out, in memory"
+    held_out = f"evaluation: 6 images of {one_half}, 10 % of each class, held out by seed 0, in memory"
     assert held_out in lines
-    assert f"training: 46 images of {one_half}, without the held out, in memory" in lines
+    assert f"training: 46 images of {one_half}, without those, in memory" in lines
     train(replace(base, resume=f"{output}/last.pth"), lines.append)
     saved = {**read_config(f"{output}/settings.yaml"), "weights": f"{output}/last.pth", "test_only": True}
     assert saved["val_split"] == "0.1"
