@@ -526,14 +526,18 @@ def test_a_stream_is_evaluated_image_by_image_on_any_number_of_processes(shards,
 
 
 def test_a_stream_is_shuffled_by_the_seed_of_the_epoch(shards):
-    def epoch(seed):
-        stream = open_images(open_data(shards, train=True), (24, 24), CPU, workers=1)
+    def epoch(seed, settings=shards):
+        vary = varied(settings, (24, 24), (0.5,) * 3)
+        stream = open_images(open_data(settings, train=True), (24, 24), CPU, workers=1, vary=vary)
         return [images for images, _ in stream.batches(torch.arange(72).split(24), seed=seed)]
 
     one, same, other = epoch(1), epoch(1), epoch(2)
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not torch.equal(one[0], other[0])
     assert len(set(bag(torch.cat(one)))) == len(set(bag(torch.cat(other)))) == 72
+    one, same = (epoch(1, replace(shards, aa="rand-m9", color_jitter=0.4)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not set(bag(torch.cat(one))) & set(bag(torch.cat(other)))
 
 
 def test_a_run_on_a_stream_is_interrupted_and_goes_on(shards):
