@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 from dataclasses import replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,9 +236,10 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     assert lines[-1].endswith(", in runs/train-8/best.pth")
     assert (tmp_path / "runs" / "train-8" / "last.pth").exists()
     train(replace(base, epochs=1, batch_size=36, resume="runs/train-8/last.pth", output=None), quiet)
-    with ThreadPool(8) as pool:
-        made = pool.map(lambda _: numbered_folder().name, range(8))
-    assert sorted(made, key=lambda name: int(name[6:])) == [f"train-{number}" for number in range(9, 17)]
+    with monkeypatch.context() as patched:  # two that begin at once, and have not seen each other
+        patched.setattr(Path, "glob", lambda path, pattern: [])
+        assert [numbered_folder(), numbered_folder()] == [Path("runs/train-1"), Path("runs/train-2")]
+    assert numbered_folder() == Path("runs/train-9")
     # As it was before there were numbers.
     assert replace(base, output=None, resume="auto").folder == replace(base, output=None).folder == Path("runs/train")
 
@@ -300,7 +300,7 @@ def test_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
     settings = replace(base, epochs=3, warmup_epochs=1, min_lr=0.01, attention_lr=0.2, layer_decay=0.5)
     step = step_of(settings)
     for done in range(12):
-        step.schedule.step_update(done)
+        step(*batch(2), done // 4, done % 4)
         warming = 0.0005 + done / 4 * (0.05 - 0.0005)  # from a hundredth of the rate
         cosine = 0.01 + 0.04 / 2 * (1 + math.cos(math.pi * (done - 4) / 8))
         assert step.rate == pytest.approx(warming if done < 4 else cosine)
@@ -328,7 +328,7 @@ def test_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
 def test_rates_fall_by_timms_schedules(base, options, rates):
     step = step_of(replace(base, epochs=3, attention_lr=0.2, **options))
     for done, rate in enumerate(rates):
-        step.schedule.step_update(done)
+        step(*batch(2), done // 4, done % 4)
         assert step.rate == pytest.approx(rate)
         ratios = {round(group["lr"] / step.rate, 6) for group in step.optimizer.param_groups}
         assert ratios == {1.0, 4.0}, "the block's rate over the others'"

@@ -221,7 +221,7 @@ def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(one_hal
     assert (len(training), len(evaluation)) == (46, 6)
     assert sorted(names(training) + names(evaluation)) == sorted(names(open_folder(one_half)))
     assert [name.partition("/")[0] for name in names(evaluation)] == ["blue"] * 5 + ["red"]
-    assert evaluation.name == f"{one_half}, the 0.1 of each class (seed 0) that are held out"
+    assert evaluation.name == f"{one_half}, 10 % of each class, held out by seed 0"
     images = open_images(evaluation, (8, 8), CPU)
     assert (len(images), images.labels.tolist()) == (6, [0, 0, 0, 0, 0, 1])
     assert [names(half) for half in halves()] == [names(training), names(evaluation)]
@@ -269,9 +269,9 @@ def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp
         data=str(one_half), model="test_resnet", img_size=16, batch_size=46, epochs=1, device="cpu", output=output
     )
     first = train(base, lines.append)
-    held_out = f"evaluation: 6 images of {one_half}, the 0.1 of each class (seed 0) that are held out, in memory"
+    held_out = f"evaluation: 6 images of {one_half}, 10 % of each class, held out by seed 0, in memory"
     assert held_out in lines
-    assert f"training: 46 images of {one_half}, without the held out, in memory" in lines
+    assert f"training: 46 images of {one_half}, without those, in memory" in lines
     train(replace(base, resume=f"{output}/last.pth"), lines.append)
     saved = {**read_config(f"{output}/settings.yaml"), "weights": f"{output}/last.pth", "test_only": True}
     assert saved["val_split"] == "0.1"
@@ -526,14 +526,18 @@ def test_a_stream_is_evaluated_image_by_image_on_any_number_of_processes(shards,
 
 
 def test_a_stream_is_shuffled_by_the_seed_of_the_epoch(shards):
-    def epoch(seed):
-        stream = open_images(open_data(shards, train=True), (24, 24), CPU, workers=1)
+    def epoch(seed, settings=shards):
+        vary = varied(settings, (24, 24), (0.5,) * 3)
+        stream = open_images(open_data(settings, train=True), (24, 24), CPU, workers=1, vary=vary)
         return [images for images, _ in stream.batches(torch.arange(72).split(24), seed=seed)]
 
     one, same, other = epoch(1), epoch(1), epoch(2)
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not torch.equal(one[0], other[0])
     assert len(set(bag(torch.cat(one)))) == len(set(bag(torch.cat(other)))) == 72
+    one, same = (epoch(1, replace(shards, aa="rand-m9", color_jitter=0.4)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not set(bag(torch.cat(one))) & set(bag(torch.cat(other)))
 
 
 def test_a_run_on_a_stream_is_interrupted_and_goes_on(shards):

@@ -169,8 +169,8 @@ def half_of_images(source: Source, settings: Settings, train: bool) -> Source:
         ) from error
     chosen = [source.dataset.samples[row] for row in sorted(halves[0 if train else 1])]
     source.dataset.samples, source.dataset.targets = chosen, [label for _, label in chosen]
-    what = "without the" if train else f"the {share:.3g} of each class (seed {settings.seed}) that are"
-    return replace(source, name=f"{source.name}, {what} held out", count=len(chosen), held_out=True)
+    what = "without those" if train else f"{100 * share:.3g} % of each class, held out by seed {settings.seed}"
+    return replace(source, name=f"{source.name}, {what}", count=len(chosen), held_out=True)
 
 
 class Folder(ImageFolder):

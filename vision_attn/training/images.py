@@ -117,7 +117,7 @@ class ImageLoader:
         if hasattr(reader, "samples"):  # of timm's folders
             return torch.tensor([label for _, label in reader.samples])
         if hasattr(reader, "label_key"):  # of Hugging Face's data sets
-            return torch.tensor(reader.dataset[reader.label_key])
+            return torch.tensor(list(reader.dataset[reader.label_key]))
         found = next((vars(dataset)[name] for name in ("targets", "labels", "_labels") if name in vars(dataset)), None)
         if found is None:
             raise ValueError(f"class_weights: {type(dataset).__name__} does not say what the classes of its images are")
