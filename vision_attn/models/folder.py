@@ -90,7 +90,7 @@ def save_model(
     >>> report = insert_(model, stages=-1, num_heads=4)
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
     >>> list(inserted(load_model(folder)))
-    ['stage4.1']
+    ['stage4.1.2']
     """
     model, folder = plain_network(model), Path(folder)
     refuse_meta(model)
