@@ -173,6 +173,7 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
         ({"model_args": {"num_classes": 10**12}}, "of a size that there is none of"),
         ({"label_names": ["a"]}, "1 label_names for 3 classes"),
+        ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
         ({"label_names": [1]}, "label_names must be a list of texts"),
         ({"vision_attn": {"format": 2, "library": "9"}}, "written by vision_attn 9: upgrade"),
         ({"vision_attn": {"format": 1, "blocks": [{}]}}, "cannot be made"),
@@ -280,6 +281,16 @@ def test_a_checkpoint_that_names_a_network_elsewhere_is_refused(run, name, tmp_p
     content["settings"]["model"] = name
     torch.save(content, tmp_path / "best.pth")
     with pytest.raises(ValueError, match=f"model: there is no '{name}'"):
+        va.load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", [{"input_size": [3, 10**5, 10**5]}, {"input_size": "photo"}, {"classes": 3}, {"mean": [0.5]}, {"std": None}]
+)
+def test_what_a_checkpoint_says_of_its_images_is_checked(run, said, tmp_path):
+    content = torch.load(run[0].folder / "best.pth", weights_only=True)
+    torch.save({**content, **said}, tmp_path / "best.pth")
+    with pytest.raises(va.CheckpointError, match="is damaged in what it says of its images"):
         va.load_run(tmp_path)
 
 
