@@ -2,10 +2,11 @@
 
 import csv
 import json
+import math
+import shutil
 import subprocess
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 import timm
@@ -173,6 +174,7 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
         ({"model_args": {"num_classes": 10**12}}, "of a size that there is none of"),
         ({"label_names": ["a"]}, "1 label_names for 3 classes"),
+        ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
         ({"label_names": [1]}, "label_names must be a list of texts"),
         ({"vision_attn": {"format": 2, "library": "9"}}, "written by vision_attn 9: upgrade"),
         ({"vision_attn": {"format": 1, "blocks": [{}]}}, "cannot be made"),
@@ -283,6 +285,16 @@ def test_a_checkpoint_that_names_a_network_elsewhere_is_refused(run, name, tmp_p
         va.load_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "said", [{"input_size": [3, 10**5, 10**5]}, {"input_size": "photo"}, {"classes": 3}, {"mean": [0.5]}, {"std": None}]
+)
+def test_what_a_checkpoint_says_of_its_images_is_checked(run, said, tmp_path):
+    content = torch.load(run[0].folder / "best.pth", weights_only=True)
+    torch.save({**content, **said}, tmp_path / "best.pth")
+    with pytest.raises(va.CheckpointError, match="is damaged in what it says of its images"):
+        va.load_run(tmp_path)
+
+
 def on_the_command_line(capsys, *arguments):
     code = cli.main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
@@ -338,27 +350,22 @@ def test_data_that_may_be_fetched_is_named_before_it_is(run, capsys, tmp_path):
 
 
 def test_a_run_goes_on_from_its_file_alone_and_is_extended(run, capsys, tmp_path, monkeypatch):
-    settings = replace(run[0], output=str(tmp_path / "run"), epochs=2, model_ema=True)
-    train(replace(settings, output=str(tmp_path / "whole"), epochs=3), lambda line: None)
-    train(settings, lambda line: None)
-    last = tmp_path / "run" / "last.pth"
+    last = shutil.copytree(run[0].folder, tmp_path / "run") / "last.pth"
     # All of the run is in its checkpoint: the weights that it began from are not read again.
-    read = []
-    monkeypatch.setattr("vision_attn.training.network.load_weights", lambda *given: read.append(given))
-    code, out, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 3)
-    assert (code, err, read) == (0, "", [])
-    assert "resumed after epoch 2" in out
-    assert "epoch 3/3: train loss" in out
+    monkeypatch.setattr("vision_attn.training.network.load_weights", lambda *given: pytest.fail("it reads them"))
+    code, out, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 2)
+    assert (code, err) == (0, "")
+    assert "resumed after epoch 1" in out
+    assert "epoch 2/2: train loss" in out
     rows = torch.load(last, weights_only=True)["rows"]
-    assert [row["epoch"] for row in rows] == [1, 2, 3]
-    # The rate is that of the third of three epochs.
-    expected = torch.load(tmp_path / "whole" / "last.pth", weights_only=True)["rows"]
-    assert rows[2]["lr"] == expected[2]["lr"]
-    assert rows[1]["lr"] != expected[1]["lr"]
-    code, _, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 2)
-    assert (code, "epochs: " in err, "is of a run of 3, which more extend; got 2" in err) == (2, True, True)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    # At the last step of the first epoch the cosine was that of two steps, at that of the second it is that of four.
+    rates = [0.05 * (1 + math.cos(math.pi * share)) / 2 for share in (1 / 2, 3 / 4)]
+    assert [float(row["lr"]) for row in rows] == pytest.approx(rates, rel=1e-4)
+    code, _, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 1)
+    assert (code, f"epochs: {last} is of a run of 2, which more extend; got 1" in err) == (2, True)
     code, _, err = on_the_command_line(capsys, "train", "--resume", last, "--lr", 0.1)
-    assert (code, "lr differ from" in err) == (2, True)
+    assert (code, "but lr differ from" in err) == (2, True)
 
 
 def test_a_run_is_exported_as_a_folder_and_that_again(run, capsys, tmp_path):

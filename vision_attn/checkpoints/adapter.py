@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -267,10 +268,12 @@ def place(model: nn.Module, placements: Iterable[Placement], makers: Mapping[str
     for group in groups.values():
         first, sites = group[0], [placement.site for placement in group]
         make, shape = makers[first.block], first.input_shape
-        if first.at == "instead":
-            replace_(model, make, names=sites, example_input=shape, **first.options)
-        else:
-            insert_(model, make, names=sites, at=first.at, example_input=shape, **first.options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
+            if first.at == "instead":
+                replace_(model, make, names=sites, example_input=shape, **first.options)
+            else:
+                insert_(model, make, names=sites, at=first.at, example_input=shape, **first.options)
 
 
 def makers_of(

@@ -1,1 +1,1 @@
-"""A trained network as a file that others run: an ONNX or torch.export program, a folder of timm's, or weights."""
+"""A trained network opened again, and written as what others run: a graph (ONNX, torch.export), a folder, weights."""

@@ -63,7 +63,7 @@ def export_classifier(
     """Write a network in a form that others run, and prove that it computes the same.
 
     What is written is read back, run on random images in batches of another size, and compared with the network,
-    before it takes the place that was asked for. It holds float32 weights and, unless it is a folder of timm's, the
+    before it takes the place that was asked for. It holds float32 weights and, unless it is a folder, the
     classes and statistics as JSON in its metadata, under ``classifier``.
 
     >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))

@@ -13,6 +13,7 @@ run or fetched.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch import nn
 
 from vision_attn.checkpoints import save_weights
 from vision_attn.checkpoints.adapter import BLOCKS, makers_of, place, placements_of
-from vision_attn.checkpoints.adapter_file import placements_in, said_of
+from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES, placements_in, said_of
 from vision_attn.checkpoints.load import load_file, refuse_meta
 from vision_attn.checkpoints.read import find_weights, read_file
 from vision_attn.checkpoints.write import put_in_place
@@ -90,7 +91,7 @@ def save_model(
     >>> report = insert_(model, stages=-1, num_heads=4)
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
     >>> list(inserted(load_model(folder)))
-    ['stage4.1']
+    ['stage4.1.2']
     """
     model, folder = plain_network(model), Path(folder)
     refuse_meta(model)
@@ -220,6 +221,8 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
+    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGES or len(kept["input_size"]) != 3:
+        raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels

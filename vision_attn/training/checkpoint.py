@@ -20,7 +20,7 @@ from vision_attn.insertion import plain_network
 from vision_attn.training.evaluation import Evaluation
 from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.settings import Settings
+from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.trained import nothing_to_resume
 
@@ -106,7 +106,13 @@ class Checkpoints:
         model = self.step.evaluated
         self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.progress.epoch})
         if self.settings.freeze_backbone and self.network.inserted is not None:
-            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head, about=self.about)
+            of_result = {
+                name: value
+                for name, value in self.settings.as_dict().items()
+                if FIELDS[name].metadata["concerns"] != "run"
+            }
+            about = {**self.about, "settings": of_result}  # the same wherever the run lies
+            save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head, about=about)
 
     def restore(self, file: CheckpointFile) -> None:
         """Become what a checkpoint holds, if it is one of the same run, or of one with fewer epochs."""

@@ -91,8 +91,16 @@ def settings_in(path: Path, about: Mapping[str, Any]) -> Settings:
 
 def source_of(path: Path, about: Mapping[str, Any]) -> Source:
     """The images that a run was trained for, as far as its network depends on them."""
-    channels, *size = about["input_size"]
-    return Source(str(path), tuple(about["classes"]), channels, (size[0], size[1]), count=0)
+    try:
+        channels, height, width = (int(side) for side in about["input_size"])
+        classes = tuple(map(str, about["classes"]))
+        if len(classes) < 2 or not 0 < channels * height * width <= LARGEST_IMAGES:
+            raise ValueError(f"{len(classes)} classes, images of {channels}×{height}×{width}")
+        if any(len([float(value) for value in about[name]]) != channels for name in ("mean", "std")):
+            raise ValueError(f"mean and std are not for {channels} channels")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is damaged in what it says of its images: {error}") from error
+    return Source(str(path), classes, channels, (height, width), count=0)
 
 
 def with_adapter(path: Path, weights: str | None) -> Trained:
