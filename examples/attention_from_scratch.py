@@ -17,13 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import from_numpy, nn
 
 import vision_attn as va
 from vision_attn import reference
 from vision_attn.benchmark.measure import peak_memory, time_in_turns
-from vision_attn.figures import save_figure
+from vision_attn.figures import Figure, save_figure
 from vision_attn.insertion import count_multiply_adds
 
 OUTPUT = Path("examples-output")

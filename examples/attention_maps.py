@@ -14,11 +14,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_sample_images
 
 import vision_attn as va
-import vision_attn.models  # registers digit_pairs_attention with timm
+import vision_attn.models  # registers digit_pairs_attention and resnet20_attention with timm
 from vision_attn.figures import attention_figure, save_figure
 from vision_attn.training.digits import CLASSES, digit_pairs
 
@@ -59,23 +62,21 @@ assert by_column[8:].sum() > 0.45
 # %%
 chosen = torch.cat([torch.nonzero(labels == label)[:3, 0] for label in (1, 0)])
 titles = [f"{CLASSES[labels[i]]}; the network says {CLASSES[answers[i]]}" for i in chosen]
-figure = attention_figure(images[chosen], replace(attention, weights=attention.weights[chosen]), titles=titles)
+six = replace(attention, weights=attention.weights[chosen])
+figure = attention_figure(images[chosen], six, titles=titles, width=9)
 save_figure(figure, OUTPUT / "attention_maps.png")
 print(f"wrote {OUTPUT / 'attention_maps.png'}")
 figure
 
 # %% [markdown]
-# **Each head** has weights of its own. The picture averages over them; here they are apart, for the first canvas. There
-# two of the four look at the same cell; over all canvases any two do so in less than a quarter of them.
+# **Each head** has weights of its own. The picture averages over them; here they are apart. On the first canvas two of
+# the four look at the same cell; over all canvases any two do so in less than a quarter of them.
 
 # %%
-first = chosen[:1]
-heads = attention.weights[first].transpose(0, 1)  # (4, 1, 1, 2, 11): the heads in the place of images
-figure = attention_figure(
-    images[first].expand(4, -1, -1, -1), replace(attention, weights=heads), titles=[f"head {n}" for n in range(4)]
-)
+figure = attention_figure(images[chosen], six, reduction="none", width=11)
 save_figure(figure, OUTPUT / "attention_heads.png")
 print(f"wrote {OUTPUT / 'attention_heads.png'}")
+heads = six.weights[0]
 assert (heads[0] - heads[2]).abs().max() < 1e-4
 top = attention.weights.flatten(3).argmax(3)[:, :, 0]
 assert max((top[:, m] == top[:, n]).float().mean() for m in range(4) for n in range(m)) < 0.25
@@ -90,6 +91,26 @@ with va.closed(model):
     closed = 100 * (model(images).argmax(1) == labels).float().mean()
 print(f"with the block closed: {closed:.1f} %")
 assert 45 < closed < 55
+
+# %% [markdown]
+# **On photographs.** Another network of the library is a ResNet-20 with one block, trained on CIFAR-100. It gets two
+# photographs made small, and its maps are laid over the large ones. A cell that gets no more than an even share of the
+# attention stays as it is. The scale says how many shares the others get. Here it ends below 1.02: this block has
+# learned to take an average of the whole map.
+
+# %%
+classifier = timm.create_model("resnet20_attention.cifar100", pretrained=True).eval()
+photographs = torch.tensor(np.stack(load_sample_images().images)).permute(0, 3, 1, 2) / 255
+photographs = photographs[..., 106:533]  # the square in the middle
+mean, std = (torch.tensor(classifier.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+with va.capture(classifier, queries=[(16, 16)]) as maps:
+    classifier((F.interpolate(photographs, (32, 32), mode="area") - mean) / std)
+(even,) = maps.values()
+figure = attention_figure(photographs, even, width=5)
+save_figure(figure, OUTPUT / "attention_photographs.png")
+print(f"wrote {OUTPUT / 'attention_photographs.png'}")
+assert 1 < 64 * even.weights.mean(1).max() < 1.02
+figure
 
 # %% [markdown]
 # **Are these the weights that the kernel used?** It keeps none to compare with. But weights times values,

@@ -18,19 +18,18 @@ from pathlib import Path
 import einx
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
 import vision_attn as va
 from vision_attn.attend import attend
 from vision_attn.checkpoints import write_atomically
-from vision_attn.figures import save_figure
+from vision_attn.figures import Figure, save_figure
 
-OUTPUT = Path("examples-output")
-OUTPUT.mkdir(exist_ok=True)
 torch.manual_seed(0)
 torch.set_grad_enabled(False)  # nothing is trained here
+OUTPUT = Path("examples-output")
+OUTPUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # Each operation is a call of `row`, with its ways written as strings. The same strings are what is run, what is

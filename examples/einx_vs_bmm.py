@@ -24,13 +24,12 @@ from statistics import median, quantiles
 import torch
 import torch.nn.functional as F
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from torch import nn
 from torch.testing import assert_close
 
 import vision_attn as va
 from vision_attn.benchmark.measure import time_in_turns
-from vision_attn.figures import save_figure
+from vision_attn.figures import Figure, save_figure
 from vision_attn.patterns import resolve_pattern
 
 began = time.perf_counter()

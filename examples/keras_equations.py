@@ -22,13 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.testing import assert_close
 
 import vision_attn as va
 from vision_attn.equations import attention_equations, attention_pattern, projection_equation
-from vision_attn.figures import save_figure
+from vision_attn.figures import Figure, save_figure
 
 try:
     os.environ["KERAS_BACKEND"] = "torch"

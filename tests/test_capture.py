@@ -1,9 +1,8 @@
-"""Attention maps of any implementation, and pictures of them."""
+"""Attention maps of any implementation."""
 
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch import nn
 
 import vision_attn as va
@@ -91,23 +90,3 @@ def test_what_cannot_be_captured_is_refused():
         model.forward_features(x)
     with pytest.raises(ValueError, match="or None for every cell; got none"), va.capture(model, queries=[]):
         pass
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_figure_is_written_as_a_picture(channels, tmp_path):
-    model, x = network(), torch.rand(2, 3, 32, 32)
-    with va.capture(model, queries=[(4, 4), (20, 20)]) as maps:
-        model(x)
-    attention = maps["layer3.2.inserted.attn"]
-    figure = va.figures.attention_figure(x[:, :channels], attention, query=1, titles=["one", "two"])
-    # Two images, two panels each, and a bar; the last cell of the marked square is that of the query.
-    assert len(figure.axes) == 5
-    assert figure.axes[0].patches[0].get_xy() == (20, 20)
-    va.figures.save_figure(figure, tmp_path / "attention.png")
-    with Image.open(tmp_path / "attention.png") as picture:
-        assert picture.width > 500
-        assert len(set(picture.convert("L").tobytes())) > 50
-    with pytest.raises(ValueError, match=r"path must end in \.png"):
-        va.figures.save_figure(figure, tmp_path / "attention.jpg")
-    with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
-        va.figures.attention_figure(x[:1], attention)

@@ -1,6 +1,9 @@
-"""Notebooks: reports show as tables there."""
+"""Notebooks: reports show as tables there, and those of the walkthroughs are in step with them."""
 
+import json
+import runpy
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,6 +12,10 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.models
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = sorted((ROOT / "examples" / "notebooks").iterdir())
+REMEDY = "python docs/notebooks.py makes those anew whose walkthrough has changed"
 
 
 class Reader(HTMLParser):
@@ -81,3 +88,47 @@ def test_what_a_file_is_called_is_no_markup():
     page = va.insert_(block, names=name, num_heads=2, example_input=(1, 3, 8, 8))._repr_html_()
     assert "<b" not in page
     assert Reader(page).rows[1][0] == name
+
+
+@pytest.fixture(scope="module")
+def notebooks():
+    """What makes them."""
+    for package in ("jupytext", "nbclient", "ipykernel"):
+        pytest.importorskip(package)
+    return runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
+
+
+def test_every_walkthrough_has_its_notebook_and_is_in_step_with_it(notebooks, tmp_path, monkeypatch):
+    walkthroughs = notebooks["WALKTHROUGHS"]
+    assert [path.stem for path in MADE] == sorted(walkthroughs), REMEDY
+    behind = [name for name, path in walkthroughs.items() if not notebooks["in_step"](path)]
+    assert behind == [], REMEDY
+    changed = tmp_path / "first_steps.py"
+    changed.write_text(walkthroughs["first_steps"].read_text().replace("stages=-1", "stages=-2"))
+    assert not notebooks["in_step"](changed)
+
+
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_a_notebook_was_run_from_top_to_bottom_and_shows_its_pictures(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells)))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "execute_result"}
+    shown = [output["data"] for output in outputs if "data" in output]
+    saved = sum("".join(cell["source"]).count("save_figure(") for cell in cells)
+    assert sum("image/png" in data for data in shown) == saved
+    if path.stem == "first_steps":
+        assert sum("text/html" in data for data in shown) == 5
+    assert not any(place in path.read_text() for place in (str(ROOT), str(Path.home()), "/tmp/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebooks, path, tmp_path):
+    made = notebooks["execute"](notebooks["convert"](notebooks["WALKTHROUGHS"][path.stem]), tmp_path)
+    stored = json.loads(path.read_text())
+
+    def kinds(cells):
+        return [[output["output_type"] for output in cell.get("outputs", [])] for cell in cells]
+
+    assert kinds(made.cells) == kinds(stored["cells"])

@@ -1,117 +1,184 @@
-"""Pictures of what a network attends to. matplotlib is loaded when one is drawn."""
+"""Pictures of what a network attends to. Importing this loads matplotlib."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vision_attn.capture import AttentionMap
 from vision_attn.checkpoints import write_atomically
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+try:
+    from matplotlib import figure as matplotlib_figure
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Rectangle
+except ImportError as error:
+    raise ImportError("figures need matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
 
-__all__ = ["attention_figure", "save_figure"]
+__all__ = ["Figure", "attention_figure", "save_figure"]
+
+#: In inches: between panels, for a line of text above them, and for the scale on the right with its numbers.
+GAP, LINE, SCALE = 0.08, 0.24, 0.95
+#: The scale has a name where it is as high as this, in inches.
+NAMED = 1.4
+#: How much of the picture the largest weight covers.
+OPAQUE = 0.8
+REDUCTIONS = ("mean", "max", "none")
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+class Figure(matplotlib_figure.Figure):
+    """matplotlib's figure, which shows itself in a notebook, without pyplot.
+
+    Its arguments are those of ``matplotlib.figure.Figure``.
+
+    >>> Figure(figsize=(1, 1))._repr_png_()[1:4]
+    b'PNG'
+    """
+
+    def _repr_png_(self) -> bytes:
+        return as_bytes(self, "png", dpi=100)
 
 
 def attention_figure(
-    images: Tensor, attention: AttentionMap, *, query: int = 0, titles: Sequence[str] = (), width: float = 7.0
+    images: Tensor,
+    attention: AttentionMap,
+    *,
+    query: int = 0,
+    heads: int | Iterable[int] | None = None,
+    reduction: str = "mean",
+    titles: Sequence[str] = (),
+    width: float = 7.0,
 ) -> Figure:
-    """One row an image: the image with the query marked, and where each image's query looks, averaged over heads.
+    """One row an image: the image with the query marked, and on it where the query looks.
+
+    What gets no more than an even share of the attention stays as it is; above that, colour and opacity grow with the
+    weight, up to the largest in the figure. The scale says how many times an even share that is: where it ends near 1,
+    the network looks at everything alike.
 
     Args:
         images: what the network was given, ``(b, 1 or 3, height, width)``, in 0…1.
         attention: the map of one module, from :func:`vision_attn.capture`.
         query: which of its queries.
+        heads: which of its heads, by number; all when None.
+        reduction: of these heads: ``"mean"``, ``"max"`` (the largest of their weights), or ``"none"``, a panel for
+            each.
         titles: a line above each image.
         width: of the figure, in inches.
 
     Returns:
-        The figure, for :func:`save_figure`.
+        The figure, for a notebook or :func:`save_figure`.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are not as many maps, or titles, as images.
+        ValueError: there are not as many maps, or titles, as images, there is no such query or head, or the reduction
+            is another.
 
     >>> import torch
     >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
     >>> figure = attention_figure(torch.rand(2, 3, 28, 28), seen)
     >>> len(figure.axes)  # two for each image, and the scale
     5
+    >>> len(attention_figure(torch.rand(2, 3, 28, 28), seen, heads=[0, 5], reduction="none").axes)
+    7
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'vision-attn[viz]'") from error
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         raise ValueError(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
         )
-    rows, columns = images.shape[2:]
-    weights = attention.weights[:, :, query].mean(dim=1).float().cpu().numpy()
-    row, column = attention.cells[query]
-    cell = rows / weights.shape[1], columns / weights.shape[2]
+    if not 0 <= query < len(attention.cells):
+        raise ValueError(f"query must be from 0 to {len(attention.cells) - 1}; got {query}")
+    chosen = chosen_heads(heads, attention.weights.shape[1])
+    weights = attention.weights[:, chosen, query].detach().float().cpu()  # (b, heads, h, w)
+    label, panels = reduced(weights, chosen, reduction)
+    panels = panels * panels[0, 0].numel()  # in even shares
+    most = max(float(panels.max()), 1.0 + 1e-6)
 
-    panel = width / 2 * rows / columns
-    figure = Figure(figsize=(width, len(images) * (panel + 0.3) + 0.3), layout="constrained")
-    axes = figure.subplots(len(images), 2, squeeze=False)
-    highest = float(weights.max()) or 1.0  # a query that may attend to nothing has no weights
-    for index, (left, right) in enumerate(axes):
-        picture = images[index].permute(1, 2, 0).float().cpu().numpy()
-        for axis in (left, right):
-            axis.imshow(picture.mean(axis=2), cmap="gray", vmin=0, vmax=1, extent=(0, columns, rows, 0))
-            axis.set_xticks([])
-            axis.set_yticks([])
-        if picture.shape[2] == 3:
-            left.imshow(picture, vmin=0, vmax=1, extent=(0, columns, rows, 0))
-        shown = right.imshow(
-            weights[index],
-            cmap="magma",
-            alpha=0.25 + 0.6 * weights[index] / highest,
-            vmin=0,
-            vmax=highest,
-            extent=(0, columns, rows, 0),
-        )
-        corner = column * cell[1], row * cell[0]
-        for axis in (left, right):
-            axis.add_patch(square(corner, cell))
-        left.set_title(titles[index] if titles else "", fontsize=9, loc="left")
-        right.set_title("where the marked cell looks" if index == 0 else "", fontsize=9, loc="left")
-    figure.colorbar(shown, ax=axes[:, 1].tolist(), label="attention weight", fraction=0.05, pad=0.02)
+    count, size = panels.shape[1], tuple(images.shape[2:])
+    cell = size[0] / panels.shape[2], size[1] / panels.shape[3]
+    place = attention.cells[query]
+    # Every panel has its place in inches, so that nothing is left over around images of any shape.
+    wide = (width - SCALE - count * GAP) / (1 + count)
+    high = wide * size[0] / size[1]
+    tops = [LINE if titles or row == 0 else 0.0 for row in range(len(images))]
+    height = sum(tops) + len(images) * high + (len(images) - 1) * GAP
+    figure = Figure(figsize=(width, height))
+
+    def panel(left: float, top: float, wide: float, high: float) -> Axes:
+        return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
+
+    top = 0.0
+    for row, picture in enumerate(images.detach().permute(0, 2, 3, 1).float().cpu().numpy()):
+        top += tops[row]
+        for column in range(1 + count):
+            axis = panel(column * (wide + GAP), top, wide, high)
+            plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
+            axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=(0, size[1], size[0], 0))
+            if column:
+                share = panels[row, column - 1].numpy()
+                opacity = OPAQUE * ((share - 1) / (most - 1)).clip(0, 1)
+                extent = (0, size[1], size[0], 0)
+                shown = axis.imshow(share, cmap="plasma", alpha=opacity, vmin=1, vmax=most, extent=extent)
+            axis.set_axis_off()
+            axis.add_patch(square((place[1] * cell[1], place[0] * cell[0]), cell))
+            text = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
+            axis.set_title(text, fontsize=9, loc="left", pad=3)
+        top += high + GAP
+    length = height - LINE - GAP
+    scale = figure.colorbar(shown, cax=panel(width - SCALE + GAP, LINE, 0.12, length))
+    scale.set_label("times an even share" if length > NAMED else "", fontsize=8)
+    scale.ax.tick_params(labelsize=8)
     return figure
 
 
-def square(corner: tuple[float, float], cell: tuple[float, float]) -> object:
-    from matplotlib.patches import Rectangle
+def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
+    chosen = list(range(count) if heads is None else [heads] if isinstance(heads, int) else heads)
+    if not chosen or not all(0 <= head < count for head in chosen):
+        raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
+    return chosen
 
+
+def reduced(weights: Tensor, heads: Sequence[int], reduction: str) -> tuple[list[str], Tensor]:
+    """What to write above the panels of a row, and their weights ``(b, panels, h, w)``."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be among {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}")
+    if reduction == "none":
+        return [f"head {head}" for head in heads], weights
+    of = f"head {heads[0]}" if len(heads) == 1 else f"{reduction} of {len(heads)} heads"
+    merged = weights.mean(1, keepdim=True) if reduction == "mean" else weights.amax(1, keepdim=True)
+    return [f"where it looks, {of}"], merged
+
+
+def square(corner: tuple[float, float], cell: tuple[float, float]) -> Rectangle:
     return Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2)
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, whole or not at all.
+def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
+    """Write a figure as PNG, SVG or PDF, whole or not at all.
 
     Args:
         figure: what to write.
-        path: the file, ``.png``.
+        path: the file, ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
         ValueError: the path has another ending.
         OSError: the file cannot be written.
 
     >>> import tempfile
-    >>> from matplotlib.figure import Figure
     >>> path = Path(tempfile.mkdtemp()) / "empty.png"
     >>> save_figure(Figure(), path)
     >>> path.read_bytes()[1:4]
     b'PNG'
     """
     path = Path(path)
-    if path.suffix != ".png":
-        raise ValueError(f"path must end in .png; got {path.name!r}")
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"path must end in {', '.join(ENDINGS)}; got {path.name!r}")
+    write_atomically(path, as_bytes(figure, path.suffix[1:], dpi=150))
+
+
+def as_bytes(figure: matplotlib_figure.Figure, form: str, dpi: int) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    write_atomically(path, buffer.getvalue())
+    figure.savefig(buffer, format=form, dpi=dpi)
+    return buffer.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,17 @@ def compare_implementations(trained: Result, images: Tensor, labels: Tensor) -> 
 
 
 def draw(trained: Result, images: Tensor, labels: Tensor, path: Path) -> None:
-    """Three pairs of either kind, looked at from the middle of the left digit."""
-    chosen = torch.cat([torch.nonzero(labels == label)[:EXAMPLES, 0] for label in (1, 0)])
-    images = images[chosen]
+    """Three pairs of either kind, looked at from the middle of the left digit; such as are got right, if there are."""
+    images, labels = images[:500], labels[:500]
     query = (CANVAS[0] / 2, PLAY + CANVAS[0] / 2)
     with capture(trained.model, queries=[query]) as maps, quiet_eval(trained.model):
         answers = trained.model(trained.normalize(images)).argmax(1)
+    rightly = (answers != labels).argsort(stable=True)  # those first
+    chosen = torch.cat([rightly[labels[rightly] == label][:EXAMPLES] for label in (1, 0)])
     titles = [
         f"{KINDS[label]}; the network says {CLASSES[answer]}"
-        for label, answer in zip(labels[chosen].tolist(), answers.tolist(), strict=True)
+        for label, answer in zip(labels[chosen].tolist(), answers[chosen].tolist(), strict=True)
     ]
     (attention,) = maps.values()
-    save_figure(attention_figure(images / 255, attention, titles=titles, width=9.0), path)
+    attention = replace(attention, weights=attention.weights[chosen])
+    save_figure(attention_figure(images[chosen] / 255, attention, titles=titles, width=9.0), path)

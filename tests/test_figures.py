@@ -1,0 +1,118 @@
+"""Pictures of attention maps: what they show, where it stands, and the files that they are written to."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vision_attn as va
+from vision_attn import figures
+
+
+def seen(size=(8, 8), image_size=(32, 32), images=2, heads=4, cells=((1, 1), (5, 5))):
+    weights = torch.rand(images, heads, len(cells), *size, generator=torch.Generator().manual_seed(0))
+    return va.AttentionMap(weights / weights.sum((-2, -1), keepdim=True), cells, image_size)
+
+
+def overlays(figure):
+    """What is laid over the images, panel by panel: values and opacities."""
+    found = [axis.images[1] for axis in figure.axes if len(axis.images) == 2 and axis.images[1].get_alpha() is not None]
+    return [(image.get_array().data, image.get_alpha()) for image in found if np.ndim(image.get_alpha())]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_it_shows_the_images_the_query_and_its_weights(channels):
+    attention = seen()
+    figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
+    assert len(figure.axes) == 5  # two images, two panels each, and the scale
+    assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
+    assert [axis.get_title(loc="left") for axis in figure.axes[:4]] == [
+        *("one", "where it looks, mean of 4 heads", "two", ""),
+    ]
+    for (shares, _), weights in zip(overlays(figure), attention.weights[:, :, 1], strict=True):
+        np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
+
+
+def test_heads_and_what_is_made_of_them_are_chosen():
+    attention, images = seen(), torch.rand(2, 3, 32, 32)
+    weights = 64 * attention.weights[:, :, 0]
+    for heads, reduction, expected in (
+        ([0, 3], "mean", weights[:, [0, 3]].mean(1, keepdim=True)),
+        (None, "max", weights.amax(1, keepdim=True)),
+        (2, "mean", weights[:, [2]]),
+        ([3, 1], "none", weights[:, [3, 1]]),
+    ):
+        figure = figures.attention_figure(images, attention, heads=heads, reduction=reduction)
+        assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
+        np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
+    assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 3", "head 1"]
+
+
+def test_what_is_near_an_even_share_does_not_cover_the_picture():
+    weights = torch.full((1, 1, 1, 4, 4), 1 / 16)
+    image, cells = torch.rand(1, 3, 32, 32), ((0, 0),)
+    figure = figures.attention_figure(image, va.AttentionMap(weights, cells, (32, 32)))
+    assert (overlays(figure)[0][1] == 0).all()
+    weights[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
+    ((shares, opacity),) = overlays(figures.attention_figure(image, va.AttentionMap(weights, cells, (32, 32))))
+    assert opacity.argmax() == 0
+    np.testing.assert_allclose(opacity[0], [0.8, 0.4, 0, 0], atol=1e-3)
+    assert (opacity[1:] < 1e-3).all()
+    assert shares.max() == pytest.approx(1.032)
+    nothing = va.AttentionMap(torch.zeros(1, 1, 1, 4, 4), cells, (32, 32))  # a query that may attend to nothing
+    assert (overlays(figures.attention_figure(image, nothing))[0][1] == 0).all()
+
+
+@pytest.mark.parametrize(("size", "count"), [((32, 32), 2), ((8, 44), 3), ((60, 20), 1)])
+@pytest.mark.parametrize("titled", [False, True])
+def test_there_is_nothing_empty_around_the_images(size, count, titled, tmp_path):
+    attention = seen(image_size=size, images=count, cells=((1, 1),))
+    titles = ["title"] * count if titled else ()
+    figure = figures.attention_figure(torch.zeros(count, 3, *size), attention, titles=titles, reduction="none")
+    figures.save_figure(figure, tmp_path / "attention.png")
+    with Image.open(tmp_path / "attention.png") as picture:
+        white = np.asarray(picture.convert("L")) == 255
+    per_inch = white.shape[1] / 7.0
+    panels = white[:, : int((7.0 - figures.SCALE) * per_inch)]
+    for axis, longest in ((1, figures.LINE), (0, figures.GAP)):  # rows of titles, and gaps between columns
+        empty = "".join("x" if line else " " for line in panels.all(axis=axis))
+        assert max(map(len, empty.split())) <= (longest + figures.GAP) * per_inch + 2
+    assert not panels[-2].all()
+    assert not panels[:, 1].all()
+    box = figure.axes[1].get_position().size * figure.get_size_inches()
+    assert box[1] / box[0] == pytest.approx(size[0] / size[1])
+
+
+def test_it_is_written_as_png_svg_or_pdf(tmp_path):
+    figure = figures.attention_figure(torch.rand(2, 3, 32, 32), seen())
+    for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        figures.save_figure(figure, tmp_path / f"attention.{ending}")
+        assert (tmp_path / f"attention.{ending}").read_bytes().startswith(begin)
+    with pytest.raises(ValueError, match=r"path must end in \.png, \.svg, \.pdf; got 'attention\.jpg'"):
+        figures.save_figure(figure, tmp_path / "attention.jpg")
+
+
+def test_it_shows_itself_in_a_notebook():
+    shown = figures.attention_figure(torch.rand(2, 3, 32, 32), seen())._repr_png_()
+    with Image.open(io.BytesIO(shown)) as picture:
+        assert picture.width == 700
+        assert len(set(picture.convert("L").tobytes())) > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"titles": ["one"]}, "must be as many; got 2, 2 and 1"),
+        ({"query": 2}, "query must be from 0 to 1; got 2"),
+        ({"heads": [0, 4]}, r"heads must be from 0 to 3; got \[0, 4\]"),
+        ({"heads": []}, "heads must be from 0 to 3; got "),
+        ({"reduction": "sum"}, "reduction must be among 'mean', 'max', 'none'; got 'sum'"),
+    ],
+)
+def test_what_is_not_there_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        figures.attention_figure(torch.rand(2, 3, 32, 32), seen(), **arguments)
+    with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
+        figures.attention_figure(torch.rand(1, 3, 32, 32), seen())
