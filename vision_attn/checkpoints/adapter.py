@@ -120,7 +120,12 @@ def save_adapter(model: nn.Module, path: str | Path, *, also: str | Iterable[str
 
 
 def load_adapter(
-    model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    block: Callable[..., nn.Module] | None = None,
+    example_input: Any = None,
 ) -> AdapterReport:
     """Insert what an adapter file holds into the network that it was trained on.
 
@@ -131,6 +136,8 @@ def load_adapter(
         path: the file that :func:`save_adapter` wrote.
         strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
         block: the class of the inserted blocks, where it is none of this library's.
+        example_input: as in :func:`vision_attn.insert_`, for a network that takes more than a batch of images; empty
+            ones of the shape in the file when None.
 
     Returns:
         A report of what was inserted and loaded.
@@ -163,7 +170,7 @@ def load_adapter(
     differing = verify_network(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        place(model, adapter, makers)
+        place(model, adapter, makers, example_input)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
@@ -219,7 +226,9 @@ def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Pa
     return tuple(changed)
 
 
-def place(model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+def place(
+    model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[..., nn.Module]], example_input: Any
+) -> None:
     """Replace and insert, those together that are alike but for their site."""
     groups: dict[str, list[Placement]] = {}
     # Replaced first: no block is held by a module that goes.
@@ -227,7 +236,7 @@ def place(model: nn.Module, adapter: Adapter, makers: Mapping[str, Callable[...,
         groups.setdefault(repr(replace(placement, site="")), []).append(placement)
     for group in groups.values():
         first, sites = group[0], [placement.site for placement in group]
-        make, shape = makers[first.block], first.input_shape
+        make, shape = makers[first.block], first.input_shape if example_input is None else example_input
         if first.at == "instead":
             replace_(model, make, names=sites, example_input=shape, **first.options)
         else:

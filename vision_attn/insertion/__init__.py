@@ -10,7 +10,7 @@ from vision_attn.insertion.attach import (
     records,
     replaced,
 )
-from vision_attn.insertion.backbone import changeable, example_images, plain_network, quiet_eval
+from vision_attn.insertion.backbone import changeable, plain_network, quiet_eval
 from vision_attn.insertion.freezing import freeze_backbone_, freeze_gates_, gates, set_gates_
 from vision_attn.insertion.insert import insert_, remove_, replace_
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
@@ -27,7 +27,6 @@ __all__ = [
     "changeable",
     "check_optimizer",
     "count_multiply_adds",
-    "example_images",
     "freeze_backbone_",
     "freeze_gates_",
     "gates",

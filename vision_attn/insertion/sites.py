@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from itertools import groupby, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import REPLACED, inserted, is_target
 from vision_attn.insertion.backbone import (
     declared_stages,
     end_of_sequential,
-    example_images,
+    example_of,
     modules_around,
     plain_network,
+    shown,
 )
 from vision_attn.insertion.dry_run import DryRun, branch_end
+from vision_attn.insertion.maps import Map
 
 __all__ = ["Names", "parse_sites", "select_sites", "stage_names", "stages_of", "targets_of"]
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
+
+#: Activations that follow hidden layers, and no output.
+HIDDEN = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
 
 #: Where a block can go, relative to a site.
 PLACES = ("after", "before", "branch")
@@ -82,7 +90,7 @@ def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     items = [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else list(given)
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
-        raise ValueError(f"{argument} must be {what}, or several; got {given!r}")
+        raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
     return items
 
 
@@ -91,8 +99,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     available = stages_of(run)
     if not available:
         raise SiteError(
-            f"stages: {type(run.model).__name__} has no stages, modules that give maps of the image: "
-            "choose sites with names=, globs on module paths"
+            f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
         )
     by_word: dict[int | str, str] = {name: name for name in available}
     by_word.update(zip(range(len(available)), available, strict=True))
@@ -152,15 +159,17 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None = None) -> list[str]:
+def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
     """The paths of a model's stages, from the image to the head.
 
     They are those of timm's ``feature_info`` where these modules give maps of the channels that it names. Otherwise
-    they are the last module to give a map of each size, outside of blocks that halve it.
+    they are the last module to give a map of each size, outside of blocks that change it, on the way down and, in a
+    decoder or a generator, on the way up again; and where dilated convolutions take the place of a stride, the last
+    before them. Heads are none: what ends in the convolution that the output is made by.
 
     Args:
         model: the network.
-        example_input: an image batch or its shape, for a dry run; see :func:`vision_attn.insert_`.
+        example_input: for a dry run, as in :func:`vision_attn.insert_`.
 
     Raises:
         SiteError: the model does not run on the example.
@@ -170,7 +179,7 @@ def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None
     ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
     """
     model = plain_network(model)
-    return stages_of(DryRun(model, example_images(model, example_input)))
+    return stages_of(DryRun(model, example_of(model, example_input)))
 
 
 def stages_of(run: DryRun) -> list[str]:
@@ -188,10 +197,11 @@ def gives_channels(run: DryRun, name: str, channels: int) -> bool:
 
 
 def stages_seen(run: DryRun) -> list[str]:
-    """The last module to give a map of each size, once what only has the shape of a map is left out."""
+    """The stages among what modules give, once what only has the shape of a map is left out."""
     others: set[tuple[int, ...]] = set()
     while True:
-        stages = last_of_each_size(run, others)
+        given = [one for one in maps_given(run) if one.form.shape not in others]
+        stages = [end for part in parts(run, given) for row in rows(run, part) for end in ends(run, row, given)]
         found = [run.the_map(end_of_sequential(run.model, stage)) for stage in stages]
         misplaced = run.misplaced(found)
         if not misplaced:
@@ -199,29 +209,152 @@ def stages_seen(run: DryRun) -> list[str]:
         others |= {one.form.shape for one in found if one.target in misplaced}
 
 
-def last_of_each_size(run: DryRun, others: set[tuple[int, ...]]) -> list[str]:
-    """For each size of map the last module to give it outside of the next reduction, while maps become smaller."""
-    last: dict[tuple[int, int], tuple[int, str]] = {}
-    for name, calls in run.calls.items():
-        maps = run.maps(name)
-        if len(maps) != 1:
-            continue
-        height, width = maps[0].shape[2:]
-        if height * width == 1 or maps[0].form.shape in others:
-            continue  # one cell is a pooled vector, of the head or of squeeze and excitation
-        if not any(halves(run, around, height) for around in modules_around(name)):
-            last[height, width] = max(last.get((height, width), (-1, "")), (calls[0].order, name))
-    stages: list[tuple[int, str]] = []
-    for (height, width), (_, name) in sorted(last.items(), key=lambda item: item[1]):
-        # What a larger map follows belongs to the inside of its stage: a map pooled for keys, a pyramid's lower level.
-        stages = [stage for stage in stages if stage[0] > height * width]
-        stages.append((height * width, name))
-    return [name for _, name in stages]
+def maps_given(run: DryRun) -> list[Map]:
+    """The maps of modules that give one, in order, without those inside of a block of another size, and of heads.
+
+    One cell is a pooled vector, of the head or of squeeze and excitation.
+    """
+    end = first_of_heads(run)
+    ordered = sorted((calls[0].order, name) for name, calls in run.calls.items() if calls[0].order < end)
+    given = [maps[0] for _, name in ordered if len(maps := run.maps(name)) == 1]
+    return [
+        one
+        for one in given
+        if cells(one) > 1 and not any(hides(run, around, one) for around in modules_around(one.target))
+    ]
 
 
-def halves(run: DryRun, name: str, height: int) -> bool:
-    """Whether a module, which is more than a row of others, makes one map of half the size of maps of that height."""
-    if type(run.model.get_submodule(name)).forward is nn.Sequential.forward:
-        return False
+def cells(one: Map) -> int:
+    return product(one.shape[2:])
+
+
+def hides(run: DryRun, name: str, one: Map) -> bool:
+    """Whether a module, which is more than a row of others, is a block that a map in it is inside of.
+
+    That is one that makes a map of about half or twice the size of maps of that size, or that goes to another size
+    and back, as an attention whose keys are pooled. A whole network, which takes images, is none.
+    """
     given, taken = run.maps(name), run.maps(name, "before")
-    return len(given) == len(taken) == 1 and taken[0].shape[2] == height and 1 < height / given[0].shape[2] < 3
+    if len(given) != 1 or len(taken) != 1 or type(run.model.get_submodule(name)).forward is nn.Sequential.forward:
+        return False
+    here, before, after = one.shape[-1], taken[0].shape[-1], given[0].shape[-1]
+    if here == before and 1 < before / after < 3:
+        return True
+    inside = here != before if before == after else here == before and 1 < after / before < 3
+    return inside and not takes_images(run, name)
+
+
+def takes_images(run: DryRun, name: str) -> bool:
+    """Whether a module takes as many channels as the images have, perhaps scaled."""
+    dims, channels = len(run.example.shape), run.example.shape[1]
+    return any(len(form.shape) == dims and form.shape[1] == channels for form in run.calls[name][0].taken.values())
+
+
+def is_trunk(run: DryRun, name: str) -> bool:
+    """Whether a module has three sizes of map at least, and takes images, as an encoder, or goes up, as a decoder."""
+    inside = [one for path in run.calls if path.startswith(f"{name}.") for one in run.maps(path)[:1]]
+    sides = [one.shape[-1] for one in inside if cells(one) > 1]
+    return len(set(sides)) > 2 and (takes_images(run, name) or sides[0] < max(sides))
+
+
+def first_of_heads(run: DryRun) -> float:
+    """How many calls had ended before the first of a head: what ends in the convolution that the output is made by."""
+    first = math.inf
+    is_map = any(len(shape) > 2 for shape in run.given)
+    for order, name in sorted(((calls[-1].order, name) for name, calls in run.calls.items()), reverse=True):
+        module = run.model.get_submodule(name)
+        if order >= first or any(True for _ in module.children()):
+            continue
+        if any(True for _ in module.parameters()):
+            start = start_of_head(run, name, module)
+            if start is None:
+                break
+            first = start
+        elif is_map and isinstance(module, HIDDEN):
+            break
+    return first
+
+
+def start_of_head(run: DryRun, name: str, module: nn.Module) -> int | None:
+    """How many calls had ended before the largest head that ends in a module; None if it ends none.
+
+    It ends none if it gives as many channels as it takes, or a block around it does, or if there is no map before it.
+    """
+    if not isinstance(module, nn.modules.conv._ConvNd) and not (isinstance(module, nn.Linear) and run.maps(name)):
+        return None
+    if module.weight.shape[0] == module.weight.shape[1]:
+        return None
+    around = [path for path in [*modules_around(name), name] if len(run.calls.get(path, [])) == 1]
+    for path in around:
+        taken, given = run.form(path, "before", 0), run.form(path, "after", None)
+        if taken is not None and given is not None and taken.shape == given.shape and not takes_images(run, path):
+            return None
+    for path in around:
+        if path == name or not is_trunk(run, path):
+            start = min(calls[0].order for other, calls in run.calls.items() if f"{other}.".startswith(f"{path}."))
+            if any(calls[-1].order < start and run.maps(other) for other, calls in run.calls.items()):
+                return start
+    return None
+
+
+def parts(run: DryRun, given: list[Map]) -> list[list[Map]]:
+    """The maps of a network part by part: of an encoder, and of a pyramid or a decoder of its own that follows it.
+
+    What is in none belongs to the part before it.
+    """
+    trunks = [name for name, calls in run.calls.items() if len(calls) == 1 and is_trunk(run, name)]
+    trunks = [name for name in trunks if not any(other.startswith(f"{name}.") for other in trunks)]
+    found: dict[str, list[Map]] = {}
+    last = trunks[0] if trunks else ""
+    for one in given:
+        last = next((name for name in trunks if f"{one.target}.".startswith(f"{name}.")), last)
+        found.setdefault(last, []).append(one)
+    return list(found.values())
+
+
+def rows(run: DryRun, part: list[Map]) -> list[list[Map]]:
+    """The maps of each size, from one stage each, on the way down and up again.
+
+    Where a network goes up and down several times, what a larger map follows belongs to the inside of its stage; and so
+    does everywhere what was only pooled.
+    """
+
+    def by_size(part: list[Map]) -> list[list[Map]]:
+        return [list(row) for _, row in groupby(part, key=lambda one: one.shape[2:])]
+
+    for row, after in pairwise(by_size(part)):
+        learned = any(True for one in row for _ in run.model.get_submodule(one.target).parameters())
+        if cells(row[0]) < cells(after[0]) and not learned:
+            part = [one for one in part if one not in row]
+    found = by_size(part)
+    sizes = [cells(row[0]) for row in found]
+    lowest = sizes.index(min(sizes)) if sizes else 0
+    if sizes == sorted(sizes[:lowest], reverse=True) + sorted(sizes[lowest:]):
+        return found
+    last = {one.shape[2:]: index for index, one in enumerate(part)}
+    kept: list[list[Map]] = []
+    for row in by_size(sorted(part, key=lambda one: last[one.shape[2:]])):
+        kept = [other for other in kept if cells(other[0]) > cells(row[0])] + [row]
+    return kept
+
+
+def ends(run: DryRun, row: list[Map], given: list[Map]) -> list[str]:
+    """The last module of a row, and before it those after which wider dilated convolutions stand for a stride."""
+    own = {one.target for one in row}
+    containers = {name for one in given if one.target not in own for name in modules_around(one.target)}
+    outer = [
+        one for one in row if not (own - containers) & set(modules_around(one.target)) and one.target not in containers
+    ]
+    found = [
+        one.target
+        for one, after in pairwise(outer)
+        if dilation(run, one) < dilation(run, after) and one.shape[1] != after.shape[1]
+    ]
+    plain = [one for one in row if not isinstance(one.element, str)]  # not a whole network's dictionary of features
+    return [*found, (plain or row)[-1].target]
+
+
+def dilation(run: DryRun, one: Map) -> int:
+    """The widest of the convolutions in a module."""
+    modules = run.model.get_submodule(one.target).modules()
+    return max((max(module.dilation) for module in modules if isinstance(module, nn.modules.conv._ConvNd)), default=1)
