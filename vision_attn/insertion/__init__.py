@@ -15,7 +15,8 @@ from vision_attn.insertion.freezing import freeze_backbone_, freeze_gates_, gate
 from vision_attn.insertion.insert import insert_, remove_, replace_
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
 from vision_attn.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
-from vision_attn.insertion.sites import parse_sites, stage_names
+from vision_attn.insertion.sites import parse_sites
+from vision_attn.insertion.stages import stage_names
 from vision_attn.insertion.timm_layer import timm_layer
 
 __all__ = [

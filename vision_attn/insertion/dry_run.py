@@ -5,14 +5,12 @@ Which tensors are maps is decided as the top of ``maps`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
@@ -36,7 +34,7 @@ from vision_attn.insertion.maps import (
     misaligned,
 )
 
-__all__ = ["DryRun", "branch_end"]
+__all__ = ["DryRun", "leaves"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class DryRun:
 
     def layouts_at(self, target: str, at: str, element: Element, form: Form) -> set[Layout]:
         """The layouts in which what a module gives or takes can be a map, by all sizes of image that are tried."""
-        if not form.dtype.is_floating_point or self.compares_tokens(target, form.shape):
+        if self.holds_none(target, form):
             return set()
         dims = len(form.shape)
         if self.example.image.dim() == 2 and (dims > 3 or self.has_one_size):
@@ -135,16 +133,19 @@ class DryRun:
 
     def layouts(self, target: str, form: Form) -> set[Layout]:
         """The layouts in which a tensor of a module can be a map by its shape; none if it cannot be one."""
-        if not form.dtype.is_floating_point or self.compares_tokens(target, form.shape):
+        if self.holds_none(target, form):
             return set()
         prefix = getattr(self.model, "num_prefix_tokens", None)
         return consistent_layouts(form.shape, self.example, prefix if isinstance(prefix, int) else None)
 
-    def compares_tokens(self, target: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of a module holds the weights of an attention.
+    def holds_none(self, target: str, form: Form) -> bool:
+        """Whether a tensor of a module is no map whatever its size: of whole numbers, or the weights of an attention.
 
-        These are a number for each pair of the tokens that a module around it takes.
+        Those are a number for each pair of the tokens that a module around it takes.
         """
+        shape = form.shape
+        if not form.dtype.is_floating_point:
+            return True
         if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
         calls = [call for around in modules_around(target) for call in self.calls.get(around, [])]
@@ -295,90 +296,3 @@ def calls_of(model: nn.Module, example: Example) -> tuple[dict[str, list[Call]],
 
     output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
     return calls, [tuple(tensor.shape) for tensor in leaves(output)]
-
-
-# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
-
-ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
-
-
-def branch_end(model: nn.Module, site: str, example: Example) -> str:
-    """The module in a residual block whose output is the branch that is added to the shortcut.
-
-    Of the last two maps that the block adds, the branch is the one that more operations led to.
-    """
-    following = Following()
-    block = model.get_submodule(site)
-    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
-    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
-    try:
-        with following:
-            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
-    finally:
-        handle.remove()
-    if following.last is None:
-        raise SiteError(
-            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
-        )
-    one, other = following.last
-    branch = max(one, other, key=lambda step: step.depth)
-    if one.depth == other.depth or branch.module is None:
-        what = (
-            "adds two branches of equal length, and it cannot be told which is the shortcut"
-            if one.depth == other.depth
-            else "adds what is no output of a module, so nothing can follow the branch"
-        )
-        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
-    return branch.module
-
-
-@dataclass
-class Origin:
-    """How a tensor came about."""
-
-    #: the tensor itself, kept so that its identity is not given to another
-    tensor: Tensor
-    #: the longest row of operations that led to it from what the block was given
-    depth: int
-    #: the module that returned it as it is
-    module: str | None = None
-
-
-class Following(TorchFunctionMode):
-    """Follows the tensors of one block through its operations to the last addition of two maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watching = False
-        self.origins: dict[int, Origin] = {}
-        self.last: tuple[Origin, Origin] | None = None
-
-    def watch(self, on: bool) -> None:
-        self.watching = on
-
-    def give(self, name: str) -> Hook:
-        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                self.origin(output).module = name
-
-        return hook
-
-    def origin(self, tensor: Tensor) -> Origin:
-        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.watching:
-            return func(*args, **kwargs)
-        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
-        if func in ADDITIONS and len(taken) == 2:
-            one, other = taken
-            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
-                self.last = replace(one), replace(other)
-        output = func(*args, **kwargs)
-        if isinstance(output, Tensor):
-            # In place or not, this is no longer what a module returned.
-            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
-        return output

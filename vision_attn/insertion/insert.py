@@ -101,7 +101,7 @@ def insert_(
     blocks: list[nn.Module] = []
     for one in maps:
         make = ATTENTION_BLOCKS[len(one.shape) - 2] if block is None else block
-        blocks.append(new_block(run, make, one, side, block_options, blocks))
+        blocks.append(new_block(run, make, one, side, block_options))
     report = report_of(blocks, "inserted")
     for one, new in zip(maps, blocks, strict=True):
         attach(model, one, new)
@@ -173,7 +173,7 @@ def replace_(
                 f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
                 "and modules that return a map of the shape they take"
             )
-        blocks.append(new_block(run, make, taken, "instead", block_options, blocks, given, own))
+        blocks.append(new_block(run, make, taken, "instead", block_options, given, own))
     report = report_of(blocks, "put in place")
     for site, new in zip(sites, blocks, strict=True):
         old = model.get_submodule(site)
@@ -225,18 +225,17 @@ def new_block(
     make: Callable[..., nn.Module],
     one: Map,
     at: str,
-    options: dict[str, Any],
-    others: Iterable[nn.Module],
+    asked: Mapping[str, Any],
     given: Map | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A block for a map with its record; refused where it is no new one, or does not fit."""
-    fitted = {} if {"num_heads"} & options.keys() or {"key_dim", "value_dim"} <= options.keys() else heads(make, one)
-    options = {**fitted, **options}
+    fitted = {} if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() else heads(make, one)
+    options = {**fitted, **asked}
     new: object = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
     if not isinstance(new, nn.Module):
         raise ValueError(f"block must make a module for each site; it made a {type(new).__name__}")
-    if RECORD in vars(new) or any(new is other for other in others):
+    if RECORD in vars(new):
         raise ValueError(f"block must make a new module for each site; it made the same {type(new).__name__} again")
     new.train(run.model.get_submodule(one.target).training)
     record = describe(new, one, at, options, run.example.shape, given)

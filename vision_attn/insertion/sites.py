@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import groupby, pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import REPLACED, inserted, is_target
-from vision_attn.insertion.backbone import (
-    declared_stages,
-    end_of_sequential,
-    example_of,
-    modules_around,
-    plain_network,
-    shown,
-)
-from vision_attn.insertion.dry_run import DryRun, branch_end
-from vision_attn.insertion.maps import Map
+from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
+from vision_attn.insertion.dry_run import DryRun, leaves
+from vision_attn.insertion.stages import stages_of
 
-__all__ = ["Names", "parse_sites", "select_sites", "stage_names", "stages_of", "targets_of"]
+__all__ = ["Names", "parse_sites", "select_sites", "targets_of"]
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
-
-#: Activations that follow hidden layers, and no output.
-HIDDEN = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
 
 #: Where a block can go, relative to a site.
 PLACES = ("after", "before", "branch")
@@ -159,202 +149,88 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
-    """The paths of a model's stages, from the image to the head.
+# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
 
-    They are those of timm's ``feature_info`` where these modules give maps of the channels that it names. Otherwise
-    they are the last module to give a map of each size, outside of blocks that change it, on the way down and, in a
-    decoder or a generator, on the way up again; and where dilated convolutions take the place of a stride, the last
-    before them. Heads are none: what ends in the convolution that the output is made by.
+ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
 
-    Args:
-        model: the network.
-        example_input: for a dry run, as in :func:`vision_attn.insert_`.
 
-    Raises:
-        SiteError: the model does not run on the example.
+def branch_end(model: nn.Module, site: str, example: Example) -> str:
+    """The module in a residual block whose output is the branch that is added to the shortcut.
 
-    >>> from torchvision.models import resnet18
-    >>> stage_names(resnet18(), (1, 3, 64, 64))
-    ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
+    Of the last two maps that the block adds, the branch is the one that more operations led to.
     """
-    model = plain_network(model)
-    return stages_of(DryRun(model, example_of(model, example_input)))
+    following = Following()
+    block = model.get_submodule(site)
+    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
+    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
+    try:
+        with following:
+            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
+    finally:
+        handle.remove()
+    if following.last is None:
+        raise SiteError(
+            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
+        )
+    one, other = following.last
+    branch = max(one, other, key=lambda step: step.depth)
+    if one.depth == other.depth or branch.module is None:
+        what = (
+            "adds two branches of equal length, and it cannot be told which is the shortcut"
+            if one.depth == other.depth
+            else "adds what is no output of a module, so nothing can follow the branch"
+        )
+        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
+    return branch.module
 
 
-def stages_of(run: DryRun) -> list[str]:
-    """The paths of the stages of a network that was run, from the image to the head."""
-    declared = declared_stages(run.model)
-    if declared and all(gives_channels(run, name, channels) for name, channels in declared):
-        return [name for name, _ in declared]
-    return stages_seen(run)
+@dataclass
+class Origin:
+    """How a tensor came about."""
+
+    #: the tensor itself, kept so that its identity is not given to another
+    tensor: Tensor
+    #: the longest row of operations that led to it from what the block was given
+    depth: int
+    #: the module that returned it as it is
+    module: str | None = None
 
 
-def gives_channels(run: DryRun, name: str, channels: int) -> bool:
-    if not name or name not in dict(run.model.named_modules(remove_duplicate=False)):
-        return False
-    return any(one.shape[1] == channels for one in run.maps(end_of_sequential(run.model, name)))
+class Following(TorchFunctionMode):
+    """Follows the tensors of one block through its operations to the last addition of two maps."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self.origins: dict[int, Origin] = {}
+        self.last: tuple[Origin, Origin] | None = None
 
-def stages_seen(run: DryRun) -> list[str]:
-    """The stages among what modules give, once what only has the shape of a map is left out."""
-    others: set[tuple[int, ...]] = set()
-    while True:
-        given = [one for one in maps_given(run) if one.form.shape not in others]
-        stages = [end for part in parts(run, given) for row in rows(run, part) for end in ends(run, row, given)]
-        found = [run.the_map(end_of_sequential(run.model, stage)) for stage in stages]
-        misplaced = run.misplaced(found)
-        if not misplaced:
-            return stages
-        others |= {one.form.shape for one in found if one.target in misplaced}
+    def watch(self, on: bool) -> None:
+        self.watching = on
 
+    def give(self, name: str) -> Hook:
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                self.origin(output).module = name
 
-def maps_given(run: DryRun) -> list[Map]:
-    """The maps of modules that give one, in order, without those inside of a block of another size, and of heads.
+        return hook
 
-    One cell is a pooled vector, of the head or of squeeze and excitation.
-    """
-    end = first_of_heads(run)
-    ordered = sorted((calls[0].order, name) for name, calls in run.calls.items() if calls[0].order < end)
-    given = [maps[0] for _, name in ordered if len(maps := run.maps(name)) == 1]
-    return [
-        one
-        for one in given
-        if cells(one) > 1 and not any(hides(run, around, one) for around in modules_around(one.target))
-    ]
+    def origin(self, tensor: Tensor) -> Origin:
+        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
 
-
-def cells(one: Map) -> int:
-    return product(one.shape[2:])
-
-
-def hides(run: DryRun, name: str, one: Map) -> bool:
-    """Whether a module, which is more than a row of others, is a block that a map in it is inside of.
-
-    That is one that makes a map of about half or twice the size of maps of that size, or that goes to another size
-    and back, as an attention whose keys are pooled. A whole network, which takes images, is none.
-    """
-    given, taken = run.maps(name), run.maps(name, "before")
-    if len(given) != 1 or len(taken) != 1 or type(run.model.get_submodule(name)).forward is nn.Sequential.forward:
-        return False
-    here, before, after = one.shape[-1], taken[0].shape[-1], given[0].shape[-1]
-    if here == before and 1 < before / after < 3:
-        return True
-    inside = here != before if before == after else here == before and 1 < after / before < 3
-    return inside and not takes_images(run, name)
-
-
-def takes_images(run: DryRun, name: str) -> bool:
-    """Whether a module takes as many channels as the images have, perhaps scaled."""
-    dims, channels = len(run.example.shape), run.example.shape[1]
-    return any(len(form.shape) == dims and form.shape[1] == channels for form in run.calls[name][0].taken.values())
-
-
-def is_trunk(run: DryRun, name: str) -> bool:
-    """Whether a module has three sizes of map at least, and takes images, as an encoder, or goes up, as a decoder."""
-    inside = [one for path in run.calls if path.startswith(f"{name}.") for one in run.maps(path)[:1]]
-    sides = [one.shape[-1] for one in inside if cells(one) > 1]
-    return len(set(sides)) > 2 and (takes_images(run, name) or sides[0] < max(sides))
-
-
-def first_of_heads(run: DryRun) -> float:
-    """How many calls had ended before the first of a head: what ends in the convolution that the output is made by."""
-    first = math.inf
-    is_map = any(len(shape) > 2 for shape in run.given)
-    for order, name in sorted(((calls[-1].order, name) for name, calls in run.calls.items()), reverse=True):
-        module = run.model.get_submodule(name)
-        if order >= first or any(True for _ in module.children()):
-            continue
-        if any(True for _ in module.parameters()):
-            start = start_of_head(run, name, module)
-            if start is None:
-                break
-            first = start
-        elif is_map and isinstance(module, HIDDEN):
-            break
-    return first
-
-
-def start_of_head(run: DryRun, name: str, module: nn.Module) -> int | None:
-    """How many calls had ended before the largest head that ends in a module; None if it ends none.
-
-    It ends none if it gives as many channels as it takes, or a block around it does, or if there is no map before it.
-    """
-    if not isinstance(module, nn.modules.conv._ConvNd) and not (isinstance(module, nn.Linear) and run.maps(name)):
-        return None
-    if module.weight.shape[0] == module.weight.shape[1]:
-        return None
-    around = [path for path in [*modules_around(name), name] if len(run.calls.get(path, [])) == 1]
-    for path in around:
-        taken, given = run.form(path, "before", 0), run.form(path, "after", None)
-        if taken is not None and given is not None and taken.shape == given.shape and not takes_images(run, path):
-            return None
-    for path in around:
-        if path == name or not is_trunk(run, path):
-            start = min(calls[0].order for other, calls in run.calls.items() if f"{other}.".startswith(f"{path}."))
-            if any(calls[-1].order < start and run.maps(other) for other, calls in run.calls.items()):
-                return start
-    return None
-
-
-def parts(run: DryRun, given: list[Map]) -> list[list[Map]]:
-    """The maps of a network part by part: of an encoder, and of a pyramid or a decoder of its own that follows it.
-
-    What is in none belongs to the part before it.
-    """
-    trunks = [name for name, calls in run.calls.items() if len(calls) == 1 and is_trunk(run, name)]
-    trunks = [name for name in trunks if not any(other.startswith(f"{name}.") for other in trunks)]
-    found: dict[str, list[Map]] = {}
-    last = trunks[0] if trunks else ""
-    for one in given:
-        last = next((name for name in trunks if f"{one.target}.".startswith(f"{name}.")), last)
-        found.setdefault(last, []).append(one)
-    return list(found.values())
-
-
-def rows(run: DryRun, part: list[Map]) -> list[list[Map]]:
-    """The maps of each size, from one stage each, on the way down and up again.
-
-    Where a network goes up and down several times, what a larger map follows belongs to the inside of its stage; and so
-    does everywhere what was only pooled.
-    """
-
-    def by_size(part: list[Map]) -> list[list[Map]]:
-        return [list(row) for _, row in groupby(part, key=lambda one: one.shape[2:])]
-
-    for row, after in pairwise(by_size(part)):
-        learned = any(True for one in row for _ in run.model.get_submodule(one.target).parameters())
-        if cells(row[0]) < cells(after[0]) and not learned:
-            part = [one for one in part if one not in row]
-    found = by_size(part)
-    sizes = [cells(row[0]) for row in found]
-    lowest = sizes.index(min(sizes)) if sizes else 0
-    if sizes == sorted(sizes[:lowest], reverse=True) + sorted(sizes[lowest:]):
-        return found
-    last = {one.shape[2:]: index for index, one in enumerate(part)}
-    kept: list[list[Map]] = []
-    for row in by_size(sorted(part, key=lambda one: last[one.shape[2:]])):
-        kept = [other for other in kept if cells(other[0]) > cells(row[0])] + [row]
-    return kept
-
-
-def ends(run: DryRun, row: list[Map], given: list[Map]) -> list[str]:
-    """The last module of a row, and before it those after which wider dilated convolutions stand for a stride."""
-    own = {one.target for one in row}
-    containers = {name for one in given if one.target not in own for name in modules_around(one.target)}
-    outer = [
-        one for one in row if not (own - containers) & set(modules_around(one.target)) and one.target not in containers
-    ]
-    found = [
-        one.target
-        for one, after in pairwise(outer)
-        if dilation(run, one) < dilation(run, after) and one.shape[1] != after.shape[1]
-    ]
-    plain = [one for one in row if not isinstance(one.element, str)]  # not a whole network's dictionary of features
-    return [*found, (plain or row)[-1].target]
-
-
-def dilation(run: DryRun, one: Map) -> int:
-    """The widest of the convolutions in a module."""
-    modules = run.model.get_submodule(one.target).modules()
-    return max((max(module.dilation) for module in modules if isinstance(module, nn.modules.conv._ConvNd)), default=1)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
+        if func in ADDITIONS and len(taken) == 2:
+            one, other = taken
+            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
+                self.last = replace(one), replace(other)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor):
+            # In place or not, this is no longer what a module returned.
+            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
+        return output

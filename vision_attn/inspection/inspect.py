@@ -26,7 +26,7 @@ from vision_attn.insertion.backbone import Example, end_of_sequential, example_o
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.insert import ATTENTION_BLOCKS, fitting_heads
 from vision_attn.insertion.report import describe
-from vision_attn.insertion.sites import stages_of
+from vision_attn.insertion.stages import stages_of
 from vision_attn.inspection.report import GIBI, IMPLS_COUNTED, LONGEST, SHORTEST, Inspection, Proposal, Share, Site
 from vision_attn.patterns import Window
 
