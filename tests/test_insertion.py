@@ -297,7 +297,11 @@ REFUSALS = {
         "stages: there is no stage 9; the stages are 0 'relu', 1 'layer1'",
     ),
     "unknown stage name": (lambda: torchvision.models.resnet18(), {"stages": "layer9"}, "there is no stage 'layer9'"),
-    "no stages": (lambda: nn.Sequential(nn.Flatten()), {"stages": -1}, r"Sequential has no stages, .* names="),
+    "no stages": (
+        lambda: nn.Sequential(nn.Flatten()),
+        {"stages": -1},
+        "none were found in Sequential: choose sites with names=",
+    ),
     "unknown name": (
         lambda: torchvision.models.resnet18(),
         {"names": "layr*"},
@@ -315,7 +319,7 @@ REFUSALS = {
     "a vector": (
         lambda: torchvision.models.resnet18(),
         {"names": "fc"},
-        r"'fc' returns a tensor of shape \(1, 1000\) .* that is no map",
+        r"'fc' returns a tensor of shape \(1, 1000\) .* no map was found .* such as 'layer4'",
     ),
     "takes a vector": (
         lambda: torchvision.models.resnet18(),

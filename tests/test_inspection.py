@@ -14,11 +14,11 @@ import vision_attn.models
 from vision_attn import cli
 from vision_attn.blocks import AttentionBlock2d, use_impl
 from vision_attn.insertion import SiteError
+from vision_attn.insertion.insert import fitting_heads
 from vision_attn.inspection import Site, inspect_model
 from vision_attn.inspection.inspect import (
     count_saved_bytes,
     example_for,
-    heads_for,
     machine_memory,
     network_of,
     propose,
@@ -114,13 +114,13 @@ def test_the_image_is_one_that_the_network_takes():
     grey = timm.create_model("resnet18", in_chans=1)
     assert example_for(grey, 64).shape == (1, 1, 64, 64)
     assert example_for(grey, (32, 48)).shape == (1, 1, 32, 48)
-    assert example_for(timm.create_model("resnet20").bfloat16(), None).dtype == torch.bfloat16
+    assert example_for(timm.create_model("resnet20").bfloat16(), None).image.dtype == torch.bfloat16
     assert example_for(nn.Flatten(), None).shape == (1, 3, 224, 224)
 
 
 def test_heads_are_as_many_as_divide_the_channels():
-    assert [heads_for(channels, 8) for channels in (64, 20, 21, 13)] == [8, 5, 7, 1]
-    assert heads_for(64, 3) == 2
+    assert [fitting_heads(channels, 8) for channels in (64, 20, 21, 13)] == [8, 5, 7, 1]
+    assert fitting_heads(64, 3) == 2
 
 
 def limited(gibibytes):
@@ -341,7 +341,11 @@ def test_a_row_of_each_table():
         ({"stages": 1, "names": "layer1"}, ValueError, "exactly one of stages, names and where"),
         ({"pattern": "diagonal"}, ValueError, "pattern must be one of 'full'"),
         ({"heads": 3}, TypeError, "heads"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, SiteError, "no modules that give"),
+        (
+            {"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4},
+            SiteError,
+            "no stages were found in Sequential",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, error, message):

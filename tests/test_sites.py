@@ -517,7 +517,7 @@ NO_MAPS = {
     "tokens in an order of their own": (
         lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)),
         "blocks.1",
-        r"\(1, 784, 192\), which is no map of 28×28",
+        r"\(1, 784, 192\)\. Read as a map of 28×28",
     ),
     "a table of positions": (
         lambda: timm.create_model("swinv2_tiny_window8_256", depths=(1, 1), num_heads=(3, 6)),
@@ -668,7 +668,7 @@ MISTAKES = {
     "a share of a stage": ({"stages": 1.5}, "stages must be an index or a name, or several; got 1.5"),
     "true": ({"stages": True}, "stages must be an index or a name, or several; got True"),
     "a number for a name": ({"names": 5}, "names must be a glob"),
-    "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be an image batch or its shape"),
+    "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be images, their shape .* got 64"),
     "a module": ({"stages": 1, "block": nn.Conv2d(8, 8, 1)}, "block must be a class or a function"),
     "nothing made": ({"stages": 1, "block": lambda channels, **_: None}, "block must make a module for each site"),
 }

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.blocks.residual import GatedResidual2d
+from vision_attn.blocks.residual import GatedResidual
 from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
 from vision_attn.text import Report, Table
 
@@ -136,7 +136,7 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     found = {site: block for site, block in inserted(model).items() if site not in taken}
     known = {id(block) for block in found.values()}
     for path, module in plain_network(model).named_modules():
-        if isinstance(module, GatedResidual2d) and id(module) not in known:
+        if isinstance(module, GatedResidual) and id(module) not in known:
             found[path] = module
     return found
 

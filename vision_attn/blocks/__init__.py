@@ -5,7 +5,7 @@ from vision_attn.blocks.augmented import AugmentedConv2d
 from vision_attn.blocks.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.blocks.implementation import attention_modules, set_impl, use_impl
 from vision_attn.blocks.linear import LinearAttention2d
-from vision_attn.blocks.residual import AttentionBlock2d
+from vision_attn.blocks.residual import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.blocks.strided import StridedAttention2d
 from vision_attn.blocks.transformer import TransformerBlock2d
 
@@ -14,7 +14,9 @@ __all__ = [
     "Attention1d",
     "Attention2d",
     "Attention3d",
+    "AttentionBlock1d",
     "AttentionBlock2d",
+    "AttentionBlock3d",
     "AugmentedConv2d",
     "ConvBlock2d",
     "LinearAttention2d",

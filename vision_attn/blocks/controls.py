@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.projection import Pointwise2d
-from vision_attn.blocks.residual import GatedResidual2d
+from vision_attn.blocks.residual import GatedResidual
 from vision_attn.checks import check_number
 
 __all__ = ["ConvBlock2d", "SqueezeExciteBlock2d"]
 
 
-class ConvBlock2d(GatedResidual2d):
+class ConvBlock2d(GatedResidual):
     """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
 
     ``x + gate · W₂ gelu(depthwise3×3(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
@@ -57,7 +57,7 @@ class ConvBlock2d(GatedResidual2d):
         return self.add(x, self.project(F.gelu(self.depthwise(self.expand(self.norm(x))))))
 
 
-class SqueezeExciteBlock2d(GatedResidual2d):
+class SqueezeExciteBlock2d(GatedResidual):
     """Squeeze and excitation in the place of attention: what of its gain needs no positions to be compared.
 
     ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the

@@ -127,6 +127,7 @@ def load_adapter(
     strict: bool = True,
     block: Callable[..., nn.Module] | None = None,
     name: str | None = None,
+    example_input: Any = None,
 ) -> AdapterReport:
     """Insert what an adapter file holds into the network that it was trained on.
 
@@ -139,6 +140,8 @@ def load_adapter(
         block: the class of the inserted blocks, where it is none of this library's.
         name: of this adapter, where a network has several: another one that is in it is put aside, and
             :func:`vision_attn.set_adapter` brings it back.
+        example_input: as in :func:`vision_attn.insert_`, for a network that takes more than a batch of images; empty
+            ones of the shape in the file when None.
 
     Returns:
         A report of what was inserted and loaded.
@@ -169,7 +172,7 @@ def load_adapter(
     if active is not None:
         set_adapter(model, None)
     try:
-        report, before = load(model, path, strict=strict, block=block)
+        report, before = load(model, path, strict=strict, block=block, example_input=example_input)
     except BaseException:
         if active is not None:
             set_adapter(model, active)
@@ -181,7 +184,12 @@ def load_adapter(
 
 
 def load(
-    model: nn.Module, path: str | Path, *, strict: bool, block: Callable[..., nn.Module] | None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool,
+    block: Callable[..., nn.Module] | None,
+    example_input: Any,
 ) -> tuple[AdapterReport, dict[str, Tensor]]:
     """:func:`load_adapter` into a network without others; with the report come the values that it took the place of."""
     if inserted(model):
@@ -195,7 +203,7 @@ def load(
     differing = verify_network(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        place(model, adapter.placements, makers)
+        place(model, adapter.placements, makers, example_input)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
@@ -259,7 +267,12 @@ def placements_of(model: nn.Module) -> tuple[Placement, ...]:
     return tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in records(model))
 
 
-def place(model: nn.Module, placements: Iterable[Placement], makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+def place(
+    model: nn.Module,
+    placements: Iterable[Placement],
+    makers: Mapping[str, Callable[..., nn.Module]],
+    example_input: Any = None,
+) -> None:
     """Replace and insert, those together that are alike but for their site."""
     groups: dict[str, list[Placement]] = {}
     # Replaced first: no block is held by a module that goes.
@@ -267,7 +280,7 @@ def place(model: nn.Module, placements: Iterable[Placement], makers: Mapping[str
         groups.setdefault(repr(replace(placement, site="")), []).append(placement)
     for group in groups.values():
         first, sites = group[0], [placement.site for placement in group]
-        make, shape = makers[first.block], first.input_shape
+        make, shape = makers[first.block], first.input_shape if example_input is None else example_input
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
             if first.at == "instead":

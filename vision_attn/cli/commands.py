@@ -53,7 +53,7 @@ def add_inspect(command: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=128, help="images in a step of training (default: %(default)s)")
     add("--insert", nargs="+", default=[], metavar="SITE", help="insert there: modules (globs) or stages by index")
     add("--at", choices=("after", "before", "branch"), default="after", help="of these sites (default: %(default)s)")
-    add("--num-heads", type=int, default=8, help="heads of the attention (default: %(default)s)")
+    add("--num-heads", type=int, help="heads of the attention (default: 8, or as many up to 8 as divide the channels)")
     add(
         "--pattern", default="full", help="full, rows, columns, 'Window(7)', … or a line of einx (default: %(default)s)"
     )

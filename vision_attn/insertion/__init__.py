@@ -10,7 +10,7 @@ from vision_attn.insertion.attach import (
     records,
     replaced,
 )
-from vision_attn.insertion.backbone import changeable, example_images, plain_network, quiet_eval
+from vision_attn.insertion.backbone import changeable, plain_network, quiet_eval
 from vision_attn.insertion.freezing import (
     freeze_backbone_,
     freeze_gates_,
@@ -21,7 +21,8 @@ from vision_attn.insertion.freezing import (
 from vision_attn.insertion.insert import insert_, remove_, replace_
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
 from vision_attn.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
-from vision_attn.insertion.sites import parse_sites, stage_names
+from vision_attn.insertion.sites import parse_sites
+from vision_attn.insertion.stages import stage_names
 from vision_attn.insertion.timm_layer import timm_layer
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "changeable",
     "check_optimizer",
     "count_multiply_adds",
-    "example_images",
     "freeze_backbone_",
     "freeze_gates_",
     "gates",

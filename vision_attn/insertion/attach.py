@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.backbone import modules_around, plain_network, run_quietly
+from vision_attn.insertion.backbone import Example, modules_around, plain_network, run_quietly
 from vision_attn.insertion.maps import Map, change
 from vision_attn.insertion.report import InsertedBlock
 
@@ -101,7 +101,7 @@ class Probe(nn.Module):
         return args[0] if args else None
 
 
-def with_owners(model: nn.Module, maps: Sequence[Map], example: Tensor) -> list[Map]:
+def with_owners(model: nn.Module, maps: Sequence[Map], example: Example) -> list[Map]:
     """The same maps with the module that the block of each can be a child of, and the name of the child.
 
     That is the target, unless it loops over its children and would run the block as one of them, as a dense block does.
@@ -130,7 +130,7 @@ def owners_at(model: nn.Module, target: str) -> Iterator[tuple[str, str]]:
             yield name, f"{CHILD}_{target.replace('.', '_')}"
 
 
-def disturbs(model: nn.Module, owners: Iterable[tuple[str, str]], example: Tensor) -> bool:
+def disturbs(model: nn.Module, owners: Iterable[tuple[str, str]], example: Example) -> bool:
     """Whether the model calls children of these owners that it does not know, or fails with them."""
     probe = Probe()
     try:

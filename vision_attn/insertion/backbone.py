@@ -5,27 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.errors import SiteError
 
 __all__ = [
+    "Example",
     "Hook",
     "changeable",
     "declared_stages",
     "end_of_sequential",
-    "example_images",
+    "example_of",
     "modules_around",
     "plain_network",
     "quiet_eval",
     "run_quietly",
+    "shown",
 ]
 
 #: A forward hook that is given keyword arguments, too.
 Hook = Callable[[nn.Module, Any, Any, Any], Any]
+
+#: Images, sound and video where nothing else is said: a second at 16 kHz, pixels, 16 frames.
+USUAL = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
 
 #: Classes that count a network's parameters when they wrap it, by name: importing them all takes a while.
 SYNCHRONISED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -67,28 +75,96 @@ def changeable(model: nn.Module) -> nn.Module:
     return plain_network(model)
 
 
-def example_images(model: nn.Module, example_input: Tensor | tuple[int, ...] | None) -> Tensor:
-    """The images of a dry run, ``(b, c, h, w)``: those given, or empty ones of the shape given or of the model's own.
+@dataclass(frozen=True)
+class Example:
+    """The arguments of a forward pass; the images among them are all its tensors with the most axes."""
 
-    >>> example_images(nn.Conv2d(1, 8, 3), None).shape
-    torch.Size([1, 1, 224, 224])
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def image(self) -> Tensor:
+        """The first of the images: photographs, volumes, sounds, or what a generator makes them of."""
+        return max(tensors_in((self.args, self.kwargs)), key=Tensor.dim)
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are in a list, as detection models take them, each ``(c, h, w)``; 0 if they are a batch."""
+        lists = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, (list, tuple))]
+        return next((len(value) for value in lists if any(item is self.image for item in value)), 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the images: batch, channels, and the size."""
+        return (self.count, *self.image.shape) if self.count else tuple(self.image.shape)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the images, along one to three axes. What has a batch and one more axis is sound without channels."""
+        return self.shape[2:] or self.shape[1:]
+
+    def changed(self, function: Callable[[Tensor], Tensor]) -> Example:
+        """The same arguments with other images."""
+        axes = self.image.dim()
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda x: function(x) if x.dim() == axes and x.is_floating_point() else x,
+            (self.args, dict(self.kwargs)),
+        )
+        return Example(args, kwargs)
+
+    def __str__(self) -> str:
+        words = [*map(shown, self.args), *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
+        return f"of shape {words[0]}" if len(words) == 1 and not self.kwargs else f"({', '.join(words)})"
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def shown(value: object) -> str:
+    """An argument in a message: of a tensor its shape."""
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(shown, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def example_of(model: nn.Module, given: Any = None) -> Example:
+    """The arguments of a dry run: those given, or empty images of the shape given or of the model's own.
+
+    >>> example_of(nn.Conv2d(1, 8, 3)).shape
+    (1, 1, 224, 224)
     """
-    if isinstance(example_input, Tensor):
-        return example_input
-    if example_input is None:
+    if isinstance(given, Example):
+        return given
+    convolutions = (module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd))
+    first = next(convolutions, None)
+    axes = 2 if first is None else first.weight.dim() - 2
+    if given is None:
         config = getattr(model, "pretrained_cfg", None) or {}
-        channels, height, width = config.get("input_size", (3, 224, 224))
+        channels, *size = config.get("input_size", (3, *USUAL[axes]))
         # timm's configuration is of the published weights, and does not know of other channels.
-        channels = next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), channels)
-        example_input = (1, channels, height, width)
-    shape = tuple(example_input) if isinstance(example_input, Sequence) else ()
-    if len(shape) != 4 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in shape):
+        given = (1, channels if first is None else first.in_channels, *size)
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given) and tensors_in(dict(given)):
+        return Example((), dict(given))
+    if isinstance(given, tuple) and tensors_in(given):
+        return Example(given)
+    if isinstance(given, Tensor) or (isinstance(given, list) and tensors_in(given)):
+        return Example((given,))
+    shape = tuple(given) if isinstance(given, Sequence) else ()
+    whole = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
+    if not all(whole) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
         raise ValueError(
-            "example_input must be an image batch or its shape (batch, channels, height, width), of whole numbers; got "
-            f"{example_input!r}"
+            "example_input must be images, their shape (batch, channels, height, width), of whole numbers, a tuple of "
+            f"arguments or a dictionary of keyword arguments with images among them; got {shown(given)}"
         )
     reference = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.zeros(shape, device=reference.device, dtype=reference.dtype)
+    return Example((torch.zeros(shape, device=reference.device, dtype=reference.dtype),))
 
 
 def declared_stages(model: nn.Module) -> list[tuple[str, int]]:
@@ -121,7 +197,7 @@ def modules_around(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def run_quietly(model: nn.Module, example: Tensor, hooks: Mapping[str, Hook] | None = None) -> object:
+def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | None = None) -> object:
     """What a model gives for an example, in one forward that leaves no trace in it.
 
     Hooks, by the paths of their modules, are called as ``hook(module, args, kwargs, output)`` and then removed.
@@ -131,11 +207,12 @@ def run_quietly(model: nn.Module, example: Tensor, hooks: Mapping[str, Hook] | N
             for path, hook in (hooks or {}).items():
                 handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
-            return model(example)
+            return model(*example.args, **example.kwargs)
     except Exception as error:
+        why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"  # tensors are no message
         raise SiteError(
-            f"the model does not run on an example of shape {tuple(example.shape)} ({type(error).__name__}: {error}): "
-            "give one that it takes as example_input"
+            f"the model does not run on an example {example} ({why}): give what its forward takes as example_input, "
+            "images or their shape, a tuple of arguments or a dictionary of keyword arguments"
         ) from error
 
 

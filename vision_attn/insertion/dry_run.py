@@ -5,20 +5,36 @@ Which tensors are maps is decided as the top of ``maps`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.insertion.backbone import Hook, declared_stages, end_of_sequential, modules_around, run_quietly
-from vision_attn.insertion.maps import Element, Form, Layout, Map, change, consistent_layouts, forms_in, misaligned
+from vision_attn.insertion.backbone import (
+    Example,
+    Hook,
+    declared_stages,
+    end_of_sequential,
+    modules_around,
+    run_quietly,
+)
+from vision_attn.insertion.maps import (
+    Element,
+    Form,
+    Layout,
+    Map,
+    change,
+    consistent_layouts,
+    forms_in,
+    layouts_of,
+    misaligned,
+)
 
-__all__ = ["DryRun", "branch_end"]
+__all__ = ["DryRun", "leaves"]
 
 
 @dataclass(frozen=True)
@@ -40,44 +56,96 @@ class Call:
 class DryRun:
     """All calls of a model's modules in one forward of an example; the model is as it was afterwards."""
 
-    def __init__(self, model: nn.Module, example: Tensor) -> None:
+    def __init__(self, model: nn.Module, example: Example) -> None:
         self.model = model
         self.example = example
-        #: by path of the module, in order
-        self.calls = calls_of(model, example)
+        #: by path of the module, in order; and the shapes of what the model gives
+        self.calls, self.given = calls_of(model, example)
+        #: the same on an example whose images are twice as long along an axis; None if the network takes none
+        self.others: dict[int, DryRun | None] = {}
+
+    def grown(self, axis: int) -> DryRun | None:
+        """The same on images twice as long along one of their axes; None if the network takes one size only."""
+        if axis not in self.others:
+            try:
+                example = self.example.changed(lambda images: torch.cat([images, images], dim=axis))
+                self.others[axis] = DryRun(self.model, example)
+            except SiteError:
+                self.others[axis] = None
+        return self.others[axis]
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether the network takes no wider images."""
+        return self.grown(-1) is None
+
+    def form(self, target: str, at: str, element: Element) -> Form | None:
+        """A tensor among what a module that is called once gives, or takes."""
+        calls = self.calls.get(target, [])
+        return calls[0].side(at).get(element) if len(calls) == 1 else None
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
         """The maps among what a module that is called once gives, or takes."""
         calls = self.calls.get(target, [])
-        if len(calls) != 1:
-            return []
         found = []
-        for element, form in calls[0].side(at).items():
-            layouts = self.layouts(target, form)
-            if layouts and self.wider is not None and len(wide := self.wider.calls.get(target, [])) == 1:
-                twin = wide[0].side(at).get(element)
-                layouts = same_kind(layouts, self.wider.layouts(target, twin)) if twin is not None else set()
+        for element, form in calls[0].side(at).items() if len(calls) == 1 else ():
+            layouts = self.layouts_at(target, at, element, form)
             if len(layouts) > 1:
                 layouts &= self.usual_layouts
             if len(layouts) == 1:
                 found.append(Map(target, at, element, form, layouts.pop()))
         return found
 
+    def layouts_at(self, target: str, at: str, element: Element, form: Form) -> set[Layout]:
+        """The layouts in which what a module gives or takes can be a map, by all sizes of image that are tried."""
+        if self.holds_none(target, form):
+            return set()
+        dims = len(form.shape)
+        if self.example.image.dim() == 2 and (dims > 3 or self.has_one_size):
+            return set(layouts_of(dims)[:1]) if form.shape[0] == self.example.shape[0] else set()
+        kept, wide = self.layouts(target, form), self.grown(-1)
+        if wide is None or self.example.count:
+            return kept if len(self.example.size) == 2 else kept & set(layouts_of(dims)[:1])
+        if len(self.example.size) == 2:
+            twin = wide.form(target, at, element)
+            kept = same_kind(kept, wide.layouts(target, twin)) if twin is not None else set()
+            if kept:
+                return kept
+        return {layout for layout in layouts_of(dims) if self.follows(target, at, element, layout)}
+
+    def follows(self, target: str, at: str, element: Element, layout: Layout) -> bool:
+        """Whether each axis of a map grows with that axis of the image, if it can, and with no other."""
+        form, rank = self.form(target, at, element), len(self.example.size)
+        if form is None or len(form.shape) != 2 + rank or form.shape[0] % self.example.shape[0]:
+            return False
+        here = layout.map_shape(form.shape)
+        for axis in range(-rank, 0):
+            if (other := self.grown(axis)) is None:
+                continue
+            twin = other.form(target, at, element)
+            if twin is None or len(twin.shape) != len(here):
+                return False
+            there = layout.map_shape(twin.shape)
+            growth = [(b > a) - (b < a) for a, b in zip(here, there, strict=True)]
+            if growth != [int(k == axis) for k in range(-rank - 2, 0)]:
+                return False
+        return True
+
     def layouts(self, target: str, form: Form) -> set[Layout]:
-        """The layouts in which a tensor of a module can be a map; none if it cannot be one."""
-        if not form.dtype.is_floating_point or self.compares_tokens(target, form.shape):
+        """The layouts in which a tensor of a module can be a map by its shape; none if it cannot be one."""
+        if self.holds_none(target, form):
             return set()
         prefix = getattr(self.model, "num_prefix_tokens", None)
-        rows, columns = self.example.shape[-2:]
-        return consistent_layouts(
-            form.shape, len(self.example), (rows, columns), prefix if isinstance(prefix, int) else None
-        )
+        return consistent_layouts(form.shape, self.example, prefix if isinstance(prefix, int) else None)
 
-    def compares_tokens(self, target: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of a module holds the weights of an attention.
+    def holds_none(self, target: str, form: Form) -> bool:
+        """Whether a tensor of a module is no map whatever its size: of whole numbers, or the weights of an attention.
 
-        These are a number for each pair of the tokens that a module around it takes.
+        Those are a number for each pair of the tokens that a module around it takes.
         """
+        shape = form.shape
+        if not form.dtype.is_floating_point:
+            return True
         if len(shape) != 4 or not {shape[2]} & {shape[1], shape[3]}:
             return False
         calls = [call for around in modules_around(target) for call in self.calls.get(around, [])]
@@ -85,18 +153,11 @@ class DryRun:
         return any(len(tokens) == 3 and tokens[1] == shape[2] for tokens in taken)
 
     @cached_property
-    def wider(self) -> DryRun | None:
-        """The same on a wider image, with which maps become wider; None if the network takes one size only."""
-        try:
-            return DryRun(self.model, torch.cat([self.example, self.example], dim=3))
-        except SiteError:
-            return None
-
-    @cached_property
     def usual_layouts(self) -> set[Layout]:
         """The layouts of maps of which there is no doubt: what a model has elsewhere it has everywhere."""
         given = [(name, form) for name, calls in self.calls.items() for call in calls for form in call.given.values()]
-        found = [self.layouts(name, form) for name, form in given if len(form.shape) == 4]
+        dims = 2 + len(self.example.size)
+        found = [self.layouts(name, form) for name, form in given if len(form.shape) == dims]
         certain = set().union(*(layouts for layouts in found if len(layouts) == 1))
         return certain if len(certain) == 1 else set()
 
@@ -126,16 +187,24 @@ class DryRun:
             raise SiteError(
                 f"{target!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
             )
+        way_out = f"choose {self.neighbour(target)}"
         if len(side) == 1:
             (form,) = side.values()
-            size = "×".join(map(str, self.example.shape[-2:]))
+            size = "×".join(map(str, self.example.size))
             raise SiteError(
-                f"{target!r} {verb} a tensor of shape {form.shape} for {len(self.example)} image(s) of {size}: that is "
-                "no map (batch, channels, height, width) or (batch, height, width, channels), and no sequence of "
-                "tokens of such a grid; choose another module"
+                f"{target!r} {verb} a tensor of shape {form.shape} for {self.example.shape[0]} image(s) of {size}, in "
+                "which no map was found that follows the image, with its channels second or last or as a grid of "
+                f"tokens: {way_out}"
             )
-        what = f"{len(side)} tensors, none of them a map" if side else f"a {call.kind} without a tensor"
-        raise SiteError(f"{target!r} {verb} {what}: choose a module inside or around it")
+        what = f"{len(side)} tensors, and no map was found in them" if side else f"a {call.kind} without a tensor"
+        raise SiteError(f"{target!r} {verb} {what}: {way_out}")
+
+    def neighbour(self, target: str) -> str:
+        """A module to choose in the place of one, in words: the last before it, or inside it, that gives one map."""
+        names = list(self.calls)
+        before = reversed(names[: names.index(target)])
+        found = next((name for name in before if any(product(one.shape[2:]) > 1 for one in self.maps(name))), None)
+        return "another module" if found is None else f"another module, such as {found!r}"
 
     def the_maps(self, targets: Iterable[str], at: str) -> list[Map]:
         """The one map of each of several modules, each seen to be one of the image and whether it is read."""
@@ -144,9 +213,9 @@ class DryRun:
         for one in found:
             if one.target in misplaced:
                 raise SiteError(
-                    f"{one.target!r} {'takes' if at == 'before' else 'returns'} a tensor of shape {one.form.shape}, "
-                    f"which is no map of {one.shape[2]}×{one.shape[3]}: what changes in the image does not show at its "
-                    "place there; choose another module"
+                    f"{one.target!r} {'takes' if at == 'before' else 'returns'} a tensor of shape {one.form.shape}. "
+                    f"Read as a map of {'×'.join(map(str, one.shape[2:]))}, it does not show what changes in the image "
+                    f"at its place: choose {self.neighbour(one.target)}"
                 )
         unread = self.unread(found) if at == "after" else set()
         return [replace(one, read=one.target not in unread) for one in found]
@@ -154,7 +223,7 @@ class DryRun:
     def misplaced(self, maps: Iterable[Map]) -> set[str]:
         """The targets of those that have the shape of a map and are none of the image."""
         # Of tokens, and where there is no other size of image to compare with, a shape says little.
-        doubtful = [one for one in maps if one.layout.grid is not None or self.wider is None]
+        doubtful = [one for one in maps if one.layout.grid is not None or None in self.others.values()]
         return misaligned(self.model, doubtful, self.example)
 
     def meant(self, maps: list[Map]) -> list[Map]:
@@ -190,15 +259,19 @@ class DryRun:
         def spoil(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             return change(output, one.element, lambda x: one.layout.of_map(x, one.layout.to_map(x) * torch.nan))
 
-        output = run_quietly(self.model, self.example, {one.target: spoil})
-        return self.example.is_meta or any(bool(tensor.isnan().any()) for tensor in leaves(output))
+        try:
+            output = run_quietly(self.model, self.example, {one.target: spoil})
+        except SiteError:  # somebody noticed
+            return True
+        return self.example.image.is_meta or any(bool(tensor.isnan().any()) for tensor in leaves(output))
 
 
 def leaves(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, (Mapping, tuple, list)) or is_dataclass(value):
+        held = value if isinstance(value, (Mapping, tuple, list)) else vars(value)
+        for item in held.values() if isinstance(held, Mapping) else held:
             yield from leaves(item)
 
 
@@ -208,7 +281,7 @@ def same_kind(layouts: set[Layout], others: set[Layout]) -> set[Layout]:
     return {layout for layout in layouts if (layout.axes, layout.prefix) in kinds}
 
 
-def calls_of(model: nn.Module, example: Tensor) -> dict[str, list[Call]]:
+def calls_of(model: nn.Module, example: Example) -> tuple[dict[str, list[Call]], list[tuple[int, ...]]]:
     calls: dict[str, list[Call]] = {}
     ended = 0
 
@@ -221,92 +294,5 @@ def calls_of(model: nn.Module, example: Tensor) -> dict[str, list[Call]]:
 
         return hook
 
-    run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
-    return calls
-
-
-# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
-
-ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
-
-
-def branch_end(model: nn.Module, site: str, example: Tensor) -> str:
-    """The module in a residual block whose output is the branch that is added to the shortcut.
-
-    Of the last two maps that the block adds, the branch is the one that more operations led to.
-    """
-    following = Following()
-    block = model.get_submodule(site)
-    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
-    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
-    try:
-        with following:
-            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
-    finally:
-        handle.remove()
-    if following.last is None:
-        raise SiteError(
-            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
-        )
-    one, other = following.last
-    branch = max(one, other, key=lambda step: step.depth)
-    if one.depth == other.depth or branch.module is None:
-        what = (
-            "adds two branches of equal length, and it cannot be told which is the shortcut"
-            if one.depth == other.depth
-            else "adds what is no output of a module, so nothing can follow the branch"
-        )
-        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
-    return branch.module
-
-
-@dataclass
-class Origin:
-    """How a tensor came about."""
-
-    #: the tensor itself, kept so that its identity is not given to another
-    tensor: Tensor
-    #: the longest row of operations that led to it from what the block was given
-    depth: int
-    #: the module that returned it as it is
-    module: str | None = None
-
-
-class Following(TorchFunctionMode):
-    """Follows the tensors of one block through its operations to the last addition of two maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watching = False
-        self.origins: dict[int, Origin] = {}
-        self.last: tuple[Origin, Origin] | None = None
-
-    def watch(self, on: bool) -> None:
-        self.watching = on
-
-    def give(self, name: str) -> Hook:
-        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                self.origin(output).module = name
-
-        return hook
-
-    def origin(self, tensor: Tensor) -> Origin:
-        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.watching:
-            return func(*args, **kwargs)
-        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
-        if func in ADDITIONS and len(taken) == 2:
-            one, other = taken
-            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
-                self.last = replace(one), replace(other)
-        output = func(*args, **kwargs)
-        if isinstance(output, Tensor):
-            # In place or not, this is no longer what a module returned.
-            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
-        return output
+    output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
+    return calls, [tuple(tensor.shape) for tensor in leaves(output)]

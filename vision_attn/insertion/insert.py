@@ -7,15 +7,17 @@ fail has gone well.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vision_attn.blocks import AttentionBlock2d, StridedAttention2d
+from vision_attn.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d, StridedAttention2d
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import (
     RECORD,
@@ -27,13 +29,16 @@ from vision_attn.insertion.attach import (
     take_out,
     with_owners,
 )
-from vision_attn.insertion.backbone import changeable, example_images
+from vision_attn.insertion.backbone import changeable, example_of, shown
 from vision_attn.insertion.dry_run import DryRun
-from vision_attn.insertion.maps import FIRST, Map
+from vision_attn.insertion.maps import Map
 from vision_attn.insertion.report import InsertionReport, describe
 from vision_attn.insertion.sites import Names, select_sites, targets_of
 
-__all__ = ["check_maker", "insert_", "remove_", "replace_"]
+__all__ = ["ATTENTION_BLOCKS", "check_maker", "fitting_heads", "insert_", "remove_", "replace_"]
+
+#: The default block, by how many axes a map has.
+ATTENTION_BLOCKS: dict[int, Callable[..., nn.Module]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 
 def insert_(
@@ -44,7 +49,7 @@ def insert_(
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
     at: str = "after",
-    example_input: Tensor | tuple[int, ...] | None = None,
+    example_input: Any = None,
     **block_options: Any,
 ) -> InsertionReport:
     """Insert a block at chosen modules of a model, in place.
@@ -54,20 +59,25 @@ def insert_(
     the blocks out. A site that is a ``Sequential`` means the end of it.
 
     Args:
-        model: any network on images. Its maps may be ``(b, c, h, w)``, ``(b, h, w, c)``, or the tokens ``(b, t, c)`` of
-            a grid, with class and register tokens before them, which are left alone; alone or in a tuple, list or
-            dictionary.
-        block: class or function called as ``block(channels, device=…, dtype=…, **block_options)``;
-            :class:`vision_attn.AttentionBlock2d` when None. It takes and returns ``(b, c, h, w)`` whatever the layout.
+        model: any network on images, sound or video. Its maps may be ``(b, c, h, w)``, ``(b, h, w, c)``, or the tokens
+            ``(b, t, c)`` of a grid, with class and register tokens before them, which are left alone; alone or in a
+            tuple, list or dictionary. With one or three axes they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the
+            same with channels last.
+        block: class or function called as ``block(channels, device=…, dtype=…, **block_options)``. When None,
+            :class:`vision_attn.AttentionBlock2d`, or for maps with one and three axes :class:`AttentionBlock1d` and
+            :class:`AttentionBlock3d`. It takes and returns ``(b, c, h, w)`` whatever the layout.
         stages: stages by index or name, as :func:`vision_attn.stage_names` lists them; negative indices count from the
             end.
         names: globs on module paths, case-sensitive: ``"layer3.*"`` is every child of ``layer3``, ``"**.conv2"`` every
             ``conv2`` at any depth; or compiled regular expressions that match whole paths.
         where: a function of path and module that is true at a site.
         at: ``"after"`` a site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
-        example_input: an image batch or its shape, for the dry run that finds the maps; by default one image of the
-            size that timm's ``pretrained_cfg`` names, else (1, 3, 224, 224).
-        **block_options: handed to ``block``.
+        example_input: what the model's forward takes, for the dry run that finds the maps: a batch of images or its
+            shape, a list of images ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments, in which
+            the tensors with the most axes are the images. By default one image of the size that timm's
+            ``pretrained_cfg`` names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
+        **block_options: handed to ``block``. Without ``num_heads`` a block has 8 heads or, where 8 do not divide the
+            channels, the largest number below that does; the report says which.
 
     Returns:
         A report that prints as a table.
@@ -84,18 +94,14 @@ def insert_(
     """
     check_maker(block)
     model = changeable(model)
-    run = DryRun(model, example_images(model, example_input))
+    run = DryRun(model, example_of(model, example_input))
     targets = targets_of(run, select_sites(run, stages=stages, names=names, where=where), at)
     side = "before" if at == "before" else "after"
     maps = with_owners(model, run.the_maps(targets, side), run.example)
-    make = AttentionBlock2d if block is None else block
     blocks: list[nn.Module] = []
     for one in maps:
-        new = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **block_options)
-        check_new(new, blocks)
-        new.train(model.get_submodule(one.target).training)
-        vars(new)[RECORD] = describe(new, one, side, block_options, tuple(run.example.shape))
-        blocks.append(new)
+        make = ATTENTION_BLOCKS[len(one.shape) - 2] if block is None else block
+        blocks.append(new_block(run, make, one, side, block_options))
     report = report_of(blocks, "inserted")
     for one, new in zip(maps, blocks, strict=True):
         attach(model, one, new)
@@ -110,7 +116,7 @@ def replace_(
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
-    example_input: Tensor | tuple[int, ...] | None = None,
+    example_input: Any = None,
     **block_options: Any,
 ) -> InsertionReport:
     """Put attention in the place of chosen modules of a model, in place.
@@ -149,30 +155,25 @@ def replace_(
     """
     check_maker(block)
     model = changeable(model)
-    run = DryRun(model, example_images(model, example_input))
+    run = DryRun(model, example_of(model, example_input))
     sites = select_sites(run, stages=stages, names=names, where=where)
     blocks: list[nn.Module] = []
     for site in sites:
         old = model.get_submodule(site)
         check_replaceable(site, old, sites)
         taken, given = maps_around(run, site)
-        factory: dict[str, Any] = {"device": taken.form.device, "dtype": taken.form.dtype}
         if isinstance(old, nn.Conv2d):
             make = StridedAttention2d if block is None else block
             own: dict[str, Any] = {"groups": old.groups} if block is None else {}
             own |= {"stride": int(old.stride[0]), "out_channels": old.out_channels}
         elif taken.shape == given.shape:
-            make, own = AttentionBlock2d if block is None else block, {}
+            make, own = ATTENTION_BLOCKS[len(taken.shape) - 2] if block is None else block, {}
         else:
             raise SiteError(
                 f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
                 "and modules that return a map of the shape they take"
             )
-        new = make(taken.shape[1], **factory, **{**own, **block_options})
-        check_new(new, blocks)
-        new.train(old.training)
-        vars(new)[RECORD] = describe(new, taken, "instead", block_options, tuple(run.example.shape), given)
-        blocks.append(new)
+        blocks.append(new_block(run, make, taken, "instead", block_options, given, own))
     report = report_of(blocks, "put in place")
     for site, new in zip(sites, blocks, strict=True):
         old = model.get_submodule(site)
@@ -216,15 +217,47 @@ def remove_(model: nn.Module) -> InsertionReport:
 def check_maker(block: object) -> None:
     """Refuse what makes no blocks."""
     if block is not None and (isinstance(block, nn.Module) or not callable(block)):
-        raise ValueError(f"block must be a class or a function that makes a block, or None; got {block!r}")
+        raise ValueError(f"block must be a class or a function that makes a block, or None; got {shown(block)}")
 
 
-def check_new(block: object, others: Iterable[nn.Module]) -> None:
-    """Refuse what is no new block."""
-    if not isinstance(block, nn.Module):
-        raise ValueError(f"block must make a module for each site; it made {block!r}")
-    if RECORD in vars(block) or any(block is other for other in others):
-        raise ValueError(f"block must make a new module for each site; it made the same {type(block).__name__} again")
+def new_block(
+    run: DryRun,
+    make: Callable[..., nn.Module],
+    one: Map,
+    at: str,
+    asked: Mapping[str, Any],
+    given: Map | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A block for a map with its record; refused where it is no new one, or does not fit."""
+    fitted = {} if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() else heads(make, one)
+    options = {**fitted, **asked}
+    new: object = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
+    if not isinstance(new, nn.Module):
+        raise ValueError(f"block must make a module for each site; it made a {type(new).__name__}")
+    if RECORD in vars(new):
+        raise ValueError(f"block must make a new module for each site; it made the same {type(new).__name__} again")
+    new.train(run.model.get_submodule(one.target).training)
+    record = describe(new, one, at, options, run.example.shape, given)
+    vars(new)[RECORD] = replace(record, fitted_heads=bool(fitted))
+    return new
+
+
+def heads(make: Callable[..., nn.Module], one: Map) -> dict[str, int]:
+    """The heads of a block that is asked for none, where as many as it has by itself do not divide the channels."""
+    usual = getattr(inspect.signature(make).parameters.get("num_heads"), "default", None)
+    if not isinstance(usual, int) or one.shape[1] % usual == 0:
+        return {}
+    return {"num_heads": fitting_heads(one.shape[1], usual)}
+
+
+def fitting_heads(channels: int, most: int = 8) -> int:
+    """The largest number of heads up to some that divides the channels.
+
+    >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
+    (8, 5, 5, 4)
+    """
+    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
 
 
 def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
@@ -241,7 +274,7 @@ def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
 def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
     """The one map that a module takes, and the one that it makes of it."""
     taken, given = run.the_map(site, "before"), run.the_map(site, "after")
-    if taken.element != 0 or given.element is not None or (taken.layout, given.layout) != (FIRST, FIRST):
+    if taken.element != 0 or given.element is not None or not taken.layout.is_first or not given.layout.is_first:
         raise SiteError(
             f"{site!r} does not make one map (batch, channels, height, width) of another, its only argument: "
             "choose a module that does"

@@ -4,10 +4,12 @@ How that is decided, here and in ``dry_run``. By its shape a tensor can be a map
 cell, the aspect of the image: as ``(b, c, h, w)``, as ``(b, h, w, c)``, or as tokens ``(b, t, c)`` of a grid with class
 and register tokens before them. It is none if it holds whole numbers, or a number for each pair of the tokens that a
 module around it takes, which are the weights of an attention. In an image twice as wide it must be a map in the same
-layout again, if the network takes such an image. What still fits two layouts is read as the network's maps without
-doubt all lie. The shape of tokens says little, and any shape does where the network takes one size of image: there a
-change at each of four places of the image must show most at the cell that stands for that place. Of several maps that
-a module gives, the one is meant on which the output of the network depends: with NaN for it, NaN comes out.
+layout again, if the network takes such an image. Of another aspect, or with one or three axes, it is a map if each of
+its axes grows with that axis of the image and with no other. What still fits two layouts is read as the network's maps
+without doubt all lie. The shape of tokens says little, and any shape does where the network takes one size of image:
+there a change at each of four places of the image must show most at the cell that stands for that place. Of several
+maps that a module gives, the one is meant on which the output of the network depends: with NaN for it, NaN comes out.
+Where a network makes images of numbers that lie nowhere, a tensor with its channels second is a map.
 """
 
 from __future__ import annotations
@@ -15,14 +17,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.insertion.backbone import Hook, run_quietly
+from vision_attn.insertion.backbone import Example, Hook, run_quietly
 
-__all__ = ["FIRST", "Element", "Form", "Layout", "Map", "change", "consistent_layouts", "forms_in", "misaligned"]
+__all__ = [
+    "FIRST",
+    "Element",
+    "Form",
+    "Layout",
+    "Map",
+    "change",
+    "consistent_layouts",
+    "forms_in",
+    "layouts_of",
+    "misaligned",
+]
 
 #: An index of a tuple or list, a key of a dictionary, or ``None`` where the value is the tensor itself.
 Element = int | str | None
@@ -49,9 +63,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where batch, channels, rows and columns of a map are in a tensor."""
+    """Where batch, channels and the axes of a map are in a tensor."""
 
-    #: ``"b c h w"``, ``"b h w c"``, or ``"b t c"`` for tokens
+    #: ``"b c h w"``, ``"b h w c"``, the same with ``w`` or ``t h w``, or ``"b t c"`` for tokens
     axes: str
     #: rows and columns that the tokens are, row-major
     grid: tuple[int, int] | None = None
@@ -61,32 +75,39 @@ class Layout:
     def __str__(self) -> str:
         return self.axes if self.axes != "b t c" else f"b ({self.prefix} + h w) c" if self.prefix else "b (h w) c"
 
-    def map_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """The batch, channels, rows and columns of a tensor of a shape."""
+    @property
+    def is_first(self) -> bool:
+        """Whether channels are second, as convolutions take them."""
+        return self.axes.startswith("b c")
+
+    def map_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The batch, channels and size of the map in a tensor of a shape."""
         if self.grid is not None:
             return (shape[0], shape[2], *self.grid)
-        batch, *rest = shape
-        channels, height, width = rest if self == FIRST else (rest[2], rest[0], rest[1])
-        return batch, channels, height, width
+        return shape if self.is_first else (shape[0], shape[-1], *shape[1:-1])
 
     def to_map(self, x: Tensor) -> Tensor:
         """The map, ``(b, c, h, w)``."""
         if self.grid is None:
-            return x if self == FIRST else x.permute(0, 3, 1, 2)
+            return x if self.is_first else x.movedim(-1, 1)
         return x[:, self.prefix :].transpose(1, 2).unflatten(2, self.grid)
 
     def of_map(self, x: Tensor, y: Tensor) -> Tensor:
         """A tensor like ``x`` with another map, ``(b, c, h, w)``, for its own."""
         if self.grid is None:
-            return y if self == FIRST else y.permute(0, 2, 3, 1)
+            return y if self.is_first else y.movedim(1, -1)
         tokens = y.flatten(2).transpose(1, 2)
         return torch.cat([x[:, : self.prefix], tokens], dim=1) if self.prefix else tokens
 
 
-#: Maps with their channels second, as convolutions take them.
+#: Maps with their channels second.
 FIRST = Layout("b c h w")
-#: Maps with their channels last.
-LAST = Layout("b h w c")
+
+
+def layouts_of(dims: int) -> tuple[Layout, ...]:
+    """The layouts of a tensor with so many axes that is one map; channels second, then channels last."""
+    axes = {3: "w", 4: "h w", 5: "t h w"}.get(dims)
+    return () if axes is None else (Layout(f"b c {axes}"), Layout(f"b {axes} c"))
 
 
 @dataclass(frozen=True)
@@ -113,8 +134,8 @@ class Map:
     owner: tuple[str, str] = ("", "")
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Batch, channels, rows, columns."""
+    def shape(self) -> tuple[int, ...]:
+        """Batch, channels, rows, columns, or as many axes as there are."""
         return self.layout.map_shape(self.form.shape)
 
 
@@ -142,28 +163,30 @@ def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def consistent_layouts(
-    shape: tuple[int, ...], batch: int, image_size: tuple[int, int], prefix: int | None = None
-) -> set[Layout]:
-    """The layouts in which a tensor of that shape can be a map of an image of that size; none if it is no map.
+def consistent_layouts(shape: tuple[int, ...], example: Example, prefix: int | None = None) -> set[Layout]:
+    """The layouts in which a tensor of that shape can be a map of an example's images; none if it is no map.
 
-    A map keeps the aspect of the image, give or take a cell of rounding.
+    A map keeps the aspect of the image, give or take a cell of rounding; frames of a video may become any number.
     """
-    if not shape or shape[0] != batch or 0 in shape:
+    size = example.size
+    if not shape or shape[0] != example.shape[0] or 0 in shape:
         return set()
-    rows, columns = image_size
-    if len(shape) == 4:
-        return {
-            layout
-            for layout in (FIRST, LAST)
-            for height, width in [layout.map_shape(shape)[2:]]
-            if abs(height * columns - width * rows) <= rows + columns and height <= rows and width <= columns
-        }
-    if len(shape) == 3:
+    if len(shape) == 2 + len(size):
+        return {layout for layout in layouts_of(len(shape)) if same_aspect(layout.map_shape(shape)[2:], example)}
+    if len(shape) == 3 and len(size) == 2:
         prefixes = PREFIXES if prefix is None else {0, prefix}
-        grids = ((count, token_grid(shape[1] - count, rows, columns)) for count in prefixes)
+        grids = ((count, token_grid(shape[1] - count, *size)) for count in prefixes)
         return {Layout("b t c", grid, count) for count, grid in grids if grid is not None}
     return set()
+
+
+def same_aspect(size: tuple[int, ...], example: Example) -> bool:
+    if len(size) == 1:
+        return True
+    (height, width), (rows, columns) = size[-2:], example.size[-2:]
+    if example.count:  # which the network scales and pads itself, to a square or to multiples
+        return 0.4 < height * columns / (width * rows) < 2.5
+    return abs(height * columns - width * rows) <= rows + columns
 
 
 def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
@@ -178,18 +201,18 @@ def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
     return None
 
 
-def misaligned(model: nn.Module, maps: Sequence[Map], example: Tensor) -> set[str]:
+def misaligned(model: nn.Module, maps: Sequence[Map], example: Example) -> set[str]:
     """The targets of those maps that do not change most where the image does.
 
     Each of four places of the image is changed in turn, and three of them at least must show, give or take a cell: deep
     in a network every position sees the whole image, but none as much of a place as the one that stands for it.
     """
-    if not maps or example.is_meta:
+    if not maps or example.image.is_meta or len(example.size) != 2:
         return set()
     generator = torch.Generator().manual_seed(0)
-    noise = 0.1 * torch.randn(example.shape, generator=generator).to(example)
+    noise = example.changed(lambda images: 0.1 * torch.randn(images.shape, generator=generator).to(images))
     plain = seen(model, maps, noise)
-    touched = [seen(model, maps, touch(noise, y, x)) for y, x in PLACES]
+    touched = [seen(model, maps, noise.changed(partial(touch, y=y, x=x))) for y, x in PLACES]
     wrong = set()
     for one in maps:
         changes = [one.layout.to_map(tensors[one.target] - plain[one.target])[0] for tensors in touched]
@@ -235,8 +258,8 @@ def touch(images: Tensor, y: float, x: float) -> Tensor:
     return touched
 
 
-def seen(model: nn.Module, maps: Sequence[Map], images: Tensor) -> dict[str, Tensor]:
-    """The tensors that maps lie in, for some images, by their targets."""
+def seen(model: nn.Module, maps: Sequence[Map], example: Example) -> dict[str, Tensor]:
+    """The tensors that maps lie in, for an example, by their targets."""
     found: dict[str, Tensor] = {}
 
     def look(one: Map) -> Hook:
@@ -246,5 +269,5 @@ def seen(model: nn.Module, maps: Sequence[Map], images: Tensor) -> dict[str, Ten
 
         return hook
 
-    run_quietly(model, images, {one.target: look(one) for one in maps})
+    run_quietly(model, example, {one.target: look(one) for one in maps})
     return found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import use_impl
+from vision_attn.checks import product
 from vision_attn.insertion.maps import FIRST, Layout, Map
 from vision_attn.text import Report, Table
 
@@ -40,7 +41,7 @@ class InsertedBlock:
     options: Mapping[str, Any]
     #: of the map
     channels: int
-    #: rows of the map
+    #: rows of the map; 1 for a map with one axis
     height: int
     #: columns of the map
     width: int
@@ -56,11 +57,26 @@ class InsertedBlock:
     layout: Layout = FIRST
     #: whether what the network gives depends on the map
     read: bool = True
+    #: of a map with three axes, the first
+    depth: int = 1
+    #: whether the number of heads was fitted to the channels, since none was asked for
+    fitted_heads: bool = False
+
+    @property
+    def map_size(self) -> tuple[int, ...]:
+        """Of the map, along each of its axes."""
+        axes = 2 if self.layout.grid is not None else len(self.layout.axes.split()) - 2
+        return (self.depth, self.height, self.width)[-axes:]
+
+    @property
+    def size(self) -> str:
+        """The same in words: rows × columns."""
+        return "×".join(map(str, self.map_size))
 
     @property
     def tokens(self) -> int:
         """Positions of the map, each a token."""
-        return self.height * self.width
+        return product(self.map_size)
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,7 @@ class InsertionReport(Report):
                 block.site,
                 block.block,
                 f"{block.channels}",
-                f"{block.height}×{block.width}",
+                block.size,
                 f"{block.tokens}",
                 f"{block.parameters:,}",
                 f"{block.multiply_adds:,}",
@@ -103,6 +119,11 @@ class InsertionReport(Report):
         return [
             f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
             Table([header, *rows, *([total] if len(rows) > 1 else [])], left=(0, 1)),
+            *[
+                f"num_heads={block.options['num_heads']} at {block.site!r}, as fits its {block.channels} channels"
+                for block in self.blocks
+                if block.fitted_heads
+            ],
             *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
             *self.warnings,
         ]
@@ -121,10 +142,10 @@ class InsertionReport(Report):
     def warnings(self) -> tuple[str, ...]:
         """A line for each map that is too small to attend on, or that nothing comes of."""
         small = [
-            f"warning: the map at {block.site!r} is {block.height}×{block.width}: attention has next to nothing to mix "
-            "there; choose an earlier site or a larger input"
+            f"warning: the map at {block.site!r} is {block.size}: attention has next to nothing to mix there; choose "
+            "an earlier site or a larger input"
             for block in self.blocks
-            if block.height <= 2 and block.width <= 2
+            if max(block.map_size) <= 2
         ]
         unread = [
             f"warning: nothing that the network gives depends on the map at {block.site!r}, as where its head reads a "
@@ -145,7 +166,15 @@ def describe(
 ) -> InsertedBlock:
     """The record of a block for a map, once it is seen to make a map of the same shape, or of what it replaces."""
     shape, expected = taken.shape[1:], (given or taken).shape[1:]
-    output, multiply_adds = run_on_meta(block, shape)
+    depth, height, width = (1, 1, *shape[1:])[-3:]
+    try:
+        output, multiply_adds = run_on_meta(block, shape)
+    except Exception as error:
+        ours = {2: "AttentionBlock1d", 3: "AttentionBlock2d", 4: "AttentionBlock3d"}[len(shape)]
+        raise ValueError(
+            f"block must take the map at {taken.target!r}, {(1, *shape)}, as {ours} does; {type(block).__name__} "
+            f"does not ({error})"
+        ) from error
     if tuple(output.shape[1:]) != expected:
         wanted = "maps of the shape it is given" if given is None else f"maps of {expected}, as what it replaces"
         raise ValueError(
@@ -157,14 +186,15 @@ def describe(
         block=type(block).__name__,
         options=options,
         channels=shape[0],
-        height=shape[1],
-        width=shape[2],
+        height=height,
+        width=width,
         parameters=sum(p.numel() for p in block.parameters()),
         multiply_adds=multiply_adds,
         input_shape=input_shape,
         element=taken.element if given is None else None,
         layout=taken.layout,
         read=taken.read,
+        depth=depth,
     )
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import REPLACED, inserted, is_target
-from vision_attn.insertion.backbone import (
-    declared_stages,
-    end_of_sequential,
-    example_images,
-    modules_around,
-    plain_network,
-)
-from vision_attn.insertion.dry_run import DryRun, branch_end
+from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
+from vision_attn.insertion.dry_run import DryRun, leaves
+from vision_attn.insertion.stages import stages_of
 
-__all__ = ["Names", "parse_sites", "select_sites", "stage_names", "stages_of", "targets_of"]
+__all__ = ["Names", "parse_sites", "select_sites", "targets_of"]
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
@@ -82,7 +80,7 @@ def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     items = [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else list(given)
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
-        raise ValueError(f"{argument} must be {what}, or several; got {given!r}")
+        raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
     return items
 
 
@@ -91,8 +89,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     available = stages_of(run)
     if not available:
         raise SiteError(
-            f"stages: {type(run.model).__name__} has no stages, modules that give maps of the image: "
-            "choose sites with names=, globs on module paths"
+            f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
         )
     by_word: dict[int | str, str] = {name: name for name in available}
     by_word.update(zip(range(len(available)), available, strict=True))
@@ -152,76 +149,88 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def stage_names(model: nn.Module, example_input: Tensor | tuple[int, ...] | None = None) -> list[str]:
-    """The paths of a model's stages, from the image to the head.
+# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
 
-    They are those of timm's ``feature_info`` where these modules give maps of the channels that it names. Otherwise
-    they are the last module to give a map of each size, outside of blocks that halve it.
+ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
 
-    Args:
-        model: the network.
-        example_input: an image batch or its shape, for a dry run; see :func:`vision_attn.insert_`.
 
-    Raises:
-        SiteError: the model does not run on the example.
+def branch_end(model: nn.Module, site: str, example: Example) -> str:
+    """The module in a residual block whose output is the branch that is added to the shortcut.
 
-    >>> from torchvision.models import resnet18
-    >>> stage_names(resnet18(), (1, 3, 64, 64))
-    ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
+    Of the last two maps that the block adds, the branch is the one that more operations led to.
     """
-    model = plain_network(model)
-    return stages_of(DryRun(model, example_images(model, example_input)))
+    following = Following()
+    block = model.get_submodule(site)
+    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
+    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
+    try:
+        with following:
+            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
+    finally:
+        handle.remove()
+    if following.last is None:
+        raise SiteError(
+            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
+        )
+    one, other = following.last
+    branch = max(one, other, key=lambda step: step.depth)
+    if one.depth == other.depth or branch.module is None:
+        what = (
+            "adds two branches of equal length, and it cannot be told which is the shortcut"
+            if one.depth == other.depth
+            else "adds what is no output of a module, so nothing can follow the branch"
+        )
+        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
+    return branch.module
 
 
-def stages_of(run: DryRun) -> list[str]:
-    """The paths of the stages of a network that was run, from the image to the head."""
-    declared = declared_stages(run.model)
-    if declared and all(gives_channels(run, name, channels) for name, channels in declared):
-        return [name for name, _ in declared]
-    return stages_seen(run)
+@dataclass
+class Origin:
+    """How a tensor came about."""
+
+    #: the tensor itself, kept so that its identity is not given to another
+    tensor: Tensor
+    #: the longest row of operations that led to it from what the block was given
+    depth: int
+    #: the module that returned it as it is
+    module: str | None = None
 
 
-def gives_channels(run: DryRun, name: str, channels: int) -> bool:
-    if not name or name not in dict(run.model.named_modules(remove_duplicate=False)):
-        return False
-    return any(one.shape[1] == channels for one in run.maps(end_of_sequential(run.model, name)))
+class Following(TorchFunctionMode):
+    """Follows the tensors of one block through its operations to the last addition of two maps."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self.origins: dict[int, Origin] = {}
+        self.last: tuple[Origin, Origin] | None = None
 
-def stages_seen(run: DryRun) -> list[str]:
-    """The last module to give a map of each size, once what only has the shape of a map is left out."""
-    others: set[tuple[int, ...]] = set()
-    while True:
-        stages = last_of_each_size(run, others)
-        found = [run.the_map(end_of_sequential(run.model, stage)) for stage in stages]
-        misplaced = run.misplaced(found)
-        if not misplaced:
-            return stages
-        others |= {one.form.shape for one in found if one.target in misplaced}
+    def watch(self, on: bool) -> None:
+        self.watching = on
 
+    def give(self, name: str) -> Hook:
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                self.origin(output).module = name
 
-def last_of_each_size(run: DryRun, others: set[tuple[int, ...]]) -> list[str]:
-    """For each size of map the last module to give it outside of the next reduction, while maps become smaller."""
-    last: dict[tuple[int, int], tuple[int, str]] = {}
-    for name, calls in run.calls.items():
-        maps = run.maps(name)
-        if len(maps) != 1:
-            continue
-        height, width = maps[0].shape[2:]
-        if height * width == 1 or maps[0].form.shape in others:
-            continue  # one cell is a pooled vector, of the head or of squeeze and excitation
-        if not any(halves(run, around, height) for around in modules_around(name)):
-            last[height, width] = max(last.get((height, width), (-1, "")), (calls[0].order, name))
-    stages: list[tuple[int, str]] = []
-    for (height, width), (_, name) in sorted(last.items(), key=lambda item: item[1]):
-        # What a larger map follows belongs to the inside of its stage: a map pooled for keys, a pyramid's lower level.
-        stages = [stage for stage in stages if stage[0] > height * width]
-        stages.append((height * width, name))
-    return [name for _, name in stages]
+        return hook
 
+    def origin(self, tensor: Tensor) -> Origin:
+        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
 
-def halves(run: DryRun, name: str, height: int) -> bool:
-    """Whether a module, which is more than a row of others, makes one map of half the size of maps of that height."""
-    if type(run.model.get_submodule(name)).forward is nn.Sequential.forward:
-        return False
-    given, taken = run.maps(name), run.maps(name, "before")
-    return len(given) == len(taken) == 1 and taken[0].shape[2] == height and 1 < height / given[0].shape[2] < 3
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.watching:
+            return func(*args, **kwargs)
+        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
+        if func in ADDITIONS and len(taken) == 2:
+            one, other = taken
+            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
+                self.last = replace(one), replace(other)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor):
+            # In place or not, this is no longer what a module returned.
+            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
+        return output

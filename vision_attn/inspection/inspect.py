@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
-from vision_attn.blocks import AttentionBlock2d, use_impl
+from vision_attn.blocks import use_impl
 from vision_attn.checks import check_counts
 from vision_attn.errors import SiteError
-from vision_attn.insertion import InsertedBlock, example_images, insert_, inserted, plain_network
-from vision_attn.insertion.backbone import end_of_sequential, run_quietly
+from vision_attn.insertion import InsertedBlock, insert_, inserted, plain_network
+from vision_attn.insertion.backbone import Example, end_of_sequential, example_of, run_quietly
 from vision_attn.insertion.dry_run import DryRun
+from vision_attn.insertion.insert import ATTENTION_BLOCKS, fitting_heads
 from vision_attn.insertion.report import describe
-from vision_attn.insertion.sites import stages_of
+from vision_attn.insertion.stages import stages_of
 from vision_attn.inspection.report import GIBI, IMPLS_COUNTED, LONGEST, SHORTEST, Inspection, Proposal, Share, Site
 from vision_attn.patterns import Window
 
@@ -48,11 +49,12 @@ def inspect_model(
     model: str | nn.Module,
     *,
     input_size: int | Sequence[int] | None = None,
+    example_input: Any = None,
     batch_size: int = 128,
     stages: int | str | Iterable[int | str] | None = None,
     names: str | Iterable[str] | None = None,
     at: str = "after",
-    num_heads: int = 8,
+    num_heads: int | None = None,
     dtype: torch.dtype = torch.float32,
     memory_limit: float | None = None,
     **block_options: Any,
@@ -65,11 +67,13 @@ def inspect_model(
     Args:
         model: a network, or the name of one: as timm knows it, or ``"torchvision:resnet18"``.
         input_size: side of the images, or their height and width, in pixels; the model's own when None, else 224.
+        example_input: in its place, what the network's forward takes, as in :func:`vision_attn.insert_`.
         batch_size: images that one step of training holds.
         stages: as in :func:`vision_attn.insert_`.
         names: as in :func:`vision_attn.insert_`.
         at: as in :func:`vision_attn.insert_`; for sites that are chosen.
-        num_heads: heads; at a stage that is not chosen, the largest number up to it that divides the channels.
+        num_heads: heads; at a stage that is not chosen, the largest number up to it that divides the channels. 8 when
+            None, fitted to the channels of chosen sites too.
         dtype: type of the block and its maps.
         memory_limit: memory that there is, in GiB; when None that of the GPU, or of the machine if there is none.
         **block_options: further arguments of :class:`vision_attn.AttentionBlock2d`, such as ``pattern``.
@@ -86,54 +90,57 @@ def inspect_model(
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
     check_counts(batch_size=batch_size, num_heads=num_heads)
+    if input_size is not None and example_input is not None:
+        raise ValueError("input_size must be left out with example_input, which has the size of its images")
     if memory_limit is not None and not 0 < memory_limit < math.inf:
         raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
     network = plain_network(network_of(model) if isinstance(model, str) else model)
-    example = example_for(network, input_size)
+    example = example_for(network, input_size) if example_input is None else example_of(network, example_input)
     run = dry_run(network, example)
     paths = stages_of(run)
     whole, shares = measure(network, paths, example)
 
     def row(block: nn.Module, record: InsertedBlock, **more: Any) -> Site:
-        shape = (batch_size, record.channels, record.height, record.width)
+        shape = (batch_size, record.channels, *record.map_size)
         saved = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
         return Site(**vars(record), saved=saved, **more)
 
     def price(path: str, options: Mapping[str, Any], **more: Any) -> Site:
         found = replace(run.the_map(end_of_sequential(network, path)), target=path)
-        block = AttentionBlock2d(found.shape[1], device="meta", dtype=dtype, **options)
-        return row(block, describe(block, found, "after", options, tuple(example.shape)), **more)
+        block = ATTENTION_BLOCKS[len(found.shape) - 2](found.shape[1], device="meta", dtype=dtype, **options)
+        return row(block, describe(block, found, "after", options, example.shape), **more)
 
     report, proposals, sites = None, [], []
     if stages is not None or names is not None:
         other = network if isinstance(model, str) else copy.deepcopy(network)
         with warnings.catch_warnings():  # an inspection has them in its text
             warnings.filterwarnings("ignore", "the map at|nothing that the network gives")
-            options = {"num_heads": num_heads, **block_options}
+            options = {**({} if num_heads is None else {"num_heads": num_heads}), **block_options}
             report = insert_(other, stages=stages, names=names, at=at, example_input=example, **options)
         blocks = inserted(other)
         sites = [row(blocks[record.site].to(dtype), record) for record in report.blocks]
     elif not paths:
-        raise SiteError(f"model: {type(network).__name__} has no modules that give maps of the image")
+        raise SiteError(f"model: no stages were found in {type(network).__name__}: give names=, globs on module paths")
     else:
         taken = inserted(network)
         for index, path in enumerate(paths):
             target = end_of_sequential(network, path)
-            options = {"num_heads": heads_for(run.the_map(target).shape[1], num_heads), **block_options}
+            options = {"num_heads": fitting_heads(run.the_map(target).shape[1], num_heads or 8), **block_options}
             sites.append(price(path, options, stage=index, share=shares[path], occupied=target in taken))
         # The activation that ends a stem has learned nothing that positions could be compared by.
         learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
         free = [site for site in learning if not site.occupied]
-        proposals = propose(free, len(sites), whole, price, num_heads, block_options)
+        proposals = propose(free, len(sites), whole, price, num_heads or 8, block_options)
 
     # timm writes its name for a network into its configuration.
     known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
-    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.device)
+    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.image.device)
     return Inspection(
         model=known or type(network).__name__,
         trainable=known is not None and not known.startswith(TORCHVISION) and not any(site.occupied for site in sites),
-        input_shape=tuple(example.shape),
-        own_size=input_size is None,
+        input_shape=example.shape,
+        own_size=input_size is None and example_input is None,
+        images_alone=len(example.args) == 1 and not example.count,
         batch_size=batch_size,
         dtype=dtype,
         options=block_options,
@@ -171,18 +178,20 @@ def network_of(name: str) -> nn.Module:
     return model
 
 
-def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Tensor:
+def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Example:
     """One empty image of the size that is asked for, or of the model's own."""
-    own = example_images(model, None)
+    own = example_of(model)
     if input_size is None:
         return own
-    size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
-        raise ValueError(f"input_size must be a side or a height and a width, in pixels; got {input_size!r}")
-    return own.new_zeros(1, own.shape[1], *size)
+    axes = len(own.size)
+    size = (*own.size[:-2], *(input_size,) * min(axes, 2)) if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != axes or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
+        several = "a height and a width" if axes == 2 else f"a length for each of {axes} axes"
+        raise ValueError(f"input_size must be a side or {several}, in pixels; got {input_size!r}")
+    return own.changed(lambda images: images.new_zeros(*images.shape[:2], *size))
 
 
-def dry_run(network: nn.Module, example: Tensor) -> DryRun:
+def dry_run(network: nn.Module, example: Example) -> DryRun:
     try:
         return DryRun(network, example)
     except SiteError as error:
@@ -190,7 +199,7 @@ def dry_run(network: nn.Module, example: Tensor) -> DryRun:
         raise ValueError(f"input_size: {what} ({error.__cause__ or error}): give a size that it takes") from error
 
 
-def measure(model: nn.Module, stages: Sequence[str], example: Tensor) -> tuple[Share, dict[str, Share]]:
+def measure(model: nn.Module, stages: Sequence[str], example: Example) -> tuple[Share, dict[str, Share]]:
     """What a network has and does, and by stage what runs after the stage before it, up to this one."""
     from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
 
@@ -211,15 +220,6 @@ def measure(model: nn.Module, stages: Sequence[str], example: Tensor) -> tuple[S
     return whole, dict(zip(until, shares, strict=True))
 
 
-def heads_for(channels: int, most: int) -> int:
-    """The largest number of heads that divides the channels.
-
-    >>> heads_for(64, 8), heads_for(20, 8), heads_for(64, 5)
-    (8, 5, 4)
-    """
-    return next(heads for heads in range(min(most, channels), 0, -1) if channels % heads == 0)
-
-
 def propose(
     free: Sequence[Site],
     count: int,
@@ -231,7 +231,7 @@ def propose(
     """What is worth trying first at free ones of so many stages: late, on a good size, and windows on a larger one."""
 
     def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
-        heads = heads_for(math.gcd(*(site.channels for site in chosen)), num_heads)
+        heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)
         options = {"num_heads": heads, **asked, **options}
         sites = tuple(price(site.site, options) for site in chosen)
         # The last two stages are counted from the end, as one speaks of them.
@@ -242,7 +242,7 @@ def propose(
         return Proposal(sites, {"stages": stages, **options}, why)
 
     def between(least: int, most: float) -> list[Site]:
-        return [site for site in free if least <= min(site.height, site.width) <= max(site.height, site.width) <= most]
+        return [site for site in free if least <= min(sides(site)) <= max(sides(site)) <= most]
 
     found = []
     if late := between(SHORTEST, LONGEST)[-2:]:
@@ -255,7 +255,7 @@ def propose(
             found += [narrow] if narrow.cost.multiply_adds < cost else []
     elif small := between(3, LONGEST)[-1:]:
         found.append(proposal(small, "the latest with something to mix, if not much: a larger input is better"))
-    large = [site for site in free if max(site.height, site.width) > LONGEST][-1:]
+    large = [site for site in free if max(sides(site)) > LONGEST and len(site.map_size) == 2][-1:]
     if large and not asked:
         # A window that divides the map; else the most usual, which pads it.
         window = next((side for side in WINDOWS if large[0].height % side == large[0].width % side == 0), WINDOWS[0])
@@ -264,10 +264,15 @@ def propose(
     return found
 
 
+def sides(site: Site) -> tuple[float, ...]:
+    """Of a map, or of a square with as many positions as sound or video has."""
+    return site.map_size if len(site.map_size) == 2 else (math.sqrt(site.tokens),)
+
+
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
     """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
 
-    >>> from vision_attn.blocks import AttentionBlock2d, use_impl
+    >>> from vision_attn.blocks import use_impl
     >>> block = AttentionBlock2d(64, device="meta")
     >>> [count_saved_bytes(block, (1, 64, 56, 56), impl) >> 20 for impl in ("bmm", "sdpa")]
     [306, 5]

@@ -61,11 +61,6 @@ class Site(InsertedBlock):
         """Of the module, and on which side of it if not after it."""
         return self.site if self.at == "after" else f"{self.at} {self.site}"
 
-    @property
-    def size(self) -> str:
-        """Rows × columns of the map."""
-        return f"{self.height}×{self.width}"
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -83,10 +78,11 @@ class Proposal:
         """Of all its blocks together."""
         return cost_of(self.sites)
 
-    def call(self, example_input: tuple[int, ...] | None = None) -> str:
-        """The call, as one writes it; for images of another size than the model's own, with their shape."""
-        arguments = {**self.arguments, **({} if example_input is None else {"example_input": example_input})}
-        return f"va.insert_(model, {', '.join(f'{name}={code(value)}' for name, value in arguments.items())})"
+    def call(self, example_input: object = None) -> str:
+        """The call, as one writes it, with what the dry run needs; for images of another size, with their shape."""
+        words = [f"{name}={code(value)}" for name, value in self.arguments.items()]
+        words += [] if example_input is None else [f"example_input={example_input}"]
+        return f"va.insert_(model, {', '.join(words)})"
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,8 @@ class Inspection(Report):
     input_shape: tuple[int, ...]
     #: whether that is the size that the model names itself
     own_size: bool
+    #: whether it takes a batch of images and nothing else
+    images_alone: bool
     #: images that one step of training holds
     batch_size: int
     #: of the block and its maps
@@ -151,12 +149,11 @@ class Inspection(Report):
         Args:
             proposal: one of its own.
         """
-        height, width = self.input_shape[2:]
-        if not self.trainable or height != width:
+        if not self.trainable or not self.images_alone or len(set(self.input_shape[2:])) > 1:
             return None
         options = dict(proposal.arguments)
         words = ["vision-attn train --data FOLDER --model", self.model]
-        words += [] if self.own_size else [f"--img-size {height}"]
+        words += [] if self.own_size else [f"--img-size {self.input_shape[2]}"]
         words += ["--insert", *map(str, options.pop("stages"))]
         words += [f"--num-heads {options.pop('num_heads')}"] if "num_heads" in options else []
         words += ["--block-options"] if options else []
@@ -194,16 +191,16 @@ def cost_table(found: Inspection) -> tuple[str, Table]:
     """What a block costs at each site, and chosen ones together."""
     count, chosen = len(found.sites), found.inserted is not None
     title = f"{count} {'block' if count == 1 else 'blocks'} inserted" if chosen else "A block after a stage adds"
-    options = "".join(f", {name}={code(value)}" for name, value in found.options.items())
+    block = found.sites[0].block + "".join(f", {name}={code(value)}" for name, value in found.options.items())
     reading = (
-        f"AttentionBlock2d{options}, {str(found.dtype).removeprefix('torch.')}; %: of the network's own; last: MiB "
+        f"{block}, {str(found.dtype).removeprefix('torch.')}; %: of the network's own; last: MiB "
         f"that training keeps of it for the backward pass of {images(found)}, with bmm, einx or einsum and with sdpa"
     )
     places = ("module", "channels", "map") if chosen else ("stage", "module")
     rows = [(*places, "heads", "parameters", "", "multiply-adds", "", *IMPLS_COUNTED)]
     for site in found.sites:
         place = (site.path, f"{site.channels}", site.size) if chosen else (f"{site.stage}", site.path)
-        rows.append((*place, f"{site.options['num_heads']}", *cost_cells(found, [site])))
+        rows.append((*place, f"{site.options.get('num_heads', 8)}", *cost_cells(found, [site])))
     if chosen and count > 1:
         rows.append(("together", "", "", "", *cost_cells(found, found.sites)))
     return paragraph(f"{title} ({reading}):"), Table(rows, left=(places.index("module"),))
@@ -233,13 +230,14 @@ def memory_warnings(found: Inspection, free: Sequence[Site]) -> Iterator[str]:
 
 def advice(found: Inspection) -> str:
     """Where to begin."""
+    example = None if found.own_size else found.input_shape if found.images_alone else "example_input"
     lines = ["Worth trying:" if found.proposals else "No free stage has a map that attention is worth trying on."]
     for number, proposal in enumerate(found.proposals, 1):
         names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
         parameters, multiply_adds = map(percent, proposal.cost, found.whole)
         lines += [
             paragraph(f"{number}. {names}: {proposal.why}", "   "),
-            f"     {proposal.call(None if found.own_size else found.input_shape)}",
+            f"     {proposal.call(example)}",
             *([f"     {command}"] if (command := found.command(proposal)) else []),
             f"   +{multiply_adds} multiply-adds, +{parameters} parameters, "
             f"{saved(proposal.sites, 'sdpa') / MEBI:,.1f} MiB kept with sdpa",

@@ -1,0 +1,380 @@
+"""Networks that people have: segmentation, detection, U-Nets, GANs, diffusion, optical flow, video and sound."""
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import detection, optical_flow, segmentation, video
+
+import vision_attn as va
+
+#: No weights are fetched.
+PLAIN = {"weights": None, "weights_backbone": None, "num_classes": 5}
+
+
+class Block(nn.Sequential):
+    def __init__(self, channels, out):
+        super().__init__(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+
+
+class UNet(nn.Module):
+    """Encoder, decoder and output, each module by hand."""
+
+    def __init__(self, c=8, classes=10):
+        super().__init__()
+        self.pool = nn.MaxPool2d(2)
+        self.enc1, self.enc2, self.enc3, self.mid = Block(3, c), Block(c, 2 * c), Block(2 * c, 4 * c), Block(4 * c, c)
+        self.up3, self.dec3 = nn.ConvTranspose2d(c, 4 * c, 2, 2), Block(8 * c, 4 * c)
+        self.up2, self.dec2 = nn.ConvTranspose2d(4 * c, 2 * c, 2, 2), Block(4 * c, 2 * c)
+        self.up1, self.dec1 = nn.ConvTranspose2d(2 * c, c, 2, 2), Block(2 * c, c)
+        self.out = nn.Conv2d(c, classes, 1)
+
+    def forward(self, x):
+        a = self.enc1(x)
+        b = self.enc2(self.pool(a))
+        c = self.enc3(self.pool(b))
+        x = self.dec3(torch.cat([self.up3(self.mid(self.pool(c))), c], 1))
+        x = self.dec2(torch.cat([self.up2(x), b], 1))
+        return self.out(self.dec1(torch.cat([self.up1(x), a], 1))).sigmoid()
+
+
+class Down(nn.Module):
+    def __init__(self, channels, out):
+        super().__init__()
+        self.block = nn.Sequential(nn.MaxPool2d(2), Block(channels, out))
+
+    def forward(self, x):
+        return self.block(x)
+
+
+class Up(nn.Module):
+    def __init__(self, channels, out):
+        super().__init__()
+        self.mix, self.up, self.block = (
+            nn.Conv2d(channels, channels, 1),
+            nn.Upsample(scale_factor=2),
+            Block(channels, out),
+        )
+
+    def forward(self, x):
+        return self.block(self.up(self.mix(x)))
+
+
+class Inside(nn.Module):
+    """A whole network as a part of another, that goes down and up in blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Block(3, 8), Down(8, 16), Down(16, 32), Up(32, 16), Up(16, 8), nn.Conv2d(8, 1, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Conditioned(nn.Module):
+    """As a diffusion model: an image, a time and a context."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.time, self.down = Block(4, 16), nn.Linear(1, 16), Down(16, 32)
+        self.context, self.up, self.out = nn.Linear(7, 32), Up(32, 16), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x, t, context):
+        x = self.first(x) + self.time(t.to(x)[:, None])[:, :, None, None]
+        x = self.down(x) + self.context(context).mean(1)[:, :, None, None]
+        return self.out(self.up(x))
+
+
+def generator():
+    layers = []
+    for channels, out, stride in ((100, 64, 1), (64, 32, 2), (32, 16, 2)):
+        layers += [nn.ConvTranspose2d(channels, out, 4, stride, stride - 1), nn.BatchNorm2d(out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh())
+
+
+def generator_of_vectors():
+    up = [nn.Upsample(scale_factor=2), Block(64, 32), nn.Upsample(scale_factor=2), Block(32, 16)]
+    return nn.Sequential(nn.Linear(100, 64 * 16), nn.Unflatten(1, (64, 4, 4)), *up, nn.Conv2d(16, 3, 1), nn.Tanh())
+
+
+def discriminator(last=(4, 1, 0)):
+    layers = []
+    for channels, out in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(channels, out, 4, 2, 1), nn.BatchNorm2d(out), nn.LeakyReLU(0.2)]
+    return nn.Sequential(*layers, nn.Conv2d(64, 1, *last), nn.Sigmoid())
+
+
+def sound():
+    layers = []
+    for channels, out, kernel in ((1, 16, 80), (16, 32, 3), (32, 64, 3)):
+        layers += [nn.Conv1d(channels, out, kernel, 4 if kernel > 3 else 1), nn.ReLU(), nn.MaxPool1d(4)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 5))
+
+
+def small_video():
+    layers = []
+    for channels, out, stride in ((3, 8, (1, 2, 2)), (8, 16, 2)):
+        layers += [nn.Conv3d(channels, out, 3, stride, 1), nn.BatchNorm3d(out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 5))
+
+
+def text_lines():
+    """Height is pooled, and width is not, as where lines of text are read."""
+    layers = []
+    for channels, out, pool in ((1, 16, 2), (16, 32, (2, 1)), (32, 32, (2, 1))):
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(pool)]
+    return nn.Sequential(*layers, nn.Flatten(1, 2), nn.Conv1d(128, 7, 1))
+
+
+IMAGES = (1, 3, 64, 64)
+LAYERS = ["layer1", "layer2", "layer3", "layer4"]
+
+#: Networks with the stages they have; on no device, for they are large.
+LARGE = {
+    "fcn": (lambda: segmentation.fcn_resnet50(**PLAIN), [f"backbone.{name}" for name in ("relu", *LAYERS)]),
+    "deeplab, an auxiliary head": (
+        lambda: segmentation.deeplabv3_resnet50(**PLAIN, aux_loss=True),
+        [f"backbone.{name}" for name in ("relu", *LAYERS)],
+    ),
+    "lraspp": (
+        lambda: segmentation.lraspp_mobilenet_v3_large(**PLAIN),
+        [f"backbone.{name}" for name in (1, 3, 6, 12, 16)],
+    ),
+    "timm, dilated": (lambda: timm.create_model("resnet50", output_stride=8), ["act1", *LAYERS]),
+    "logits of a convolution": (
+        lambda: torchvision.models.squeezenet1_1(),
+        ["features.1", "features.4", "features.7", "features"],
+    ),
+    "video": (lambda: video.r3d_18(), LAYERS),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_head_is_no_stage_and_a_dilated_stage_is_one(case):
+    make, stages = LARGE[case]
+    with torch.device("meta"):
+        assert va.stage_names(make(), (1, 3, 8, 32, 32) if case == "video" else (1, 3, 128, 128)) == stages
+
+
+SMALL = {
+    "a U-Net": (UNet, IMAGES, ["enc1", "enc2", "enc3", "mid", "dec3", "dec2", "dec1"], "AttentionBlock2d"),
+    "a U-Net in a wrapper": (Inside, IMAGES, [f"net.{index}" for index in range(5)], "AttentionBlock2d"),
+    "a generator": (generator, (1, 100, 1, 1), ["2", "5", "8"], "AttentionBlock2d"),
+    "a generator of vectors": (generator_of_vectors, (2, 100), ["3", "5"], "AttentionBlock2d"),
+    "a discriminator": (discriminator, IMAGES, ["2", "5", "8"], "AttentionBlock2d"),
+    "a discriminator of patches": (lambda: discriminator((4, 1, 1)), IMAGES, ["2", "5", "8"], "AttentionBlock2d"),
+    "a diffusion model": (
+        Conditioned,
+        (torch.rand(1, 4, 16, 16), torch.tensor([3]), torch.rand(1, 5, 7)),
+        ["first", "down", "up"],
+        "AttentionBlock2d",
+    ),
+    "sound": (sound, (1, 1, 16_000), ["1", "2", "4", "5", "7", "8"], "AttentionBlock1d"),
+    "video": (small_video, (1, 3, 8, 16, 16), ["2", "5"], "AttentionBlock3d"),
+    "lines of text": (text_lines, (1, 1, 32, 64), ["1", "4", "7", "8"], "AttentionBlock2d"),
+}
+
+
+def inputs(example):
+    """What a network is called with."""
+    torch.manual_seed(1)
+    return (torch.rand(example),) if all(isinstance(side, int) for side in example) else example
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_every_stage_takes_a_block_that_changes_nothing_and_learns(case):
+    make, example, stages, kind = SMALL[case]
+    torch.manual_seed(0)
+    model, arguments = make().eval(), inputs(example)
+    assert va.stage_names(model, example) == stages
+    before = model(*arguments)
+    report = va.insert_(model, stages=range(len(stages)), example_input=example)
+    assert {block.block for block in report.blocks} == {kind}
+    assert torch.equal(model(*arguments), before)
+    for block in va.inserted(model).values():
+        nn.init.normal_(block.attn.proj.weight, std=0.1)
+    after = model(*arguments)
+    after.sum().backward()
+    assert not torch.equal(after, before)
+    assert all(block.attn.qkv.weight.grad.any() for block in va.inserted(model).values())
+    va.remove_(model)
+    assert torch.equal(model(*arguments), before)
+
+
+def test_arguments_may_have_names():
+    torch.manual_seed(0)
+    model = Conditioned().eval()
+    words = {"t": torch.tensor([3]), "context": torch.rand(1, 5, 7), "x": torch.rand(1, 4, 16, 16)}
+    before = model(**words)
+    report = va.insert_(model, stages=-1, example_input=words)
+    assert (report.blocks[0].site, report.blocks[0].input_shape) == ("up", (1, 4, 16, 16))
+    assert torch.equal(model(**words), before)
+    found = va.inspect_model(Conditioned(), example_input=words, batch_size=1)
+    assert [site.path for site in found.sites] == ["first", "down", "up"]
+    assert "example_input=example_input)" in str(found)
+
+
+def test_two_images_are_seen_in_one_batch():
+    torch.manual_seed(0)
+    model = optical_flow.raft_small(weights=None).eval()
+    pair = torch.rand(1, 3, 128, 128), torch.rand(1, 3, 128, 128)
+    report = va.insert_(model, names="feature_encoder.layer2", example_input=pair)
+    assert [(block.channels, block.size) for block in report.blocks] == [(64, "32×32")]
+    assert va.stage_names(va.remove_(model) and model, pair)[:3] == [
+        "feature_encoder.layer1",
+        "feature_encoder.layer2",
+        "feature_encoder",
+    ]
+
+
+def test_a_detection_model_takes_a_list_of_images():
+    torch.manual_seed(0)
+    model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(**PLAIN, min_size=96, max_size=128).eval()
+    images = [torch.rand(3, 48, 64), torch.rand(3, 64, 48)]
+    stages = [f"backbone.{name}" for name in ("body.1", "body.3", "body.6", "body.12", "fpn.layer_blocks.0")]
+    assert va.stage_names(model, images) == stages
+    with torch.no_grad():
+        before = model(images)
+        report = va.insert_(model, names=["backbone.body.12", "backbone.fpn.layer_blocks.0"], example_input=images)
+        assert report.blocks[0].input_shape == (2, 3, 48, 64)
+        after = model(images)
+        assert all(torch.equal(one[key], other[key]) for one, other in zip(before, after, strict=True) for key in one)
+        nn.init.normal_(va.inserted(model)["backbone.body.12"].attn.proj.weight)
+        assert not torch.equal(model(images)[0]["scores"], before[0]["scores"])
+
+
+def test_a_pyramid_is_a_part_of_its_own():
+    with torch.device("meta"):
+        model = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+        stages = va.stage_names(model, (1, 3, 128, 128))
+    assert stages[:5] == [f"body.{name}" for name in ("relu", *LAYERS)]
+    assert stages[5:] == [f"fpn.layer_blocks.{index}" for index in (3, 2, 1, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:the map at")
+def test_heads_fit_the_channels_where_none_are_asked_for():
+    model = timm.create_model("rexnet_100")
+    report = va.insert_(model, stages=[-2, -1], example_input=IMAGES)
+    assert [(block.channels, dict(block.options)) for block in report.blocks] == [(128, {}), (185, {"num_heads": 5})]
+    assert "num_heads=5 at 'features.15', as fits its 185 channels\n" in str(report)
+    assert "'features.10', as fits" not in str(report)
+    model = timm.create_model("dpn68")
+    report = va.insert_(model, names=["features.conv1_1", "features.conv5_3"], example_input=IMAGES)
+    assert [(block.channels, dict(block.options)) for block in report.blocks] == [(10, {"num_heads": 5}), (832, {})]
+    # What is asked for is not changed, and a layer that is made by hand says what it cannot have.
+    with pytest.raises(ValueError, match="num_heads must divide channels"):
+        va.insert_(timm.create_model("rexnet_100"), stages=-1, num_heads=8, example_input=IMAGES)
+    with pytest.raises(ValueError, match="num_heads must divide channels"):
+        va.Attention2d(185)
+
+
+@pytest.mark.parametrize("block", [va.TransformerBlock2d, va.LinearAttention2d])
+def test_heads_of_other_blocks_are_fitted_too(block):
+    model = nn.Sequential(nn.Conv2d(3, 10, 1))
+    (record,) = va.insert_(model, block, names="0", example_input=(1, 3, 8, 8)).blocks
+    assert record.options == {"num_heads": 5}
+    va.remove_(model)
+    va.replace_(model, names="0", example_input=(1, 3, 8, 8))
+    assert va.inserted(model)["0"].attn.num_heads == 3
+
+
+@pytest.mark.parametrize(("make", "example"), [(sound, (1, 1, 16_000)), (small_video, (1, 3, 8, 16, 16))])
+def test_blocks_for_one_and_three_axes_are_saved_and_loaded_as_adapters(make, example, tmp_path):
+    torch.manual_seed(0)
+    model, (x,) = make().eval(), inputs(example)
+    state = model.state_dict()
+    va.insert_(model, stages=[-2, -1], example_input=example, gate_init=0.5)
+    file = va.save_adapter(model, tmp_path / "blocks.safetensors")
+    other = make().eval()
+    other.load_state_dict({key: state[key] for key in other.state_dict()})
+    va.load_adapter(other, file)
+    assert torch.equal(other(x), model(x))
+
+
+def test_an_adapter_of_a_network_with_several_arguments_needs_an_example(tmp_path):
+    torch.manual_seed(0)
+    model = Conditioned().eval()
+    example = SMALL["a diffusion model"][1]
+    va.insert_(model, stages=-1, example_input=example, gate_init=0.5)
+    file, opened = va.save_adapter(model, tmp_path / "blocks.safetensors"), model(*example)
+    va.remove_(model)
+    with pytest.raises(va.CheckpointError, match=r"missing 2 required .* example_input"):
+        va.load_adapter(model, file)
+    va.load_adapter(model, file, example_input=example)
+    assert torch.equal(model(*example), opened)
+
+
+class Says(nn.Module):
+    """Prints tensors in its errors."""
+
+    def forward(self, x):
+        raise RuntimeError(f"cannot take {x}")
+
+
+REFUSED = {
+    "too few arguments": (
+        lambda: va.insert_(Conditioned(), stages=-1, example_input=(1, 4, 16, 16)),
+        r"missing 2 required positional arguments.* a tuple of arguments or a dictionary of keyword arguments",
+    ),
+    "another name": (
+        lambda: va.insert_(Conditioned(), stages=-1, example_input={"y": torch.rand(1, 4, 16, 16)}),
+        r"example \(y=\(1, 4, 16, 16\)\).*unexpected keyword",
+    ),
+    "no images": (
+        lambda: va.insert_(UNet(), stages=-1, example_input={"x": 3}),
+        r"example_input must be .* got \{'x': 3\}",
+    ),
+    "no batch": (
+        lambda: va.insert_(UNet(), stages=-1, example_input=(3, 64, 64)),
+        r"example_input must be .*\(3, 64, 64\)",
+    ),
+    "a tensor in an error": (
+        lambda: va.insert_(Says(), stages=-1, example_input=(1, 3, 4, 4)),
+        r"cannot take \): give what",
+    ),
+    "a tensor for a block": (lambda: va.insert_(UNet(), torch.rand(9), stages=-1), r"block must .* got \(9,\)"),
+    "a tensor for stages": (lambda: va.insert_(UNet(), stages=torch.rand(9)), r"stages must .* got \(9,\)"),
+    "a block for another map": (
+        lambda: va.insert_(small_video(), va.AttentionBlock2d, stages=-1),
+        r"block must take the map at '5', \(1, 16, 8, 28, 28\), as AttentionBlock3d does",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_print_no_tensors_and_name_the_way_out(case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "tensor(" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_networks_of_diffusers_and_transformers():
+    diffusers = pytest.importorskip("diffusers")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=24,
+        attention_head_dim=8,
+    ).eval()
+    words = {
+        "sample": torch.rand(1, 4, 16, 16),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": torch.rand(1, 5, 24),
+    }
+    assert va.stage_names(model, words) == ["conv_in", "mid_block", "conv_act"]
+    with torch.no_grad():
+        before = model(**words).sample
+        va.insert_(model, names=["down_blocks.0", "mid_block", "up_blocks.1"], example_input=words)
+        assert torch.equal(model(**words).sample, before)
+    config = transformers.SegformerConfig(num_labels=19, depths=[1] * 4, hidden_sizes=[16, 32, 48, 64])
+    segformer = transformers.SegformerForSemanticSegmentation(config).eval()
+    assert va.stage_names(segformer, IMAGES) == [f"segformer.stages.{index}" for index in range(4)]
