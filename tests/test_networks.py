@@ -262,6 +262,8 @@ def test_heads_fit_the_channels_where_none_are_asked_for():
     model = timm.create_model("dpn68")
     report = va.insert_(model, names=["features.conv1_1", "features.conv5_3"], example_input=IMAGES)
     assert [(block.channels, dict(block.options)) for block in report.blocks] == [(10, {"num_heads": 5}), (832, {})]
+    asked = va.insert_(timm.create_model("rexnet_100"), stages=-1, num_heads=5, example_input=IMAGES)
+    assert "as fits" not in str(asked)
     # What is asked for is not changed, and a layer that is made by hand says what it cannot have.
     with pytest.raises(ValueError, match="num_heads must divide channels"):
         va.insert_(timm.create_model("rexnet_100"), stages=-1, num_heads=8, example_input=IMAGES)

@@ -142,8 +142,9 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     """
     if isinstance(given, Example):
         return given
-    convolutions = (module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd))
-    first = next(convolutions, None)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
+    images = [module for module in convolutions if module.weight.dim() == 4]  # others may be of vectors beside them
+    first = next(iter(images or convolutions), None)
     axes = 2 if first is None else first.weight.dim() - 2
     if given is None:
         config = getattr(model, "pretrained_cfg", None) or {}

@@ -272,7 +272,7 @@ def sides(site: Site) -> tuple[float, ...]:
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
     """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
 
-    >>> from vision_attn.blocks import use_impl
+    >>> from vision_attn.blocks import AttentionBlock2d, use_impl
     >>> block = AttentionBlock2d(64, device="meta")
     >>> [count_saved_bytes(block, (1, 64, 56, 56), impl) >> 20 for impl in ("bmm", "sdpa")]
     [306, 5]
