@@ -480,6 +480,7 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     assert isinstance(block(block="se"), va.SqueezeExciteBlock2d)
     assert block(num_heads=4, impl="bmm").attn.num_heads == 4
     assert block(num_heads=4, impl="bmm").attn.impl == "bmm"
+    assert block(model="rexnet_100", insert=("features.3",), img_size=32).attn.num_heads == 5  # of 50 channels
     assert "Rope2d" in repr(block(block_options=("position=Rope2d()",)).attn.position)
     sites = {at: build_network(replace(base, at=at), SOURCE, quiet).inserted.blocks[0].at for at in ("before", "after")}
     assert sites == {"before": "before", "after": "after"}

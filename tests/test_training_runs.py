@@ -22,6 +22,7 @@ import torch
 
 from vision_attn import cli
 from vision_attn.checkpoints import read_checkpoint
+from vision_attn.checkpoints.read import read_file
 from vision_attn.errors import DataError, Interrupted, TrainingError
 from vision_attn.models import create_model
 from vision_attn.training import run_folder
@@ -165,7 +166,7 @@ def assert_gone_on_with(settings, **how):
     one, other = (trainer_of(settings, **{key: make(settings) for key, make in how.items()}) for _ in range(2))
     make_steps(one, 0, 1)
     one.checkpoints.save_last()
-    other.checkpoints.restore(one.checkpoints.last)
+    other.checkpoints.restore(read_file(one.checkpoints.last))
     for trainer in (one, other):
         make_steps(trainer, 2)
     found, expected = other.checkpoints.content(), one.checkpoints.content()
@@ -486,7 +487,7 @@ def test_checkpoints_of_older_versions_are_gone_on_with(base):
     del settings["cutout"], settings["log_with"], settings["report_classes"]  # and those did not exist
     torch.save({**content, "settings": settings}, trainer.checkpoints.last)
     other = trainer_of(base)
-    other.checkpoints.restore(trainer.checkpoints.last)
+    other.checkpoints.restore(read_file(trainer.checkpoints.last))
     assert other.checkpoints.progress == trainer.checkpoints.progress
     assert Settings.values_in({"tensorboard": False, "lr": 0.1}) == {"lr": 0.1}
 

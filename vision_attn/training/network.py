@@ -21,7 +21,7 @@ from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, inse
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.text import shorten
 from vision_attn.training.data import Source
-from vision_attn.training.settings import Settings
+from vision_attn.training.settings import FIELDS, Settings
 
 __all__ = ["Network", "build_network", "lines_of", "refuse_other_classes"]
 
@@ -233,4 +233,6 @@ def block_options(settings: Settings) -> dict[str, Any]:
             options[name] = from_word(word)
         except ValueError as error:
             raise ValueError(f"block_options: {name}: {error}") from error
+    if settings.num_heads == FIELDS["num_heads"].default:  # left out, they are fitted to the channels
+        options.pop("num_heads", None)
     return options

@@ -122,7 +122,9 @@ class Settings:
     insert: tuple[str, ...] = setting((), "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index")
     at: str = setting("after", "of these sites", ("after", "before", "branch"), needs=INSERTED)
     block: str = setting("attention", "what is inserted", ("attention", "conv", "se"), needs=INSERTED)
-    num_heads: int = setting(8, "heads of the attention", SIZE, needs=ATTENTION)
+    num_heads: int = setting(
+        8, "heads of the attention; 8 are fewer where they do not divide the channels", SIZE, needs=ATTENTION
+    )
     impl: str = setting("sdpa", "implementation of the attention", IMPLEMENTATIONS, needs=ATTENTION)
     block_options: tuple[str, ...] = setting(
         (),
