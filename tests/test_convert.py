@@ -268,15 +268,24 @@ def test_what_the_block_has_of_its_sources():
     assert convert.from_timm_multi_query_attention2d(MultiQueryAttention2d(8, num_heads=4)).num_kv_heads == 1
 
 
-def test_torchvision_swin_attends_to_its_padding_and_the_block_does_not():
-    layer = randomised(ShiftedWindowAttention(8, [2, 3], [0, 0], 2))
+@pytest.mark.parametrize("shift", [[0, 0], [1, 2]])
+def test_torchvision_swin_attends_to_its_padding_and_so_does_the_block(shift):
+    layer = randomised(ShiftedWindowAttention(8, [2, 3], shift, 2))
     block = convert.from_torchvision_swin(layer)
-    x = torch.randn(1, 8, 2, 4, dtype=torch.float64)
-    theirs = channels_last(layer, x)
-    torch.testing.assert_close(block(x)[..., :3], theirs[..., :3], rtol=0, atol=1e-12)
-    assert (block(x)[..., 3] - theirs[..., 3]).abs().max() > 0.01
-    # The last column is a window of its own then: alone it is attended to as in a map of one column.
-    torch.testing.assert_close(block(x)[..., 3:], block(x[..., 3:]), rtol=0, atol=1e-12)
+    for size in [(2, 4), (3, 3), (5, 7), (1, 1), (4, 6)]:
+        x = torch.randn(2, 8, *size, dtype=torch.float64)
+        torch.testing.assert_close(block(x), channels_last(layer, x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(block(x[0]), block(x)[0], rtol=0, atol=1e-12)
+    x = torch.randn(1, 8, 5, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
+    assert block(x).is_contiguous(memory_format=torch.channels_last)
+    mask = torch.ones(35, 35, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match="mask and context must be None for a map of 5×7, which is padded to whole wind"
+    ):
+        block(x, mask)
+    plain = va.Attention2d(8, 2, pattern=block.pattern, position=va.RelPosTable(), dtype=torch.float64)
+    plain.load_state_dict(block.state_dict())
+    assert (plain(x) - block(x)).abs().max() > 0.01
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from vision_attn.blocks import (
 from vision_attn.capture import AttentionMap, capture
 from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter
 from vision_attn.contribution import Contribution, closed, contribution
+from vision_attn.convert.swap import SwapReport, swap_, swap_back_
 from vision_attn.errors import CheckpointError, SiteError, VisionAttnError
 from vision_attn.insertion import (
     InsertionReport,
@@ -85,6 +86,7 @@ __all__ = [
     "SiteError",
     "SqueezeExciteBlock2d",
     "StridedAttention2d",
+    "SwapReport",
     "TransformerBlock2d",
     "VisionAttnError",
     "Window",
@@ -111,6 +113,8 @@ __all__ = [
     "set_gates_",
     "set_impl",
     "stage_names",
+    "swap_",
+    "swap_back_",
     "timm_layer",
     "training",
     "use_impl",
