@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -480,3 +481,6 @@ def test_a_trace_holds_the_module_as_one_node():
     traced = torch.fx.symbolic_trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
     torch.testing.assert_close(traced(x), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is on its way out of torch
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), y)

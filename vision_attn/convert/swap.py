@@ -289,12 +289,14 @@ class Exchange:
             and all(now is before for now, before in zip(inside, self.inside, strict=True))
             and not any(hooked(part) for part in inside)
             and settings_of(module, FAMILIES[self.family]) == self.settings
-            and self.block.training == module.training
+            and not torch.jit.is_tracing()  # which knows nothing of weights that are lent
         )
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         weights = FAMILIES[self.family].weights(module)
         with nullcontext() if torch.compiler.is_compiling() else self.lock:
+            if self.block.training != module.training:
+                self.block.train(module.training)
             y: Tensor = torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
         return y
 
@@ -431,10 +433,11 @@ class SwapReport:
     def __str__(self) -> str:
         lines = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
-            known = self.swapped[0].difference is not None
-            header = ("where", "module", "attended to by", *["difference"] * known)
-            rows = [(x.path, x.kind, x.block, *[f"{x.difference:.1e}"] * known) for x in self.swapped]
-            lines.append(table([header, *rows], left=(0, 1, 2)))
+            rows = [
+                (x.path, x.kind, x.block, "" if x.difference is None else f"{x.difference:.1e}") for x in self.swapped
+            ]
+            measured = "difference" if any(row[3] for row in rows) else ""
+            lines.append(table([("where", "module", "attended to by", measured), *rows], left=(0, 1, 2)))
         if self.left:
             lines.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
             for reason in dict.fromkeys(x.reason for x in self.left):
