@@ -29,6 +29,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.convert import ConversionError
+from vision_attn.convert.windows import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
@@ -212,7 +213,7 @@ for kind in ("Attention2d", "AttentionCl"):
         add("from_timm_maxxvit_attention", make, run_maxvit, *each(rel_pos=["bias", "bias_tf", ""]), **inside)
 
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False)):
+for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False), ((5, 7), True)):
     variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
     add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
 
@@ -232,8 +233,8 @@ for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
 def test_a_block_computes_what_its_source_does(name, make, variant, part, run, shapes, options):
     layer = randomised(make(**variant))
     block = getattr(convert, name)(layer.get_submodule(part), **options)
-    kind = va.TransformerBlock2d if name == "from_torch_encoder_layer" else BLOCKS[len(shapes[0]) - 1]
-    assert type(block) is kind
+    others = {"from_torch_encoder_layer": va.TransformerBlock2d, "from_torchvision_swin": PaddedAttention2d}
+    assert type(block) is others.get(name, BLOCKS[len(shapes[0]) - 1])
     assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
 
 

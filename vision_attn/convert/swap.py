@@ -508,7 +508,7 @@ def swap_(
     for name, module in inside.items():
         try:
             exchanges[name], difference = exchange_for(module)
-        except (ValueError, ConversionError) as error:
+        except (ValueError, ConversionError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, class_name(module), reason=str(error)))
             continue
         around = (type(modules[outer]).__name__ for outer in ("", *modules_around(name)))
@@ -607,10 +607,11 @@ def exchange_for(module: nn.Module) -> tuple[Exchange, float]:
         arguments = family.example(twin)
         with explained(bare, "run as a layer of its class is"):
             expected = first_of(twin(*arguments))
-        kept = Exchange(path, block.eval(), tuple(module.modules())[1:], settings_of(module, family))
+        block.eval().to("meta")  # from here on it has no weights but those that it is lent
+        kept = Exchange(path, block, tuple(module.modules())[1:], settings_of(module, family))
         got = first_of(family.forward(twin, lambda *maps: kept.attend(twin, *maps), *arguments))
         difference = check_outputs(module, block, expected, got, TOLERANCE)
-    block.to("meta").train(module.training)
+    block.train(module.training)
     return kept, difference
 
 
