@@ -289,7 +289,7 @@ class Exchange:
             and all(now is before for now, before in zip(inside, self.inside, strict=True))
             and not any(hooked(part) for part in inside)
             and settings_of(module, FAMILIES[self.family]) == self.settings
-            and not torch.jit.is_tracing()  # which knows nothing of weights that are lent
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined]  # which knows nothing of weights that are lent
         )
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
