@@ -29,6 +29,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.convert import ConversionError
+from vision_attn.convert.windows import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
@@ -212,7 +213,7 @@ for kind in ("Attention2d", "AttentionCl"):
         add("from_timm_maxxvit_attention", make, run_maxvit, *each(rel_pos=["bias", "bias_tf", ""]), **inside)
 
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False)):
+for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False), ((5, 7), True)):
     variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
     add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
 
@@ -232,8 +233,8 @@ for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
 def test_a_block_computes_what_its_source_does(name, make, variant, part, run, shapes, options):
     layer = randomised(make(**variant))
     block = getattr(convert, name)(layer.get_submodule(part), **options)
-    kind = va.TransformerBlock2d if name == "from_torch_encoder_layer" else BLOCKS[len(shapes[0]) - 1]
-    assert type(block) is kind
+    others = {"from_torch_encoder_layer": va.TransformerBlock2d, "from_torchvision_swin": PaddedAttention2d}
+    assert type(block) is others.get(name, BLOCKS[len(shapes[0]) - 1])
     assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
 
 
@@ -268,15 +269,24 @@ def test_what_the_block_has_of_its_sources():
     assert convert.from_timm_multi_query_attention2d(MultiQueryAttention2d(8, num_heads=4)).num_kv_heads == 1
 
 
-def test_torchvision_swin_attends_to_its_padding_and_the_block_does_not():
-    layer = randomised(ShiftedWindowAttention(8, [2, 3], [0, 0], 2))
+@pytest.mark.parametrize("shift", [[0, 0], [1, 2]])
+def test_torchvision_swin_attends_to_its_padding_and_so_does_the_block(shift):
+    layer = randomised(ShiftedWindowAttention(8, [2, 3], shift, 2))
     block = convert.from_torchvision_swin(layer)
-    x = torch.randn(1, 8, 2, 4, dtype=torch.float64)
-    theirs = channels_last(layer, x)
-    torch.testing.assert_close(block(x)[..., :3], theirs[..., :3], rtol=0, atol=1e-12)
-    assert (block(x)[..., 3] - theirs[..., 3]).abs().max() > 0.01
-    # The last column is a window of its own then: alone it is attended to as in a map of one column.
-    torch.testing.assert_close(block(x)[..., 3:], block(x[..., 3:]), rtol=0, atol=1e-12)
+    for size in [(2, 4), (3, 3), (5, 7), (1, 1), (4, 6)]:
+        x = torch.randn(2, 8, *size, dtype=torch.float64)
+        torch.testing.assert_close(block(x), channels_last(layer, x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(block(x[0]), block(x)[0], rtol=0, atol=1e-12)
+    x = torch.randn(1, 8, 5, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
+    assert block(x).is_contiguous(memory_format=torch.channels_last)
+    mask = torch.ones(35, 35, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match="mask and context must be None for a map of 5×7, which is padded to whole wind"
+    ):
+        block(x, mask)
+    plain = va.Attention2d(8, 2, pattern=block.pattern, position=va.RelPosTable(), dtype=torch.float64)
+    plain.load_state_dict(block.state_dict())
+    assert (plain(x) - block(x)).abs().max() > 0.01
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------

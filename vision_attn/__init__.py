@@ -40,6 +40,7 @@ from vision_attn.blocks import (
 from vision_attn.capture import AttentionMap, capture
 from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter, set_adapter
 from vision_attn.contribution import Contribution, closed, contribution
+from vision_attn.convert.swap import SwapReport, swap_, swap_back_
 from vision_attn.errors import CheckpointError, SiteError, VisionAttnError
 from vision_attn.insertion import (
     InsertionReport,
@@ -96,6 +97,7 @@ __all__ = [
     "SiteError",
     "SqueezeExciteBlock2d",
     "StridedAttention2d",
+    "SwapReport",
     "TransformerBlock2d",
     "VisionAttnError",
     "Window",
@@ -127,6 +129,8 @@ __all__ = [
     "set_gates_",
     "set_impl",
     "stage_names",
+    "swap_",
+    "swap_back_",
     "timm_layer",
     "training",
     "use_impl",

@@ -3,13 +3,14 @@
 from vision_attn.blocks.attention import Attention, Attention1d, Attention2d, Attention3d
 from vision_attn.blocks.augmented import AugmentedConv2d
 from vision_attn.blocks.controls import ConvBlock2d, SqueezeExciteBlock2d
-from vision_attn.blocks.implementation import attention_modules, set_impl, use_impl
+from vision_attn.blocks.implementation import EXCHANGED, attention_modules, set_impl, use_impl
 from vision_attn.blocks.linear import LinearAttention2d
 from vision_attn.blocks.residual import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.blocks.strided import StridedAttention2d
 from vision_attn.blocks.transformer import TransformerBlock2d
 
 __all__ = [
+    "EXCHANGED",
     "Attention",
     "Attention1d",
     "Attention2d",

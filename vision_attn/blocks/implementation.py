@@ -11,7 +11,11 @@ from vision_attn.attend import check_impl
 from vision_attn.blocks.attention import Attention
 from vision_attn.blocks.linear import LinearAttention2d
 
-__all__ = ["attention_modules", "set_impl", "use_impl"]
+__all__ = ["EXCHANGED", "attention_modules", "set_impl", "use_impl"]
+
+#: The attribute in which an attention module of another library, which a block stands for, keeps that: ``.block``, and
+#: ``.whole``, whether the block sees whole maps. The block is no child of it.
+EXCHANGED = "exchanged"
 
 
 def set_impl(model: nn.Module, impl: str) -> int:
@@ -79,14 +83,20 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
 
 def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
     """Every block of a model that has a choice of implementation, by its path."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Attention | LinearAttention2d)}
+    blocks = {
+        name: module if kept is None else kept.block
+        for name, module in model.named_modules()
+        for kept in [vars(module).get(EXCHANGED)]
+    }
+    return {name: block for name, block in blocks.items() if isinstance(block, Attention | LinearAttention2d)}
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
-    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model by its path.
+    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` on maps of a model, by its path.
 
     >>> from vision_attn.blocks import Attention2d
     >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
     ['a']
     """
-    return {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    cut = {name for name, module in model.named_modules() if not getattr(vars(module).get(EXCHANGED), "whole", True)}
+    return {name: block for name, block in with_impl(model).items() if isinstance(block, Attention) and name not in cut}

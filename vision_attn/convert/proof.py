@@ -25,12 +25,14 @@ __all__ = [
     "check_carried",
     "check_equal",
     "check_kind",
+    "check_outputs",
     "check_pointwise",
     "check_source",
     "drop_of",
     "from_tokens",
     "proven",
     "random_like",
+    "random_twin",
     "run_tokens",
     "to_tokens",
 ]
@@ -141,19 +143,24 @@ RunSource = Callable[..., Tensor]
 def proven(source: Source, convert: Callable[[Source], Block], run: RunSource = call) -> Block:
     """What ``convert`` makes of a source, after it was seen to be right on a copy of the source."""
     with torch.inference_mode(False), torch.enable_grad():
-        with explained(source, "copied, to be run in float64"):
-            twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
-            parameters = list(twin.parameters())
-            with torch.no_grad():
-                for parameter, values in zip(parameters, random_like(parameters), strict=True):
-                    parameter.copy_(values)
+        twin = random_twin(source)
         check_equal(twin, convert(twin), run)
         return convert(source)
 
 
+def random_twin(source: Source) -> Source:
+    """A copy in float64, in evaluation mode, with random weights."""
+    with explained(source, "copied, to be run in float64"):
+        twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
+        parameters = list(twin.parameters())
+        with torch.no_grad():
+            for parameter, values in zip(parameters, random_like(parameters), strict=True):
+                parameter.copy_(values)
+    return twin
+
+
 def check_equal(source: nn.Module, block: nn.Module, run: RunSource, tolerance: float = TOLERANCE) -> None:
     """Refuse a block that gives other numbers than its source for a random map, and another to attend to if need be."""
-    kind = type(source).__name__
     generator = torch.Generator("cpu").manual_seed(0)
     device = next(block.parameters()).device
     maps = [torch.randn(1, *s, generator=generator, dtype=torch.float64, device="cpu") for s in shapes_for(block)]
@@ -164,11 +171,17 @@ def check_equal(source: nn.Module, block: nn.Module, run: RunSource, tolerance: 
             if not isinstance(expected, Tensor):
                 raise TypeError(f"it gives a {type(expected).__name__}, not a tensor")
         got = block.eval()(maps[0], None, *maps[1:])
+    check_outputs(source, block, expected, got, tolerance)
+
+
+def check_outputs(source: nn.Module, block: nn.Module, expected: Tensor, got: Tensor, tolerance: float) -> float:
+    """The greatest difference of two outputs, relative to the largest number; refused where it is too large."""
+    kind = type(source).__name__
     difference = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if got.shape == expected.shape:
         largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
         if off <= tolerance * largest:  # which a difference that is no number is not
-            return
+            return off / largest if largest else 0.0
         difference = f"a difference of {off:.2g} where the largest is {largest:.2g}"
     raise ConversionError(
         f"the {type(block).__name__} made of this {kind} does not compute what it does: outputs have {difference}. Is "

@@ -11,6 +11,7 @@ from vision_attn.convert.proof import check_carried, check_kind, check_source, d
 from vision_attn.convert.weights import (
     Rows,
     attention,
+    check_joined,
     check_rank,
     heads_first,
     identity_rows,
@@ -79,10 +80,8 @@ def check_vit(module: Any) -> None:
 
 
 def vit(module: Any, rank: int) -> Attention:
-    norms = {name: x for name, x in module.named_parameters() if name.startswith(("q_norm.", "k_norm."))}
-    gate = getattr(module, "gate", None)
-    projections = {} if gate is None else {"gate": with_bias(rows_of(gate))}
-    options = {"qk_norm": bool(norms), "output_gate": gate is not None}
+    projections, norms = vit_weights(module)
+    options = {"qk_norm": bool(norms), "output_gate": "gate" in projections}
     block = fused(module, module.head_dim, projections, norms, rank=rank, **options)
     for ours, theirs in ((block.q_norm, module.q_norm), (block.k_norm, module.k_norm)):
         if ours is not None:
@@ -90,21 +89,35 @@ def vit(module: Any, rank: int) -> Attention:
     return block
 
 
+def vit_weights(module: Any) -> tuple[dict[str, Rows], dict[str, Tensor]]:
+    gate, norms = getattr(module, "gate", None), {}
+    if isinstance(module.q_norm, nn.LayerNorm):
+        parts = {"q_norm": module.q_norm, "k_norm": module.k_norm}
+        norms = {f"{name}.{key}": getattr(part, key) for name, part in parts.items() for key in ("weight", "bias")}
+    return {**fused_rows(module), **({} if gate is None else {"gate": with_bias(rows_of(gate))})}, norms
+
+
+def fused_rows(module: Any) -> dict[str, Rows]:
+    """Of what timm mostly calls ``qkv`` and ``proj``."""
+    qkv = rows_of(module.qkv)
+    if getattr(module, "head_first", False):
+        qkv = heads_first(qkv, module.num_heads)
+    return {"qkv": qkv, "proj": rows_of(module.proj)}
+
+
 def fused(
     module: Any,
     width: int,
-    projections: dict[str, Rows] | None = None,
+    projections: dict[str, Rows],
     tables: dict[str, Tensor] | None = None,
     *,
     rank: int = 2,
-    head_first: bool = False,
     **options: Any,
 ) -> Attention:
-    """A block of what timm mostly calls ``qkv``, ``proj`` and their dropouts, with heads of this width."""
-    qkv = heads_first(rows_of(module.qkv), module.num_heads) if head_first else rows_of(module.qkv)
+    """A block with heads of this width, and with what timm mostly calls its dropouts."""
     return attention(
         rank,
-        {**(projections or {}), "qkv": qkv, "proj": rows_of(module.proj)},
+        projections,
         tables,
         training=module.training,
         num_heads=module.num_heads,
@@ -147,7 +160,7 @@ def from_timm_attention2d(module: nn.Module) -> Attention:
 
 
 def attention2d(module: Any) -> Attention:
-    return fused(module, module.dim_head, head_first=module.head_first)
+    return fused(module, module.dim_head, fused_rows(module))
 
 
 def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
@@ -183,13 +196,18 @@ def check_multi_query(module: Any) -> None:
         ("kv_stride", module.kv_stride == 1, remedy),
     )
     check_source(module, "query.proj", "key.proj", "value.proj", "output.proj")
+    check_joined(**{name: rows_of(getattr(module, name).proj) for name in ("query", "key", "value")})
+
+
+def multi_query_rows(module: Any) -> dict[str, Rows]:
+    q, k, v, out = (rows_of(getattr(module, name).proj) for name in ("query", "key", "value", "output"))
+    return {"qkv": side_by_side(q, k, v), "proj": out}
 
 
 def multi_query(module: Any) -> Attention:
-    q, k, v, out = (rows_of(getattr(module, name).proj) for name in ("query", "key", "value", "output"))
     return attention(
         2,
-        {"qkv": side_by_side(query=q, key=k, value=v), "proj": out},
+        multi_query_rows(module),
         training=module.training,
         num_heads=module.num_heads,
         num_kv_heads=1,
@@ -230,16 +248,22 @@ def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
     return proven(module, bottleneck)
 
 
-def bottleneck(module: Any) -> Attention:
-    qkv, tables = rows_of(module.qkv), module.pos_embed
+def bottleneck_weights(module: Any) -> tuple[dict[str, Rows], dict[str, Tensor]]:
+    """But the output projection, which it does not have."""
     factor = module.scale if module.scale_pos_embed else 1.0
+    tables = {f"position.{name}": factor * getattr(module.pos_embed, name) for name in ("height_rel", "width_rel")}
+    return {"qkv": rows_of(module.qkv)}, tables
+
+
+def bottleneck(module: Any) -> Attention:
+    projections, tables = bottleneck_weights(module)
     return attention(
         2,
-        {"qkv": qkv, "proj": identity_rows(module.dim_out_v, qkv.weight)},
-        {f"position.{name}": factor * getattr(tables, name) for name in ("height_rel", "width_rel")},
+        {**projections, "proj": identity_rows(module.dim_out_v, module.qkv.weight)},
+        tables,
         training=module.training,
         num_heads=module.num_heads,
         key_dim=module.dim_head_qk,
         value_dim=module.dim_head_v,
-        position=RelPosDecomposed(feat_size=(tables.height, tables.width)),
+        position=RelPosDecomposed(feat_size=(module.pos_embed.height, module.pos_embed.width)),
     )

@@ -57,16 +57,16 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     check_rank(rank)
     check_multihead(module)
 
-    def convert(module: nn.MultiheadAttention) -> Attention:
-        return attention(
-            rank,
-            {**multihead_projections(module), "proj": rows_of(module.out_proj)},
-            training=module.training,
-            num_heads=module.num_heads,
-            attn_drop=module.dropout,
-        )
+    return proven(module, lambda module: multihead(module, rank), run_multihead)
 
-    return proven(module, convert, run_multihead)
+
+def multihead(module: nn.MultiheadAttention, rank: int) -> Attention:
+    options = {"num_heads": module.num_heads, "attn_drop": module.dropout}
+    return attention(rank, multihead_rows(module), training=module.training, **options)
+
+
+def multihead_rows(module: nn.MultiheadAttention) -> dict[str, Rows]:
+    return {**multihead_projections(module), "proj": rows_of(module.out_proj)}
 
 
 def check_multihead(module: nn.MultiheadAttention) -> None:
@@ -83,9 +83,9 @@ def check_multihead(module: nn.MultiheadAttention) -> None:
 
 def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
     """Of one weight, or of three where keys and values are of other channels; the biases are one even then."""
-    weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module.in_proj_weight is not None:
-        weights = module.in_proj_weight.chunk(3)
+        return {"qkv": Rows(module.in_proj_weight, module.in_proj_bias)}
+    weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     return input_projections(*map(Rows, weights, biases))
 

@@ -32,6 +32,7 @@ from vision_attn.blocks import Attention, Attention1d, Attention2d, Attention3d
 __all__ = [
     "Rows",
     "attention",
+    "check_joined",
     "check_rank",
     "convolution",
     "filled",
@@ -40,6 +41,7 @@ __all__ = [
     "input_projections",
     "kernel_rows",
     "output_rows",
+    "parameters_of",
     "query_less_key",
     "rows_of",
     "side_by_side",
@@ -86,12 +88,18 @@ def heads_first(rows: Rows, num_heads: int) -> Rows:
     return Rows(reordered(rows.weight), None if rows.bias is None else reordered(rows.bias))
 
 
-def side_by_side(**parts: Rows) -> Rows:
+def side_by_side(*parts: Rows) -> Rows:
     """One projection of several, their rows after each other.
 
-    >>> side_by_side(q=Rows(torch.ones(8, 4)), k=Rows(torch.ones(2, 4))).weight.shape
+    >>> side_by_side(Rows(torch.ones(8, 4)), Rows(torch.ones(2, 4))).weight.shape
     torch.Size([10, 4])
     """
+    biases = [part.bias for part in parts if part.bias is not None]
+    return Rows(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+
+def check_joined(**parts: Rows) -> None:
+    """Refuse projections that cannot become one parameter."""
     check_biases(**parts)
     weights = [part.weight for part in parts.values()]
     biases = [part.bias for part in parts.values() if part.bias is not None]
@@ -103,7 +111,6 @@ def side_by_side(**parts: Rows) -> Rows:
                     f"the {name} of {', '.join(parts)} become one parameter, so they must agree in {trait}; got "
                     f"{', '.join(map(str, found))}"
                 )
-    return Rows(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def check_biases(**parts: Rows) -> None:
@@ -124,9 +131,11 @@ def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
     (['qkv'], ['q', 'kv'])
     """
     if k.weight.shape[1] == q.weight.shape[1]:
-        return {"qkv": side_by_side(q=q, k=k, v=v)}
+        check_joined(q=q, k=k, v=v)
+        return {"qkv": side_by_side(q, k, v)}
     check_biases(q=q, k=k, v=v)
-    return {"q": q, "kv": side_by_side(k=k, v=v)}
+    check_joined(k=k, v=v)
+    return {"q": q, "kv": side_by_side(k, v)}
 
 
 def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
@@ -181,11 +190,12 @@ def attention(
     tables: Mapping[str, Tensor] | None = None,
     *,
     training: bool,
+    kind: type[Attention] | None = None,
     **options: Any,
 ) -> Attention:
     """The block for maps with this number of axes, with copies of these projections and tables."""
     first, out = projections["q" if "q" in projections else "qkv"], projections["proj"]
-    block = BLOCKS[rank](
+    block = (kind or BLOCKS[rank])(
         first.weight.shape[1],
         out_channels=len(out.weight),
         context_channels=projections["kv"].weight.shape[1] if "kv" in projections else None,
@@ -194,10 +204,17 @@ def attention(
         device="meta",
         **options,
     )
+    return filled(block, parameters_of(projections, tables, rank), training=training)
+
+
+def parameters_of(
+    projections: Mapping[str, Rows], tables: Mapping[str, Tensor] | None = None, rank: int = 2
+) -> dict[str, Tensor]:
+    """The parameters of a block by name."""
     tensors = dict(tables or {})
     for name, rows in projections.items():
         tensors.update(convolution(name, rows, rank))
-    return filled(block, tensors, training=training)
+    return tensors
 
 
 def convolution(name: str, rows: Rows, rank: int = 2) -> dict[str, Tensor]:

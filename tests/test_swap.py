@@ -1,0 +1,486 @@
+"""``swap_``: the attention of whole models becomes ours and computes the same; and everything else stays as it was."""
+
+import copy
+import pickle
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention as TimmAttention
+from timm.layers.attention2d import MultiQueryAttention2d
+from timm.layers.halo_attn import HaloAttn
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
+from timm.models.maxxvit import MaxxVit, model_cfgs
+from timm.models.mobilenetv3 import _gen_mobilenet_v4
+from torch import nn
+from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
+
+import vision_attn as va
+from vision_attn.blocks import EXCHANGED
+from vision_attn.convert import swap
+
+# --- small models of every family -------------------------------------------------------------------------------------
+
+
+def maxxvit(name, **options):
+    cfg = model_cfgs[name]
+    types = cfg.block_type if cfg.block_type[-1] == "M" else ("C", "C", "T", "T")
+    small = {"embed_dim": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "stem_width": (8, 8), "head_hidden_size": None}
+    heads = replace(cfg.transformer_cfg, dim_head=4, rel_pos_dim=8, **options)
+    cfg = replace(cfg, **small, block_type=types, transformer_cfg=heads)
+    return MaxxVit(cfg, img_size=64, num_classes=5)
+
+
+def botnet():
+    blocks = tuple(ByoBlockCfg(type="self_attn", d=2, c=16, s=stride, gs=0, br=0.5) for stride in (1, 2))
+    cfg = ByoModelCfg(
+        blocks, stem_chs=8, stem_type="3x3", fixed_input_size=True, self_attn_layer="bottleneck", self_attn_kwargs={}
+    )
+    return ByobNet(cfg, img_size=24, num_classes=5)
+
+
+def mobilenet():
+    return _gen_mobilenet_v4("mobilenetv4_hybrid_medium", channel_multiplier=0.25, num_classes=5)
+
+
+def vit(**options):
+    small = {"img_size": 32, "embed_dim": 16, "num_heads": 4, "depth": 2, "num_classes": 5, "dynamic_img_size": True}
+    return timm.create_model("test_vit", **{**small, **options})
+
+
+def swin(**options):
+    options = {"num_classes": 5, "stochastic_depth_prob": 0.0, **options}
+    return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], **options)
+
+
+def torchvision_maxvit():
+    return MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5)
+
+
+#: By name: the model, its images' sizes, how many modules are exchanged, how many are left.
+MODELS = {
+    "vit": (vit, [(32, 32), (32, 64)], 2, 0),
+    "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
+    "vit with norms and gates": (
+        lambda: vit(block_fn=gated, norm_layer=nn.LayerNorm, qk_norm=True, qkv_bias=False),
+        [(32, 32)],
+        2,
+        0,
+    ),
+    "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
+    "coatnet, rmlp": (lambda: maxxvit("coatnet_rmlp_nano_rw"), [(64, 64)], 2, 0),
+    "maxvit": (lambda: maxxvit("maxvit_nano_rw"), [(64, 64)], 8, 0),
+    "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
+    "maxvit, nchw": (lambda: maxxvit("maxvit_tiny_tf", use_nchw_attn=True), [(64, 64)], 8, 0),
+    "maxxvit": (lambda: maxxvit("maxxvit_rmlp_nano_rw"), [(64, 64)], 8, 0),
+    "botnet": (botnet, [(24, 24)], 4, 0),
+    "mobilenetv4_hybrid": (mobilenet, [(64, 64), (96, 64)], 4, 4),
+    "swin": (swin, [(64, 64), (68, 40)], 4, 0),
+    "torchvision maxvit": (torchvision_maxvit, [(48, 48)], 4, 0),
+    "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
+}
+
+
+class Gated(timm.models.vision_transformer.Block):
+    def __init__(self, dim, num_heads, **options):
+        super().__init__(dim, num_heads, **options)
+        self.attn = TimmAttention(dim, num_heads, qk_norm=True, norm_layer=nn.LayerNorm, gated=True)
+
+
+gated = Gated
+
+
+def made(name, dtype=torch.float64):
+    """The model with weights and statistics that hide nothing: no layer is zero, or scaled down to nothing."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def blocks_in(model):
+    return [vars(module)[EXCHANGED].block for module in model.modules() if EXCHANGED in vars(module)]
+
+
+@contextmanager
+def calls_counted(model):
+    """How often the blocks run: a module that runs by itself computes the same, of course."""
+    calls = []
+    handles = [block.register_forward_hook(lambda *_: calls.append(1)) for block in blocks_in(model)]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def relative(x, y):
+    return ((x - y).abs().max() / y.abs().max()).item()
+
+
+def of_model(model, x):
+    """What a model gives, and the gradients of its image and its parameters."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    y = model(x)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *parameters], allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_same_and_has_the_same_gradients(name):
+    _, sizes, swapped, left = MODELS[name]
+    model = made(name)
+    images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in sizes]
+    before = [of_model(model, x) for x in images]
+    state = {key: (id(x), x.detach().clone()) for key, x in model.state_dict(keep_vars=True).items()}
+    modules = list(model.named_modules())
+    report = va.swap_(model)
+    assert (len(report.swapped), len(report.left)) == (swapped, left)
+    assert max(one.difference for one in report.swapped) < 1e-12
+    after_state = model.state_dict(keep_vars=True)
+    assert {key: id(x) for key, x in after_state.items()} == {key: known for key, (known, _) in state.items()}
+    assert [(path, id(x)) for path, x in model.named_modules()] == [(path, id(x)) for path, x in modules]
+    with calls_counted(model) as calls:
+        for x, expected in zip(images, before, strict=True):
+            for got, wanted in zip(of_model(model, x), expected, strict=True):
+                assert (got is None) == (wanted is None)
+                if got is not None:
+                    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
+        assert len(calls) == swapped * len(images)
+    assert all(torch.equal(x, known) for x, (_, known) in zip(after_state.values(), state.values(), strict=True))
+    assert len(va.swap_back_(model)) == swapped
+    assert [(path, id(x), type(x)) for path, x in model.named_modules()] == [(p, id(x), type(x)) for p, x in modules]
+    assert not any(EXCHANGED in vars(module) for module in model.modules())
+    assert torch.equal(model(images[0]), before[0][0])
+
+
+@pytest.mark.parametrize("name", ["vit", "coatnet", "swin", "botnet", "torchvision maxvit"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_in_training_and_in_float32(name, dtype, tolerance):
+    model = made(name, dtype).train()
+    x = torch.randn(2, 3, *MODELS[name][1][0], dtype=dtype)
+    before = of_model(model, x)
+    va.swap_(model)
+    with calls_counted(model) as calls:
+        after = of_model(model, x)
+    assert len(calls) == MODELS[name][2]
+    assert relative(after[0], before[0]) <= tolerance
+    # Some gradients are nothing but rounding, as a bias' before a norm: they are measured by the largest.
+    largest = max(old.abs().max() for old in before[1:] if old is not None)
+    differences = [(new - old).abs().max() for new, old in zip(after[1:], before[1:], strict=True) if old is not None]
+    assert max(differences) <= 10 * tolerance * largest
+
+
+# --- everything else stays --------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_and_optimizers_know_nothing_of_it():
+    model, twin = made("coatnet"), made("coatnet")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    saved = copy.deepcopy(model.state_dict())
+    va.swap_(model)
+    assert list(model.state_dict()) == list(saved)
+    model.load_state_dict(saved, strict=True)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    for (key, now), then in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(now, then, rtol=1e-9, atol=1e-9, msg=key)
+    trained = {key for key, now in model.state_dict().items() if not torch.equal(now, saved[key])}
+    assert {
+        "stages.2.blocks.0.attn.qkv.weight",
+        "stages.2.blocks.0.attn.rel_pos.relative_position_bias_table",
+    } < trained
+    twin.load_state_dict(model.state_dict(), strict=True)
+
+
+def test_copies_and_pickles_of_a_model_run_their_own_weights():
+    model = made("swin")
+    x = torch.randn(1, 3, 36, 40, dtype=torch.float64)
+    va.swap_(model)
+    y = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with calls_counted(other) as calls:
+            assert torch.equal(other(x), y)
+        assert len(calls) == 4
+        with torch.no_grad():
+            other.features[1][0].attn.qkv.weight.mul_(2)
+        assert not torch.equal(other(x), y)
+        assert torch.equal(model(x), y)
+        assert len(va.swap_back_(other)) == 4
+        assert not torch.equal(other(x), y)
+
+
+def test_the_model_follows_its_mode_type_and_hooks():
+    model = made("torchvision vit")
+    attention = model.encoder.layers[0].self_attention
+    seen = []
+    attention.register_forward_hook(lambda module, args, output: seen.append(output[0].dtype))
+    va.swap_(model)
+    attention.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.to(torch.bfloat16).train()
+    assert all(block.training for block in blocks_in(model))
+    with calls_counted(model) as calls:
+        model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16))
+    assert len(calls) == 2
+    assert seen == ["before", torch.bfloat16]
+    va.swap_back_(model)
+    assert type(attention) is nn.MultiheadAttention
+    assert attention.training
+    model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16))
+    assert len(seen) == 4
+
+
+def test_copied_weights_are_trained_apart_and_those_of_before_come_back():
+    model = made("vit")
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    y, old = model(x), model.blocks[0].attn
+    report = va.swap_(model, copy=True)
+    assert "make optimizers now" in str(report)
+    new = model.blocks[0].attn
+    assert new is not old
+    assert new.qkv.weight is not old.qkv.weight
+    torch.testing.assert_close(model(x), y)
+    with torch.no_grad():
+        new.qkv.weight.zero_()
+    assert relative(model(x), y) > 1e-6
+    model.train()
+    va.swap_back_(model)
+    assert model.blocks[0].attn is old
+    assert old.training
+    assert torch.equal(model.eval()(x), y)
+
+
+def test_a_model_that_is_exchanged_compiles_and_exports():
+    model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
+    x = torch.randn(2, 5, 8)
+    y = model(x)
+    va.swap_(model)
+    with calls_counted(model) as calls, torch.no_grad():
+        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), y)
+    assert calls
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), y)
+
+
+def test_implementations_and_maps():
+    model = made("swin")
+    x = torch.randn(1, 3, 36, 40, dtype=torch.float64)
+    y = model(x)
+    va.swap_(model)
+    assert va.set_impl(model, "bmm") == 4
+    with va.use_impl(model, "einsum"):
+        torch.testing.assert_close(model(x), y)
+    with va.capture(model) as maps:
+        torch.testing.assert_close(model(x), y)
+    # Maps of 9×10, padded to 12×12, and of 5×5, padded to 8×8: what goes to the zeros is not shown.
+    assert [tuple(one.weights.shape) for one in maps.values()] == [(1, 2, 90, 9, 10)] * 2 + [(1, 4, 25, 5, 5)] * 2
+    total = maps["features.1.0.attn"].weights.sum((-2, -1)).unflatten(2, (9, 10))
+    torch.testing.assert_close(total[:, :, :8, :8], torch.ones_like(total[:, :, :8, :8]))
+    assert (total[:, :, 8:] < 0.9).all()
+    model = made("coatnet")
+    va.swap_(model)
+    with va.capture(model, queries=[(0, 0)]) as maps:
+        model(torch.randn(1, 3, 64, 64, dtype=torch.float64))
+    assert [tuple(one.weights.shape[-2:]) for one in maps.values()] == [(4, 4), (2, 2)]
+    model = made("maxvit, nchw")
+    va.swap_(model)
+    with pytest.raises(ValueError, match="no Attention2d to capture"), va.capture(model):
+        pass  # the network cuts its windows itself
+
+
+# --- what is chosen, and what is left ---------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_it_all_and_changes_nothing():
+    model = nn.Sequential(*(MultiQueryAttention2d(8, num_heads=2, kv_stride=stride) for stride in (1, 2, 2)))
+    classes = [type(module) for module in model.modules()]
+    report = va.swap_(model, dry_run=True)
+    assert [type(module) for module in model.modules()] == classes
+    first, header, row, second, left, note = str(report).splitlines()
+    assert first == "1 module would be exchanged"
+    assert header.split() == ["where", "module", "attended", "to", "by", "difference"]
+    assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
+    assert second == "2 left as they are"
+    assert left.startswith("1, 2: MultiQueryAttention2d.kv_stride cannot be carried over: got 2; ")
+    assert note == "MultiQueryAttention2d does by itself, as before: calls with a mask"
+
+
+def test_modules_are_chosen_by_name_or_by_a_function():
+    model = made("swin")
+    assert [one.path for one in va.swap_(model, names="features.3").swapped] == [
+        "features.3.0.attn",
+        "features.3.1.attn",
+    ]
+    chosen = va.swap_(model, where=lambda name, module: name == "features.1.1.attn")
+    assert [one.path for one in chosen.swapped] == ["features.1.1.attn"]
+    report = va.swap_(model)
+    assert [one.path for one in report.swapped] == ["features.1.0.attn"]
+    assert {one.reason for one in report.left} == {"it is exchanged already"}
+    with pytest.raises(va.SiteError, match="no attention is chosen; the model has features"):
+        va.swap_(model, names="head")
+    with pytest.raises(va.SiteError, match="matches no module"):
+        va.swap_(model, names="layer4")
+    with pytest.raises(ValueError, match="not both"):
+        va.swap_(model, names="head", where=lambda name, module: True)
+
+
+def test_what_cannot_be_exchanged_is_left_and_the_reason_said():
+    second = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
+    for model, reason in {
+        swin(**second): "only the first version of Swin",
+        nn.ModuleList([nn.MultiheadAttention(8, 2, add_bias_kv=True)]): "bias_k cannot be carried over",
+        nn.ModuleList([Rotated(8, 2)]): "subclass of Attention with a forward of its own",
+        nn.ModuleList([nn.MultiheadAttention(8, 2, device="meta")]): "cannot be copied",
+        nn.ModuleList([HaloAttn(8, num_heads=2)]): "no converter knows timm.layers.halo_attn.HaloAttn",
+    }.items():
+        classes = [type(module) for module in model.modules()]
+        report = va.swap_(model)
+        assert not report.swapped
+        assert report.left
+        assert all(reason in one.reason for one in report.left)
+        assert [type(module) for module in model.modules()] == classes
+    assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules exchanged"
+
+
+class Rotated(TimmAttention):
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return super().forward(x.roll(1, 1), attn_mask, is_causal)
+
+
+@pytest.mark.parametrize("name", ["coatnet", "botnet", "swin", "vit"])
+def test_a_wrong_mapping_is_caught(monkeypatch, name):
+    model = made(name)
+    path = next(one.path for one in va.swap_(model, dry_run=True).swapped)
+    family = swap.family_of(model.get_submodule(path))[0]
+    right = swap.FAMILIES[family]
+
+    def wrong(module):
+        weights = right.weights(module)
+        return {key: x.flip(0) if key == "qkv.weight" else x for key, x in weights.items()}
+
+    monkeypatch.setitem(swap.FAMILIES, family, replace(right, weights=wrong))
+    report = va.swap_(model)
+    assert not report.swapped
+    assert all("does not compute what it does" in one.reason for one in report.left)
+
+
+# --- calls that the module serves itself ------------------------------------------------------------------------------
+
+
+def test_multihead_attention_serves_the_calls_that_the_block_does_not():
+    for batch_first, other in ((True, None), (False, None), (True, 6)):
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(8, 2, kdim=other, vdim=other, batch_first=batch_first, dtype=torch.float64)
+        query = torch.randn(3, 5, 8, dtype=torch.float64)
+        key = torch.randn(3, 4 if batch_first else 5, other or 8, dtype=torch.float64)
+        if not batch_first:
+            key = torch.randn(4, 5, 8, dtype=torch.float64)
+        hidden = torch.zeros(key.shape[0] if batch_first else 5, 4, dtype=torch.bool)
+        hidden[0, 1] = True
+        cases = [
+            ((query, key, key), {"need_weights": False}, 1),
+            ((query, key, key), {}, 0),
+            ((query, key, key.clone()), {"need_weights": False}, 0),
+            ((query, key, key), {"key_padding_mask": hidden, "need_weights": False}, 0),
+            ((query[:, 0], key[:, 0], key[:, 0]), {"need_weights": False}, 0),
+        ]
+        if other is None:
+            causal = torch.ones(query.shape[batch_first], query.shape[batch_first], dtype=torch.bool).triu(1)
+            cases += [
+                ((query, query, query), {"need_weights": False}, 1),
+                ((query, query, query), {"need_weights": False, "attn_mask": causal, "is_causal": True}, 0),
+            ]
+        expected = [attention(*args, **options) for args, options, _ in cases]
+        va.swap_(attention)
+        for (args, options, runs), (y, weights) in zip(cases, expected, strict=True):
+            with calls_counted(attention) as calls:
+                got, its_weights = attention(*args, **options)
+            assert len(calls) == runs
+            torch.testing.assert_close(got, y)
+            assert (its_weights is None) == (weights is None)
+
+
+def test_masks_of_vit():
+    attention = TimmAttention(8, 2).double()
+    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), torch.rand(2, 1, 5, 5) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+    bias = torch.randn(2, 5, 5, dtype=torch.float64)
+    expected = [attention(x, mask), attention(x, attn_mask=bias), attention(x, is_causal=True)]
+    va.swap_(attention)
+    with calls_counted(attention) as calls:
+        for got, y in zip((attention(x, mask), attention(x, attn_mask=bias)), expected[:2], strict=True):
+            torch.testing.assert_close(got, y)
+        assert len(calls) == 2
+        torch.testing.assert_close(attention(x, is_causal=True), expected[2])
+        assert len(calls) == 2
+
+
+class LoRA(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + x.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("change", ["part", "hook", "drop", "mode", "heads"])
+def test_a_module_that_is_changed_since_runs_by_itself(change):
+    attention, twin = (TimmAttention(8, 2).double().eval() for _ in range(2))
+    twin.load_state_dict(attention.state_dict())
+    va.swap_(attention)
+    for each in (attention, twin):
+        if change == "part":
+            each.qkv = LoRA(each.qkv)
+        elif change == "hook":
+            each.qkv.register_forward_hook(lambda module, args, output: 2 * output)
+        elif change == "drop":
+            each.train().attn_drop.p = 0.5
+        elif change == "mode":
+            each.proj_drop.train().p = 0.5
+        else:
+            each.num_heads, each.head_dim = 4, 2
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    results = []
+    with calls_counted(attention) as calls:
+        for each in (attention, twin):
+            torch.manual_seed(0)
+            results.append(each(x))
+    assert not calls
+    assert torch.equal(*results)
+
+
+def test_threads_do_not_mix_their_weights():
+    from concurrent.futures import ThreadPoolExecutor
+
+    attention = TimmAttention(32, 4).eval()
+    va.swap_(attention)
+    images = [torch.randn(1, 40, 32) for _ in range(64)]
+    with torch.no_grad():
+        expected = [attention(x) for x in images]
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(torch.no_grad()(attention), images))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_a_trace_holds_the_module_as_one_node():
+    model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
+    x = torch.randn(2, 5, 8)
+    y = model(x)
+    va.swap_(model)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    torch.testing.assert_close(traced(x), y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is on its way out of torch
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
