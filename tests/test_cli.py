@@ -168,10 +168,10 @@ def test_what_argparse_refuses_exits_with_2(capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?\n"),
+        (["train", "--epoch=3"], "unrecognized arguments: --epoch=3; did you mean --epochs?\n"),
         (["train", "--lable-smoothing=0.1", "--apm"], "; did you mean --label-smoothing --amp?\n"),
         (["bench", "--round", "3"], "; did you mean --rounds?\n"),
-        (["train", "--xyz", "3"], "unrecognized arguments: --xyz 3\n"),
+        (["bench", "--xyz", "3"], "unrecognized arguments: --xyz 3\n"),
     ],
 )
 def test_a_mistyped_flag_is_refused_with_the_one_that_may_be_meant(capsys, arguments, message):

@@ -60,7 +60,7 @@ from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
 from vision_attn.insertion.backbone import changeable, modules_around
 from vision_attn.insertion.sites import Names, match_names, several
-from vision_attn.text import shorten, table
+from vision_attn.text import Report, Table, shorten
 
 __all__ = ["SwapReport", "SwappedModule", "swap_", "swap_back_"]
 
@@ -400,7 +400,7 @@ class SwappedModule:
 
 
 @dataclass(frozen=True)
-class SwapReport:
+class SwapReport(Report):
     """What was exchanged and what was left; prints as a table.
 
     >>> print(swap_(nn.TransformerEncoderLayer(8, 2), dry_run=True))  # doctest: +ELLIPSIS
@@ -430,19 +430,19 @@ class SwapReport:
     def __len__(self) -> int:
         return len(self.swapped)
 
-    def __str__(self) -> str:
-        lines = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
+    def parts(self) -> list[str | Table]:
+        found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
             rows = [
                 (x.path, x.kind, x.block, "" if x.difference is None else f"{x.difference:.1e}") for x in self.swapped
             ]
             measured = "difference" if any(row[3] for row in rows) else ""
-            lines.append(table([("where", "module", "attended to by", measured), *rows], left=(0, 1, 2)))
+            found.append(Table([("where", "module", "attended to by", measured), *rows], left=(0, 1, 2)))
         if self.left:
-            lines.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
+            found.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
             for reason in dict.fromkeys(x.reason for x in self.left):
-                lines.append(f"{shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
-        return "\n".join([*lines, *self.notes])
+                found.append(f"{shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
+        return [*found, *self.notes]
 
 
 def swap_(
