@@ -7,6 +7,7 @@ import warnings
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import nn
 from torchvision.models.resnet import Bottleneck
@@ -469,3 +470,60 @@ def test_a_block_has_the_type_of_the_map_it_follows():
     expected = model(x)
     va.insert_(model, names="2", example_input=(1, 3, 4, 4))
     assert torch.equal(model(x), expected)
+
+
+class Remembers(nn.Module):
+    """Changes buffers and attributes of its own in each forward, in evaluation mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.count, self.memory = 0, None
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def forward(self, x):
+        self.count += 1
+        self.steps += 1
+        self.memory = self.conv(x).detach()
+        self.seen = True
+        return F.batch_norm(self.conv(x), self.mean, self.variance, training=True)
+
+
+def test_the_dry_run_leaves_no_trace_in_buffers_and_attributes():
+    model = nn.Sequential(Remembers(), nn.ReLU())
+    before, buffers = dict(vars(model[0])), {name: (x, x.clone()) for name, x in model.named_buffers()}
+    va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
+    va.remove_(model)
+    assert vars(model[0]) == before
+    for name, x in model.named_buffers():
+        kept, values = buffers[name]
+        assert x is kept
+        assert torch.equal(x, values)
+
+
+@pytest.mark.parametrize("own", [nn.Conv2d(16, 16, 1), 5], ids=["a module", "an attribute"])
+def test_what_a_network_calls_inserted_itself_stays(own):
+    class Host(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, 3, padding=1)
+            self.inserted = own
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.inserted(y) if isinstance(self.inserted, nn.Module) else y
+
+    model = nn.Sequential(Host(), nn.ReLU())
+    keys = list(model.state_dict())
+    va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
+    assert model[0].inserted is own
+    va.remove_(model)
+    assert list(model.state_dict()) == keys
+    for module in list(model[0].children()):  # and no module inside it is free either
+        module.inserted_0 = 5
+    with pytest.raises(va.SiteError, match="'0' takes no child"):
+        va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
+    assert model[0].inserted is own
+    assert model[0].conv.inserted_0 == 5

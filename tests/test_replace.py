@@ -193,3 +193,23 @@ def test_what_is_out_of_place_thaws_with_the_rest():
     va.freeze_backbone_(model, False)
     va.remove_(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_the_network_would_never_call_is_not_replaced():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+            self.called = [self.a, self.b]
+
+        def forward(self, x):
+            for module in self.called:
+                x = module(x)
+            return x
+
+    model = Listed()
+    b = model.b
+    with pytest.raises(va.SiteError, match="'b' would be replaced and never called"):
+        va.replace_(model, names="b", num_heads=4, example_input=(1, 3, 8, 8))
+    assert model.b is b
+    assert not va.inserted(model)

@@ -114,7 +114,8 @@ def with_owners(model: nn.Module, maps: Sequence[Map], example: Example) -> list
             owner = next(free, None)
             if owner is None:
                 raise SiteError(
-                    f"{target!r} takes no child, since it loops over or counts those it has: choose another module"
+                    f"{target!r} takes no child, since it loops over or counts those it has, or calls something of its "
+                    f"own {CHILD!r}: choose another module"
                 )
             owners[target] = owner
     return [replace(one, owner=owners[one.target]) for one in maps]
@@ -131,8 +132,10 @@ def owners_at(model: nn.Module, target: str) -> Iterator[tuple[str, str]]:
 
 
 def disturbs(model: nn.Module, owners: Iterable[tuple[str, str]], example: Example) -> bool:
-    """Whether the model calls children of these owners that it does not know, or fails with them."""
-    probe = Probe()
+    """Whether the model calls children of these owners that it does not know, fails with them, or has its own."""
+    probe, owners = Probe(), list(owners)
+    if any(hasattr(model.get_submodule(owner), child) for owner, child in owners):
+        return True
     try:
         for owner, child in owners:
             model.get_submodule(owner).add_module(child, probe)

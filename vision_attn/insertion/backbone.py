@@ -204,7 +204,7 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
     Hooks, by the paths of their modules, are called as ``hook(module, args, kwargs, output)`` and then removed.
     """
     try:
-        with quiet_eval(model), ExitStack() as stack:
+        with unchanged(model), quiet_eval(model), ExitStack() as stack:
             for path, hook in (hooks or {}).items():
                 handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
@@ -215,6 +215,34 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
             f"the model does not run on an example {example} ({why}): give what its forward takes as example_input, "
             "images or their shape, a tuple of arguments or a dictionary of keyword arguments"
         ) from error
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and attributes are as they were: counters, memories and statistics that a forward updates."""
+    before = [
+        (module, type(module), [(held, dict(held)) for held in (vars(module), module._buffers)], clones_of(module))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        yield
+    finally:
+        for module, kind, all_held, clones in before:
+            if type(module) is not kind:  # a lazy module, which is made now
+                continue
+            for held, attributes in all_held:
+                for name in held.keys() - attributes.keys():
+                    del held[name]
+                held.update(attributes)
+            for buffer, clone in clones:
+                if not torch.equal(buffer, clone):
+                    buffer.copy_(clone)
+
+
+def clones_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The buffers that hold numbers, and copies of them."""
+    return [(x, x.detach().clone()) for x in module._buffers.values() if x is not None and not x.is_meta]
 
 
 @contextmanager

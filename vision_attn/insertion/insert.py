@@ -29,7 +29,7 @@ from vision_attn.insertion.attach import (
     take_out,
     with_owners,
 )
-from vision_attn.insertion.backbone import changeable, example_of, shown
+from vision_attn.insertion.backbone import changeable, example_of, run_quietly, shown
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.maps import Map
 from vision_attn.insertion.report import InsertionReport, describe
@@ -179,8 +179,26 @@ def replace_(
         old = model.get_submodule(site)
         exchange(model, old, new)
         vars(new)[REPLACED] = old
+    idle = uncalled(model, run, sites)
+    if idle:
+        for site, new in zip(sites, blocks, strict=True):
+            take_out(model, site, new)
+        raise SiteError(
+            f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a list "
+            "of its own beside its children. Choose others, or put them into an nn.ModuleList"
+        )
     forget_compiled_graphs()
     return report
+
+
+def uncalled(model: nn.Module, run: DryRun, sites: Iterable[str]) -> list[str]:
+    """Which of these modules a forward does not call; none where it fails, as blocks of other widths may want."""
+    called: set[str] = set()
+    try:
+        run_quietly(model, run.example, {site: lambda *call, site=site: called.add(site) for site in sites})
+    except SiteError:
+        return []
+    return [site for site in sites if site not in called]
 
 
 def remove_(model: nn.Module) -> InsertionReport:
