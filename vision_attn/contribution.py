@@ -41,7 +41,7 @@ class BlockContribution:
     closing: Closing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Contribution(Report):
     """What the blocks of a network contribute; prints as a table.
 

@@ -63,7 +63,7 @@ class Report:
     >>> class Sizes(Report):
     ...     def parts(self):
     ...         return ["2 < 3", Table([("where", "map"), ("layer4", "7×7")])]
-    >>> print(Sizes())
+    >>> Sizes()
     2 < 3
     where   map
     layer4  7×7
@@ -77,6 +77,9 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts()))
+
+    def __repr__(self) -> str:
+        return str(self)  # a session shows it without being asked to print
 
     def _repr_html_(self) -> str:
         return "".join(

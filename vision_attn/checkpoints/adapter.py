@@ -44,7 +44,7 @@ BLOCKS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AdapterReport(Report):
     """What an adapter put into a model; prints as a summary.
 

@@ -23,7 +23,7 @@ __all__ = ["LoadReport", "load_checkpoint", "load_file", "matching", "refuse_met
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport(Report):
     """What of a checkpoint went into a model, key by key; prints as a summary.
 

@@ -399,7 +399,7 @@ class SwappedModule:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SwapReport(Report):
     """What was exchanged and what was left; prints as a table.
 

@@ -79,7 +79,7 @@ class InsertedBlock:
         return product(self.map_size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class InsertionReport(Report):
     """What was inserted or removed; prints as a table.
 

@@ -85,7 +85,7 @@ class Proposal:
         return f"va.insert_(model, {', '.join(words)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection(Report):
     """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables.
 
