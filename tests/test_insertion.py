@@ -478,7 +478,7 @@ class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3, padding=1)
-        self.count, self.memory = 0, None
+        self.count, self.memory, self.sizes = 0, None, {}
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(16))
         self.register_buffer("variance", torch.ones(16))
@@ -487,20 +487,27 @@ class Remembers(nn.Module):
         self.count += 1
         self.steps += 1
         self.memory = self.conv(x).detach()
-        self.seen = True
+        self.sizes[tuple(x.shape)] = self.count
+        if not hasattr(self, "prepared"):  # hooks are set up once, as Hugging Face does
+            self.prepared = self.conv.register_forward_hook(lambda module, args, output: output + 1)
         return F.batch_norm(self.conv(x), self.mean, self.variance, training=True)
 
 
 def test_the_dry_run_leaves_no_trace_in_buffers_and_attributes():
     model = nn.Sequential(Remembers(), nn.ReLU())
     before, buffers = dict(vars(model[0])), {name: (x, x.clone()) for name, x in model.named_buffers()}
+    plain = copy.deepcopy(model)
     va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
     va.remove_(model)
     assert vars(model[0]) == before
+    assert model[0].sizes == {}
+    assert not model[0].conv._forward_hooks
     for name, x in model.named_buffers():
         kept, values = buffers[name]
         assert x is kept
         assert torch.equal(x, values)
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(model(images), plain(images))
 
 
 @pytest.mark.parametrize("own", [nn.Conv2d(16, 16, 1), 5], ids=["a module", "an attribute"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -219,9 +220,9 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and attributes are as they were: counters, memories and statistics that a forward updates."""
+    """Afterwards buffers, attributes and hooks are as they were: what a forward counts, keeps or sets up is gone."""
     before = [
-        (module, type(module), [(held, dict(held)) for held in (vars(module), module._buffers)], clones_of(module))
+        (module, type(module), [(held, dict(held)) for held in held_in(module)], clones_of(module))
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
@@ -238,6 +239,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for buffer, clone in clones:
                 if not torch.equal(buffer, clone):
                     buffer.copy_(clone)
+
+
+def held_in(module: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module, and those of them that are plain dictionaries, as its buffers and hooks are."""
+    return [vars(module), *(value for value in vars(module).values() if type(value) in (dict, OrderedDict))]
 
 
 def clones_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
