@@ -238,7 +238,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 held.update(attributes)
             for buffer, clone in clones:
                 if not torch.equal(buffer, clone):
-                    buffer.copy_(clone)
+                    with torch.no_grad():
+                        buffer.copy_(clone)
 
 
 def held_in(module: nn.Module) -> list[dict[str, Any]]:

@@ -1,0 +1,235 @@
+"""The attention modules that :func:`vision_attn.swap_` knows: how one is called, and what a block needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.blocks import Attention
+from vision_attn.convert.proof import check_source, path_of, to_tokens
+from vision_attn.convert.timm_layers import (
+    attention2d,
+    bottleneck,
+    bottleneck_weights,
+    check_multi_query,
+    check_vit,
+    fused_rows,
+    multi_query,
+    multi_query_rows,
+    vit,
+    vit_weights,
+)
+from vision_attn.convert.torch_layers import check_multihead, multihead, multihead_rows
+from vision_attn.convert.weights import parameters_of
+from vision_attn.convert.windows import (
+    TABLES,
+    check_maxxvit,
+    check_swin,
+    maxvit,
+    maxxvit,
+    maxxvit_weights,
+    swin,
+    torchvision_weights,
+)
+
+__all__ = ["FAMILIES", "OWN", "Family", "family_of"]
+
+#: What the forward of a family gives for a call that is the module's own to serve.
+OWN: Any = object()
+
+
+@dataclass(frozen=True)
+class Family:
+    """The attention modules of one class."""
+
+    #: refuses what the block does not do
+    check: Callable[[Any], None]
+    #: the block for one of them
+    block: Callable[[Any], Attention]
+    #: the block's parameters, made of those of the module
+    weights: Callable[[Any], dict[str, Tensor]]
+    #: ``(module, attend, *args)`` to what the module gives, or :data:`OWN`
+    forward: Callable[..., Any]
+    #: arguments to try one with
+    example: Callable[[Any], tuple[Any, ...]]
+    #: attributes that the block was made by
+    settings: tuple[str, ...]
+    #: calls that are served by the module itself
+    own: str = ""
+
+
+def random_map(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def forward_vit(
+    module: Any, attend: Callable[..., Tensor], x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Any:
+    return OWN if is_causal or x.dim() != 3 else attend(x.transpose(1, 2), attn_mask).transpose(1, 2)
+
+
+def forward_map(module: Any, attend: Callable[..., Tensor], x: Tensor, attn_mask: Tensor | None = None) -> Any:
+    return OWN if attn_mask is not None else attend(x)
+
+
+def forward_multihead(
+    module: Any,
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    masked = is_causal or key_padding_mask is not None or attn_mask is not None
+    if masked or need_weights or key is not value or query.dim() != 3 or query.is_nested:
+        return OWN
+    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, key))
+    y = attend(x, None, None if key is query else context)
+    return y.transpose(1, 2) if module.batch_first else y.permute(2, 0, 1), None
+
+
+def example_multihead(module: Any) -> tuple[Any, ...]:
+    query, key = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim)
+    if not module.batch_first:
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
+    if module.kdim == module.embed_dim:
+        key = query
+    return query, key, key, None, False
+
+
+def block_bottleneck(module: Any) -> Attention:
+    block = bottleneck(module)
+    block.proj = nn.Identity()  # type: ignore[assignment]  # it has none, and the identity need not be multiplied with
+    return block
+
+
+def forward_bottleneck(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
+    tables = module.pos_embed
+    return module.pool(attend(x)) if len(x) and tuple(x.shape[2:]) == (tables.height, tables.width) else OWN
+
+
+def forward_maxxvit(module: Any, attend: Callable[..., Tensor], x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
+    first = isinstance(module.qkv, nn.Conv2d)
+    if x.dim() != 4 or shared_rel_pos is not None:
+        return OWN
+    x = x if first else x.movedim(-1, 1)
+    mask = None
+    if module.rel_pos is not None:
+        if tuple(x.shape[2:]) != tuple(module.rel_pos.window_size):
+            return OWN
+        if type(module.rel_pos).__name__ not in TABLES:
+            mask = module.rel_pos.get_bias()
+    y = attend(x, mask)
+    return y if first else y.movedim(1, -1)
+
+
+def example_maxxvit(module: Any) -> tuple[Any, ...]:
+    x = random_map(2, module.qkv.weight.shape[1], *(getattr(module.rel_pos, "window_size", None) or (3, 4)))
+    return (x if isinstance(module.qkv, nn.Conv2d) else x.movedim(1, -1),)
+
+
+def forward_maxvit(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
+    if x.shape[2] != module.size**2:
+        return OWN
+    maps = x.flatten(0, 1).transpose(1, 2).unflatten(2, (module.size, module.size))
+    return to_tokens(attend(maps)).unflatten(0, x.shape[:2])
+
+
+def forward_swin(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
+    return attend(x.movedim(-1, 1)).movedim(1, -1) if x.dim() == 4 else OWN
+
+
+def example_swin(module: Any) -> tuple[Any, ...]:
+    height, width = module.window_size
+    return (random_map(2, max(1, 2 * height - 1), 2 * width + 1, module.qkv.in_features),)
+
+
+MASKS = "calls with a mask"
+
+#: By the path of the class, so that no library is imported to be asked.
+FAMILIES: dict[str, Family] = {
+    "torch.nn.modules.activation.MultiheadAttention": Family(
+        check_multihead,
+        lambda module: multihead(module, 1),
+        lambda module: parameters_of(multihead_rows(module), rank=1),
+        forward_multihead,
+        example_multihead,
+        ("num_heads", "dropout"),
+        own="calls with a mask, with need_weights, or with values that are not the keys",
+    ),
+    "timm.layers.attention.Attention": Family(
+        check_vit,
+        lambda module: vit(module, 1),
+        lambda module: parameters_of(*vit_weights(module), rank=1),
+        forward_vit,
+        lambda module: (random_map(2, 5, module.qkv.in_features),),
+        ("num_heads", "head_dim"),
+        own="causal calls",
+    ),
+    "timm.layers.attention2d.Attention2d": Family(
+        lambda module: check_source(module, "qkv", "proj"),
+        attention2d,
+        lambda module: parameters_of(fused_rows(module)),
+        forward_map,
+        lambda module: (random_map(2, module.qkv.in_channels, 3, 4),),
+        ("num_heads", "dim_head"),
+        own=MASKS,
+    ),
+    "timm.layers.attention2d.MultiQueryAttention2d": Family(
+        check_multi_query,
+        multi_query,
+        lambda module: parameters_of(multi_query_rows(module)),
+        forward_map,
+        lambda module: (random_map(2, module.query.proj.in_channels, 3, 4),),
+        ("num_heads", "key_dim", "value_dim"),
+        own=MASKS,
+    ),
+    "timm.layers.bottleneck_attn.BottleneckAttn": Family(
+        lambda module: check_source(module, "qkv"),
+        block_bottleneck,
+        lambda module: parameters_of(*bottleneck_weights(module)),
+        forward_bottleneck,
+        lambda module: (random_map(2, module.qkv.in_channels, module.pos_embed.height, module.pos_embed.width),),
+        ("num_heads", "scale_pos_embed"),
+    ),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": Family(
+        check_swin,
+        swin,
+        lambda module: parameters_of(*torchvision_weights(module, module.qkv, module.proj)),
+        forward_swin,
+        example_swin,
+        ("num_heads", "window_size", "shift_size", "attention_dropout", "dropout"),
+    ),
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": Family(
+        lambda module: check_source(module, "to_qkv", "merge"),
+        lambda module: maxvit(module, "full"),
+        lambda module: parameters_of(*torchvision_weights(module, module.to_qkv, module.merge)),
+        forward_maxvit,
+        lambda module: (random_map(2, 3, module.size**2, module.to_qkv.in_features),),
+        ("n_heads", "size", "scale_factor"),
+    ),
+}
+FAMILIES["timm.models.vision_transformer.Attention"] = FAMILIES["timm.layers.attention.Attention"]  # in older ones
+for name in ("Attention2d", "AttentionCl"):
+    FAMILIES[f"timm.models.maxxvit.{name}"] = Family(
+        check_maxxvit,
+        lambda module: maxxvit(module, "full"),
+        lambda module: parameters_of(*maxxvit_weights(module)),
+        forward_maxxvit,
+        example_maxxvit,
+        ("num_heads", "dim_head", "head_first"),
+        own="calls with shared relative positions",
+    )
+
+
+def family_of(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
+    """The path of the class that a module is known by, and the class."""
+    return next(((path_of(kind), kind) for kind in type(module).__mro__ if path_of(kind) in FAMILIES), None)
