@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -355,13 +356,37 @@ def test_a_dry_run_says_it_all_and_changes_nothing():
     classes = [type(module) for module in model.modules()]
     report = va.swap_(model, dry_run=True)
     assert [type(module) for module in model.modules()] == classes
-    first, header, row, second, left, note = str(report).splitlines()
+    first, header, row, second, left, note, last = str(report).splitlines()
     assert first == "1 module would be exchanged"
     assert header.split() == ["where", "module", "attended", "to", "by", "difference"]
     assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
     assert second == "2 left as they are"
     assert left.startswith("1, 2: MultiQueryAttention2d.kv_stride cannot be carried over: got 2; ")
     assert note == "MultiQueryAttention2d does by itself, as before: calls with a mask"
+    assert last == "Time was not measured: with example_input what would be slower is left."
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_would_be_slower_is_left_where_time_is_measured(monkeypatch, training):
+    monkeypatch.setattr(swap, "SHORTEST", 1e-6)
+    forward = TimmAttention.forward
+    monkeypatch.setattr(TimmAttention, "forward", lambda self, *args: time.sleep(0.01) or forward(self, *args))
+    model = nn.Sequential(*(TimmAttention(8, heads, proj_drop=0.1) for heads in (2, 4, 4))).train(training)
+    x, state = torch.randn(1, 3, 8), torch.get_rng_state()
+    report = va.swap_(model, example_input=(x,), dry_run=True)
+    times = [one.time for one in report.swapped]
+    assert max(times) < 0.9
+    assert times[0] != times[1] == times[2]  # which is of the same kind
+    assert str(report).splitlines()[1].split()[-2:] == ["difference", "time"]
+    assert "not measured" not in str(report)
+    monkeypatch.setattr(swap, "time_ratio", lambda module, *rest: 1.06 if module is model[0] else 1.04)
+    assert len(va.swap_(model, example_input=(x,), slower=True, dry_run=True)) == 3
+    report = va.swap_(model, example_input=(x,))
+    assert [one.path for one in report.swapped] == ["1", "2"]
+    assert "0: a block would take 1.06 of its time: slower=True exchanges it all the same" in str(report)
+    assert [EXCHANGED in vars(module) for module in model] == [False, True, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():

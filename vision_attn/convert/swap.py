@@ -8,6 +8,7 @@ does not do, the module does itself, as before.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -15,19 +16,22 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.blocks import EXCHANGED, Attention
 from vision_attn.convert.families import FAMILIES, OWN, Family, family_of
 from vision_attn.convert.proof import HOOKS, TOLERANCE, check_outputs, explained, path_of, random_twin
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
-from vision_attn.insertion.backbone import changeable, modules_around
+from vision_attn.insertion.backbone import Hook, changeable, example_of, modules_around, run_quietly, shown
 from vision_attn.insertion.maps import token_grid
 from vision_attn.insertion.sites import Names, match_names, several
 from vision_attn.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
@@ -239,6 +243,8 @@ class SwappedModule:
     block: str = ""
     #: the greatest difference of the two on random weights, relative to the largest number
     difference: float | None = None
+    #: the time of the block in parts of the module's, where it was measured
+    time: float | None = None
     #: why it is left as it is
     reason: str = ""
 
@@ -252,6 +258,7 @@ class SwapReport(Report):
     where      module              attended to by               difference
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     MultiheadAttention does by itself, as before: calls with a mask, with need_weights, or with values that are ...
+    Time was not measured: with example_input what would be slower is left.
     """
 
     #: in the order of the model
@@ -278,10 +285,12 @@ class SwapReport(Report):
         found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
             rows = [
-                (x.path, x.kind, x.block, "" if x.difference is None else f"{x.difference:.1e}") for x in self.swapped
+                (x.path, x.kind, x.block, *("" if y is None else f"{y:{form}}" for y, form in measured(x)))
+                for x in self.swapped
             ]
-            measured = "difference" if any(row[3] for row in rows) else ""
-            found.append(Table([("where", "module", "attended to by", measured), *rows], left=(0, 1, 2)))
+            head = ("where", "module", "attended to by", "difference", "time")
+            shown = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+            found.append(Table([*zip(*shown, strict=True)], left=(0, 1, 2)))
         if self.left:
             found.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
             for reason in dict.fromkeys(x.reason for x in self.left):
@@ -294,6 +303,8 @@ def swap_(
     *,
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
+    example_input: Any = None,
+    slower: bool = False,
     copy: bool = False,
     dry_run: bool = False,
 ) -> SwapReport:
@@ -313,6 +324,10 @@ def swap_(
         model: any network; it may be one such module.
         names: globs on module paths, as in :func:`vision_attn.insert_`: only these modules, and what is in them.
         where: a function of path and module, likewise; all attention when both are None.
+        example_input: what the model's forward takes, or the shape of the images, as in :func:`vision_attn.insert_`.
+            Then each module is timed on what it is given there, beside its block, with gradients if it is in training
+            mode, and left if the block takes over 5 % more. None to measure no time.
+        slower: exchange these too.
         copy: give each module a copy of its weights, to be trained apart: :func:`swap_back_` then brings back the
             weights of before.
         dry_run: change nothing.
@@ -360,8 +375,18 @@ def swap_(
         exchanges[name].cut = cuts[-1] if cuts else None
         exchanges[name].prefix = next(filter(lambda count: count is not None, map(prefix_in, reversed(around))), None)
         lines.append(SwappedModule(name, class_name(module), described(exchanges[name]), difference))
+    if example_input is not None:
+        times = times_of(model, {name: modules[name] for name in exchanges}, exchanges, example_input)
+        lines = [replace(line, time=times.get(line.path)) for line in lines]
+        for number, line in enumerate(lines):
+            if line.time is not None and line.time > SLOWEST and not slower:
+                del exchanges[line.path]
+                reason = f"a block would take {line.time:.2f} of its time: slower=True exchanges it all the same"
+                lines[number] = replace(line, block="", reason=reason)
     own = {line.kind: FAMILIES[exchanges[line.path].family].own for line in lines if line.path in exchanges}
     notes = [f"{kind} does by itself, as before: {calls}" for kind, calls in own.items() if calls]
+    if exchanges and example_input is None:
+        notes.append("Time was not measured: with example_input what would be slower is left.")
     if copy and exchanges:
         notes.append("The modules are copies: make optimizers now, one that was made before does not train them.")
     if not dry_run:
@@ -436,9 +461,7 @@ def exchange_for(module: nn.Module) -> tuple[Exchange, float]:
         raise ValueError(f"no converter knows {path_of(type(module))}")
     path, kind = found
     family = FAMILIES[path]
-    bare = shallow_copy(module)  # hooks of the module itself go on running
-    for hooks in HOOKS:
-        vars(bare)[hooks] = OrderedDict()
+    bare = bare_copy(module)  # hooks of the module itself go on running
     family.check(bare)
     if type(module).forward is not kind.forward:
         raise ValueError(f"{path_of(type(module))} is a subclass of {kind.__name__} with a forward of its own")
@@ -457,6 +480,14 @@ def exchange_for(module: nn.Module) -> tuple[Exchange, float]:
     return kept, difference
 
 
+def bare_copy(module: Any) -> Any:
+    """The module without hooks, with the same parts."""
+    bare = shallow_copy(module)
+    for hooks in HOOKS:
+        vars(bare)[hooks] = OrderedDict()
+    return bare
+
+
 def put_in(model: nn.Module, module: nn.Module, kept: Exchange, copied: bool = False) -> None:
     """Let a module, or a copy of it in its place, attend by a block."""
     if copied:
@@ -472,6 +503,10 @@ def first_of(output: Any) -> Tensor:
     return y
 
 
+def measured(line: SwappedModule) -> tuple[tuple[float | None, str], ...]:
+    return (line.difference, ".1e"), (line.time, ".2f")
+
+
 def class_name(module: nn.Module) -> str:
     return (original_class(module) if isinstance(module, Swapped) else type(module)).__name__
 
@@ -479,6 +514,76 @@ def class_name(module: nn.Module) -> str:
 def described(kept: Exchange) -> str:
     block = type(kept.block).__name__
     return f"{block}, pattern={kept.block.pattern!r}" if kept.cut is None else f"{block}, on a map cut by {kept.cut!r}"
+
+
+# --- the time of a block ----------------------------------------------------------------------------------------------
+
+#: In parts of the module's time; a block that takes more is not exchanged for it.
+SLOWEST = 1.05
+
+#: How often module and block are timed in turns, and the least seconds that they are repeated for each time.
+ROUNDS, SHORTEST = 11, 5e-3
+
+
+def times_of(
+    model: nn.Module, modules: dict[str, nn.Module], exchanges: dict[str, Exchange], example_input: Any
+) -> dict[str, float]:
+    """The time of each block in parts of its module's, for what that is given in a forward of the model."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def hook_for(name: str) -> Hook:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            weights = tuple(x.shape for x in module.parameters())
+            kept = exchanges[name]
+            alike = groups.setdefault((kept.family, str(kept.settings), weights, shown(args), shown(kwargs)), [])
+            if name not in alike:
+                alike.append(name)
+            calls.setdefault(alike[0], (args, kwargs))
+
+        return hook
+
+    run_quietly(model, example_of(model, example_input), {name: hook_for(name) for name in modules})
+    return {
+        name: ratio
+        for first, *others in groups.values()
+        for ratio in [time_ratio(modules[first], exchanges[first], *calls[first])]
+        for name in (first, *others)
+    }
+
+
+def time_ratio(module: nn.Module, kept: Exchange, args: Any, kwargs: Any) -> float:
+    theirs, ours = bare_copy(module), bare_copy(module)
+    put_in(ours, ours, kept)
+    device = next(module.parameters()).device
+    leaf = cache(lambda x: x.detach().requires_grad_(module.training and x.is_floating_point()))
+    args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))  # one tensor that is given twice stays one
+    trained = [x for x in (*module.parameters(), *tree_leaves((args, kwargs))) if getattr(x, "requires_grad", False)]
+
+    def seconds(one: nn.Module, count: int) -> float:
+        began = finished(device)
+        for _ in range(count):
+            y = first_of(one(*args, **kwargs))
+            if module.training:
+                torch.autograd.grad(y.sum(), trained, allow_unused=True)
+        return finished(device) - began
+
+    with torch.set_grad_enabled(module.training), torch.random.fork_rng(enabled=module.training):
+        last = [seconds(one, 1) for one in (theirs, ours) * 2][-1]
+        count = math.ceil(SHORTEST / max(last, 1e-6))
+        ratios = []
+        for turn in range(ROUNDS):
+            order = (theirs, ours) if turn % 2 else (ours, theirs)
+            took = {one is ours: seconds(one, count) for one in order}
+            ratios.append(took[True] / took[False])
+    return median(ratios)
+
+
+def finished(device: torch.device) -> float:
+    """The time when all that a device was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
 
 
 # --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
