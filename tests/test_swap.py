@@ -7,6 +7,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 
+import families
 import pytest
 import timm
 import torch
@@ -219,6 +220,46 @@ def test_copies_and_pickles_of_a_model_run_their_own_weights():
         assert torch.equal(model(x), y)
         assert len(va.swap_back_(other)) == 4
         assert not torch.equal(other(x), y)
+
+
+def test_averages_of_weights_are_those_of_a_model_that_is_not_exchanged():
+    results = []
+    for exchanged in (True, False):
+        model = made("vit").train()
+        if exchanged:
+            va.swap_(model)
+        averages = [
+            timm.utils.ModelEmaV3(model, decay=0.5),
+            torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)),
+        ]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            averages[0].update(model)
+            averages[1].update_parameters(model)
+        with calls_counted(averages[1]) as calls, torch.no_grad():
+            results.append([*(average.module.eval()(x) for average in averages), model.eval()(x)])
+        assert len(calls) == 2 * exchanged
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert not torch.allclose(results[0][0], results[0][2])
+
+
+def test_ddp_reduces_the_gradients_of_an_exchanged_model():
+    model, twin = made("vit"), made("vit")
+    va.swap_(model)
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:  # two processes are in test_capabilities.py
+        for each in (model, twin):
+            nn.parallel.DistributedDataParallel(each)(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
 
 
 def test_the_model_follows_its_mode_type_and_hooks():
@@ -446,6 +487,35 @@ def test_a_wrong_mapping_is_caught(monkeypatch, name):
     report = va.swap_(model)
     assert not report.swapped
     assert all("does not compute what it does" in one.reason for one in report.left)
+
+
+# --- the table of families ---
+
+
+@pytest.mark.parametrize("family", ["vit", "edgenext"])  # exchanged, and left
+def test_a_row_of_the_table_is_what_is_measured(family):
+    text = families.TABLE.read_text()
+    if f"timm {timm.__version__}" not in text:
+        pytest.skip("the table is of another version of timm")
+    entry = next(one for one in families.ENTRIES if one.family == family)
+    row = families.measure(entry, dtypes=("float32",))
+    assert row.agrees
+    (line,) = (line for line in text.splitlines() if f"| `{entry.model}` |" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert [cells[i] for i in (0, 1, 2, 3, 4, -1)] == [row.cells()[i] for i in (0, 1, 2, 3, 4, -1)]
+
+
+def test_every_family_of_the_table_agrees():
+    lines = [line for line in families.TABLE.read_text().splitlines() if line.startswith("| ")]
+    assert [line.split("|")[3].strip(" `") for line in lines[2:]] == [entry.model for entry in families.ENTRIES]
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        count, single, double = cells[4:7]
+        assert count.startswith("0 of") == (not single)
+        for found, limit in ((single, 1e-5), (double, 1e-10)):
+            assert all(float(number) <= limit for number in found.split(", ") if number)
+        swapped, known = count.split(" of ")
+        assert swapped == known or cells[-1]
 
 
 # --- calls that the module serves itself ------------------------------------------------------------------------------
