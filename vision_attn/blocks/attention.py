@@ -21,6 +21,7 @@ from vision_attn.attend import (
     upcast,
     with_causal_mask,
 )
+from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
@@ -58,7 +59,7 @@ class Attention(Specified):
         scale: float | None = None,
         qkv_bias: bool = True,
         proj_bias: bool = True,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         kv_stride: int = 1,
         causal: bool = False,
         output_gate: bool = False,
@@ -71,7 +72,9 @@ class Attention(Specified):
         check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
-        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, causal=causal, output_gate=output_gate)
+        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
+        if qk_norm != "cosine" and not isinstance(qk_norm, bool):
+            raise ValueError(f"qk_norm must be False, True (layer norm) or 'cosine'; got {qk_norm!r}")
         check_probability("attn_drop", attn_drop)
         check_probability("proj_drop", proj_drop)
         if scale is not None:
@@ -109,7 +112,6 @@ class Attention(Specified):
         self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
         if kv_stride > 1 and not self.partitioner.is_global:
             raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
-        self.scale = d**-0.5 if scale is None else scale
         self.kv_stride = kv_stride
         self.causal = causal
 
@@ -123,8 +125,8 @@ class Attention(Specified):
             self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
         self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
-        self.q_norm = nn.LayerNorm(d, **factory) if qk_norm else None
-        self.k_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
+        self.scale = self.usual_scale if scale is None else scale
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position = None
         if position is not None:
@@ -308,6 +310,11 @@ class Attention(Specified):
         source = x if context is None else context
         return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
 
+    @property
+    def usual_scale(self) -> float:
+        """The factor on the logits that follows from the other arguments."""
+        return 1.0 if isinstance(self.q_norm, UnitLength) else self.key_dim**-0.5
+
     def unusual(self) -> dict[str, object]:
         """The arguments that are not what follows from the others."""
         width = self.channels // self.num_heads
@@ -318,7 +325,7 @@ class Attention(Specified):
             "out_channels": self.channels,
             "context_channels": None,
             "groups": 1,
-            "scale": self.key_dim**-0.5,
+            "scale": self.usual_scale,
             "kv_stride": 1,
             "causal": False,
             "attn_drop": 0.0,
@@ -386,10 +393,12 @@ class Attention2d(Attention):
             ``q`` and ``kv`` in the place of ``qkv``.
         groups: groups of the projections, as of a grouped convolution: a channel of queries, keys, values or output is
             of one group's channels only, and ``qkv.weight`` is ``(3c, c / groups, 1, 1)``.
-        scale: factor on the logits; ``key_dim ** -0.5`` when None.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None, and 1 with ``qk_norm="cosine"``.
         qkv_bias: whether queries, keys and values have a bias.
         proj_bias: whether the output projection has a bias.
-        qk_norm: whether queries and keys are normalised over their width (``q_norm``, ``k_norm``, of layer norm).
+        qk_norm: whether queries and keys are normalised over their width by layer norm (``q_norm``, ``k_norm``);
+            ``"cosine"`` divides them by their length instead, and gives each head a factor on its logits that is
+            learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2.
         kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
         causal: whether a position attends to no position that follows it, row by row, in any pattern.
         output_gate: whether ``y`` is multiplied by ``sigmoid(gate(x))``, a 1×1 convolution, before it is projected.

@@ -13,7 +13,12 @@ from vision_attn.convert.timm_layers import (
     from_timm_multi_query_attention2d,
 )
 from vision_attn.convert.torch_layers import from_linear_projections, from_torch_encoder_layer, from_torch_mha
-from vision_attn.convert.windows import from_timm_maxxvit_attention, from_torchvision_maxvit, from_torchvision_swin
+from vision_attn.convert.windows import (
+    from_timm_maxxvit_attention,
+    from_timm_swin,
+    from_torchvision_maxvit,
+    from_torchvision_swin,
+)
 from vision_attn.errors import ConversionError
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "from_timm_bottleneck_attn",
     "from_timm_maxxvit_attention",
     "from_timm_multi_query_attention2d",
+    "from_timm_swin",
     "from_torch_encoder_layer",
     "from_torch_mha",
     "from_torchvision_maxvit",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.blocks import Attention
+from vision_attn.convert.refused import REFUSED
 from vision_attn.errors import ConversionError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "check_source",
     "drop_of",
     "from_tokens",
+    "is_a",
     "proven",
     "random_like",
     "random_twin",
@@ -47,8 +49,14 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 def check_kind(name: str, value: object, *paths: str) -> None:
     """Refuse what is none of these classes, going by their paths, so that no library is imported to be asked."""
-    if {path_of(kind) for kind in type(value).__mro__}.isdisjoint(paths):
-        raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path_of(type(value))}{unwrap(name, value)}")
+    if not is_a(value, *paths):
+        path = path_of(type(value))
+        why = unwrap(name, value) or (f": {REFUSED[path]}" if path in REFUSED else "")
+        raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path}{why}")
+
+
+def is_a(value: object, *paths: str) -> bool:
+    return not {path_of(kind) for kind in type(value).__mro__}.isdisjoint(paths)
 
 
 def check_source(module: nn.Module, *projections: str) -> None:
