@@ -90,7 +90,7 @@ ENTRIES = (
     Entry("timm", "maxvit", "maxvit_pico_rw_256", ((128, 192),), {"img_size": (128, 192)}),
     Entry("timm", "maxxvit", "maxxvit_rmlp_nano_rw_256", ((128, 128),), {"img_size": 128}),
     Entry("timm", "botnet", "botnet26t_256", ((128, 128),), {"img_size": 128}),
-    Entry("timm", "halonet", "halonet_h1", ((128, 128), (192, 128))),
+    Entry("timm", "halonet", "halonet_h1", ((256, 256),)),
     Entry("timm", "mobilenetv4_hybrid", "mobilenetv4_hybrid_medium_075", BOTH),
     Entry("timm", "vit", "vit_tiny_patch16_224", TOKENS, {"dynamic_img_size": True, "img_size": 64}),
     Entry("timm", "vit_srelpos", "vit_srelpos_small_patch16_224", TOKENS[:1], {"img_size": 64}),

@@ -361,6 +361,25 @@ def test_maps_of_windows_and_grids_that_the_network_cuts():
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
+def test_maps_of_shifted_windows_that_the_network_cuts():
+    model = timm.models.SwinTransformer((32, 64), 4, 3, 5, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4)
+    model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    assert len(va.swap_(model)) == 2
+    seen = []
+    for block in model.layers[0].blocks:
+        block.norm1.register_forward_hook(lambda module, args, y: seen.append(y))
+        block.drop_path1.register_forward_hook(lambda module, args, y: seen.append(args[0]))
+    with va.capture(model) as maps, torch.no_grad():
+        model(torch.randn(2, 3, 32, 64, dtype=torch.float64))
+        for block, y, expected, found in zip(model.layers[0].blocks, seen[::2], seen[1::2], maps.values(), strict=True):
+            v = block.attn.qkv(y).unflatten(3, (3, 2, -1))[..., 2, :, :].flatten(1, 2).transpose(1, 2)
+            got = block.attn.proj((found.weights.flatten(3) @ v).transpose(1, 2).flatten(2))
+            torch.testing.assert_close(got.view_as(expected), expected)
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("vit", 1), ("deit", 2), ("torchvision vit", 1)])
 def test_maps_of_tokens(name, prefix):
     model = made(name)

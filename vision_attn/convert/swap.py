@@ -98,7 +98,7 @@ class Exchange:
         """Where each weight goes: the attributes of a part of the block, and its name there."""
         return {
             key: (vars(self.block.get_submodule(path)), name)
-            for key, _ in self.block.named_parameters()
+            for key, _ in (*self.block.named_parameters(), *self.block.named_buffers())
             for path, _, name in [key.rpartition(".")]
         }
 

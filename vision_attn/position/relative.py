@@ -81,9 +81,11 @@ class TableTerm(PositionTerm):
         sides = table.shape[:-1]
         if torch.compiler.is_compiling():
             rows = table_rows(part, sides)
-        elif (rows := part.kept.get(sides)) is None:
-            with torch.inference_mode(False):  # so that it serves training too
-                rows = part.kept[sides] = table_rows(part, sides)
+        else:
+            if sides not in part.kept:
+                with torch.inference_mode(False):  # so that it serves training too
+                    part.kept[sides] = table_rows(part, sides)
+            rows = part.kept[sides]
         # Along the rows of the transposed table memory is read and written in order, and nothing is transposed after.
         bias = table.flatten(0, -2).t().contiguous().index_select(1, rows.flatten())
         return q, k, scale, bias.view(1, -1, *rows.shape).transpose(1, 2).contiguous()
