@@ -17,7 +17,7 @@ from vision_attn.benchmark.contestants import CASES, Case, Contestant, contestan
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
 from vision_attn.benchmark.plan import COMPARISONS, Plan
 from vision_attn.benchmark.run import BEST, ResultTable, as_text, chart, written
-from vision_attn.convert import swap as exchange
+from vision_attn.convert import timing
 from vision_attn.errors import BenchmarkError
 
 CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ def test_bad_usage_exits_with_2(capsys, arguments, message):
 
 
 def test_a_network_before_and_after_the_exchange(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(exchange, "time_ratio", lambda *arguments: 0.5)
+    monkeypatch.setattr(timing, "time_ratio", lambda *arguments: 0.5)
     monkeypatch.setattr(contestants, "network_of", lambda name: NETWORKS[name]())
     file = tmp_path / "all.json"
     chosen = "--swap", "tokens", "--shapes", "1,3,8,8", "2,3,8,16", "--device", "cpu", "--rounds", 2
@@ -252,7 +252,7 @@ def test_a_network_before_and_after_the_exchange(capsys, monkeypatch, tmp_path):
     code, _, err = bench(capsys, "--swap", "tokens", "--shapes", "1,4,8,8", "--device", "cpu")
     assert code == 2
     assert "the model does not run on an example of shape (1, 4, 8, 8)" in err
-    monkeypatch.setattr(exchange, "time_ratio", lambda *arguments: 1.5)
+    monkeypatch.setattr(timing, "time_ratio", lambda *arguments: 1.5)
     (case,) = contestants.swap(make_map((1, 3, 8, 8), "nchw", CPU, torch.float32), ["tokens"])
     assert tuple(case.contestants) == COMPARISONS["swap"].contestants
     assert case.title == "tokens, 0 of 1 modules exchanged"

@@ -22,7 +22,7 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
 from vision_attn.blocks import EXCHANGED
-from vision_attn.convert import swap
+from vision_attn.convert import swap, timing
 
 # --- small models of every family -------------------------------------------------------------------------------------
 
@@ -427,7 +427,7 @@ def test_a_dry_run_says_it_all_and_changes_nothing():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_what_would_be_slower_is_left_where_time_is_measured(monkeypatch, training):
-    monkeypatch.setattr(swap, "SHORTEST", 1e-6)
+    monkeypatch.setattr(timing, "SHORTEST", 1e-6)
     forward = TimmAttention.forward
     monkeypatch.setattr(TimmAttention, "forward", lambda self, *args: time.sleep(0.01) or forward(self, *args))
     model = nn.Sequential(*(TimmAttention(8, heads, proj_drop=0.1) for heads in (2, 4, 4))).train(training)
@@ -438,7 +438,7 @@ def test_what_would_be_slower_is_left_where_time_is_measured(monkeypatch, traini
     assert times[0] != times[1] == times[2]  # which is of the same kind
     assert str(report).splitlines()[1].split()[-2:] == ["difference", "time"]
     assert "not measured" not in str(report)
-    monkeypatch.setattr(swap, "time_ratio", lambda module, *rest: 1.06 if module is model[0] else 1.04)
+    monkeypatch.setattr(timing, "time_ratio", lambda module, *rest: 1.06 if module is model[0] else 1.04)
     assert len(va.swap_(model, example_input=(x,), slower=True, dry_run=True)) == 3
     report = va.swap_(model, example_input=(x,))
     assert [one.path for one in report.swapped] == ["1", "2"]
@@ -529,7 +529,8 @@ def test_every_family_of_the_table_agrees():
         count, single, double = cells[4:7]
         assert count.startswith("0 of") == (not single)
         for found, limit in ((single, 1e-5), (double, 1e-10)):
-            assert all(float(number) <= limit for number in found.split(", ") if number)
+            numbers, _, rounding = found.partition("; its own rounding ")
+            assert all(float(number) <= max(limit, float(rounding or 0)) for number in numbers.split(", ") if number)
         swapped, known = count.split(" of ")
         assert swapped == known or cells[-1]
 
