@@ -118,11 +118,11 @@ def swap_(
 ) -> SwapReport:
     """Let blocks of ours do the attention that is in a model, in place, with the weights that it has.
 
-    Known are ``nn.MultiheadAttention``, timm's ``Attention`` (ViT, DeiT), ``Attention2d`` and
-    ``MultiQueryAttention2d`` (MobileNetV4), ``BottleneckAttn``, and the attention of its CoAtNet and MaxViT, and
-    torchvision's of Swin, first version, and MaxViT. The model computes what it did. Its modules, parameters and keys
-    stay: checkpoints load as before, and an optimizer that was made before trains it. :func:`vision_attn.set_impl`
-    chooses the implementation, and :func:`vision_attn.capture` gives the attention maps of what attends on whole maps.
+    Known is the attention of networks of timm, torchvision, diffusers and others that :mod:`vision_attn.convert` is
+    for; the report names the rest, and why. The model computes what it did. Its modules, parameters and keys stay:
+    checkpoints load as before, and an optimizer that was made before trains it. :func:`vision_attn.set_impl` chooses
+    the implementation. :func:`vision_attn.capture` gives the attention maps, of windows that the network cuts and of
+    the tokens of a ViT, too.
 
     A module is proven before it is exchanged, on random weights. One that a block cannot stand for is left as it is,
     and the report says why. A call that a block cannot serve is served by the module itself; so are all calls while a
