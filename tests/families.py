@@ -123,7 +123,14 @@ ENTRIES = (
     }),
 )  # fmt: skip
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TIMES = ("time, forward", "time, gradients", "memory, forward", "memory, gradients")
+
+
+def limit(dtype: str, rounding: float = 0.0) -> float:
+    """The difference that is allowed; more where a model is so ill-conditioned that its own rounding is larger."""
+    digits = torch.finfo(DTYPES[dtype]).eps / torch.finfo(torch.float32).eps
+    return max({"float32": 1e-5, "float64": 1e-10}[dtype], 10 * rounding * digits)
 
 
 @dataclass
@@ -143,7 +150,7 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        limits = {"float32": max(1e-5, self.rounding), "float64": 1e-10}
+        limits = {name: limit(name, self.rounding) for name in DTYPES}
         return (
             self.served
             and self.restored
@@ -162,9 +169,6 @@ class Row:
         single, double = difference
         why = "; ".join(reasons)
         return [self.entry.library, self.entry.family, name, sizes, count, single + own, double, *self.times, why]
-
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def without_drops(model: nn.Module) -> nn.Module:
