@@ -159,16 +159,16 @@ class Row:
 
     def cells(self) -> list[str]:
         sizes = ", ".join(f"{height}×{width}" for height, width in self.entry.sizes)
-        difference = ("{:.0e}, {:.0e}".format(*self.differences.get(n, ())) if self.differences else "" for n in DTYPES)
+        difference = (", ".join(f"{worst:.0e}" for worst in self.differences.get(name, ())) for name in DTYPES)
         own = f"; its own rounding {self.rounding:.0e}" if self.rounding else ""
         reasons = dict.fromkeys(
             re.sub(r"got a tensor of shape \S.*?;", "got a tensor;", x.reason) for x in self.report.left
         )
         count = f"{len(self.report.swapped)} of {len(self.report.modules)}"
-        name = f"`{self.entry.model}`"
+        model = f"`{self.entry.model}`"
         single, double = difference
         why = "; ".join(reasons)
-        return [self.entry.library, self.entry.family, name, sizes, count, single + own, double, *self.times, why]
+        return [self.entry.library, self.entry.family, model, sizes, count, single + own, double, *self.times, why]
 
 
 def without_drops(model: nn.Module) -> nn.Module:
