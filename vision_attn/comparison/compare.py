@@ -98,6 +98,7 @@ def compare(
             found = summary(outcomes, pairs, command, runs[-1])
             write(found, arms, Path(output))
 
+    Path(output).mkdir(parents=True, exist_ok=True)
     try:
         carry_out(runs, jobs, done)
     except Interrupted as stop:
