@@ -366,7 +366,7 @@ def test_a_comparison_killed_at_random_moments_gives_the_same_table(image_folder
         until = time.monotonic() + 120
         while process.poll() is None and killed < 2 and time.monotonic() < until:
             if len(list((tmp_path / "parts").glob("*/last.pth"))) > 0 or saved:
-                time.sleep(random.uniform(0, 2))
+                time.sleep(random.uniform(0, 1))
                 process.send_signal(signal.SIGKILL)
                 killed += 1
                 break

@@ -35,7 +35,7 @@ class ConvBlock2d(GatedResidual):
     >>> from vision_attn.blocks import AttentionBlock2d
     >>> count = lambda block: sum(p.numel() for p in block.parameters())
     >>> count(ConvBlock2d(64)), count(ConvBlock2d(64, kernel_size=13)), count(AttentionBlock2d(64))
-    (16797, 16891, 16832)
+    (16797, 16701, 16832)
     """
 
     def __init__(

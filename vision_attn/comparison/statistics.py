@@ -57,7 +57,7 @@ def compare_scores(scores: Scores, pairs: str = "last") -> list[Difference]:
 
     >>> found, = compare_scores({"plain": [43.1, 44.6, 42.8], "attention": [46.0, 45.4, 45.2]})
     >>> print(f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), p = {found.p:.3f}: {found.verdict}")
-    2.03 (0.35 to 3.72), p = 0.029: above
+    2.03 (0.35 to 3.72), p = 0.028: above
     """
     *others, last = scores
     chosen = [(last, other) for other in others] if pairs == "last" else [two[::-1] for two in combinations(scores, 2)]
