@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
+from scipy import optimize, stats
 
 __all__ = ["Difference", "Scores", "compare_scores", "detectable", "pooled_spread"]
 
@@ -76,8 +77,6 @@ def pooled_spread(scores: Scores) -> tuple[float, int]:
 def difference(
     arms: tuple[str, str], one: np.ndarray, other: np.ndarray, spread: float, freedom: int, comparisons: int
 ) -> Difference:
-    from scipy import stats
-
     mean, level = float(one.mean() - other.mean()), 1 - ALPHA / comparisons
     error = spread * (1 / len(one) + 1 / len(other)) ** 0.5
     if not freedom:
@@ -116,8 +115,6 @@ def detectable(spread: float, seeds: int, arms: int = 2, comparisons: int = 1) -
     >>> round(detectable(0.69, seeds=3), 1), round(detectable(0.25, seeds=10), 2)
     (2.1, 0.33)
     """
-    from scipy import optimize, stats
-
     freedom = arms * (seeds - 1)
     beyond = float(stats.t.ppf(1 - ALPHA / (2 * comparisons), freedom))
     errors = optimize.brentq(lambda shift: stats.nct.sf(beyond, freedom, shift) - POWER, 0, 3 * beyond + 10)

@@ -400,7 +400,7 @@ def checked_part(name: str, kind: type, value: Any) -> Any:
         what = f"a {'whole ' if kind is int else ''}number from {least:,} to {largest:,}"
     elif allowed:
         fits = fits and value in allowed
-        what = f"one of {', '.join(allowed)}"
+        what = f"one of {', '.join(allowed)}{', or yours after add_block' if name == 'block' else ''}"
     if not fits:
         raise ValueError(f"{name} must be {what}; got {reprlib.repr(value)}")
     return kind(value)
