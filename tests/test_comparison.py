@@ -310,9 +310,9 @@ class Process:
 
     def start(self):
         settings = self.given[0]
-        settings.folder.mkdir(parents=True)
+        settings.folder.mkdir(parents=True, exist_ok=True)
         (settings.folder / "log.txt").write_text("Traceback …\nDataError: no images\n")
-        if settings.folder.name != self.fails:
+        if settings.folder.name not in self.fails:
             outcome = runs.asdict(runs.Outcome(50.0, 1.0, 10, 20, 1.0, 1.0, None))
             content = {"settings": settings.as_dict(), "outcome": outcome}
             (settings.folder / "outcome.json").write_text(json.dumps(content))
@@ -325,11 +325,11 @@ class Process:
 
 
 def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
-    made = []
+    made, fails = [], ["b-1"]
 
     class Context:
         def Process(self, target, args):  # noqa: N802
-            made.append(Process(args, fails="b-1"))
+            made.append(Process(args, fails))
             return made[-1]
 
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: Context())
@@ -342,7 +342,11 @@ def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
     assert {one.given[1] for one in made} == {8 // 3}
     assert [one.given[2] for one in made[:3]] == ["3", "5", "3"]  # of three on two, two share one
     assert all(one.ended for one in made)
-    assert list(scores(tmp_path)) == ["a", "b"]  # of the seed that was complete
+    assert scores(tmp_path) == {"a": {"0": 50.0}, "b": {"0": 50.0}}  # of the seed that was complete
+    fails.clear()
+    compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
+    assert made[-1].given[1:] == (8 // 3, "3")  # what is left alone has the threads that it would have had
+    assert made[-1].given[0].folder.name == "b-1"
 
 
 @pytest.mark.slow

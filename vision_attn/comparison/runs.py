@@ -61,7 +61,8 @@ def carry_out(runs: Sequence[Settings], jobs: int | None, done: Callable[[Settin
         if outcome is not None:
             done(settings, outcome)
     gpus = torch.cuda.device_count() if runs[0].device != "cpu" else 0
-    jobs = min(jobs or gpus or min(cores(), MOST_JOBS), max(1, len(todo)))
+    # Not by what is left to do: the last bits of a result depend on the threads that a run has.
+    jobs = min(jobs or gpus or min(cores(), MOST_JOBS), len(runs))
     if jobs > 1:
         side_by_side(todo, jobs, gpus, done)
     else:
