@@ -59,7 +59,7 @@ from vision_attn.insertion import (
     timm_layer,
 )
 from vision_attn.inspection import Inspection, inspect_model
-from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
+from vision_attn.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 from vision_attn.version import __version__ as __version__
 
@@ -84,6 +84,7 @@ __all__ = [
     "Contribution",
     "ConvBlock2d",
     "Grid",
+    "Halo",
     "InsertionReport",
     "Inspection",
     "LinearAttention2d",

@@ -25,7 +25,7 @@ from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
-from vision_attn.patterns import AnyPattern, Partition, partition_of, resolve_pattern
+from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
 from vision_attn.position import AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
@@ -105,6 +105,12 @@ class Attention(Specified):
             raise ValueError(
                 "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
                 "no order with them"
+            )
+
+        if causal and isinstance(pattern, Neighborhood):
+            raise ValueError(
+                "causal must be False with a Neighborhood, which is causal along axes of its own: give "
+                "Neighborhood(causal=True), or one for each axis"
             )
 
         self.impl = impl
@@ -381,7 +387,7 @@ class Attention2d(Attention):
             ``"sdpa"`` is the fastest and, where torch has a fused kernel, needs memory for the tokens only; most others
             hold every attention weight. On the CPU torch has none with dropout or gradients of a bias.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
-            :class:`Grid`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
+            :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
             :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
         key_dim: width of queries and keys in a head; ``channels / num_heads`` when None.
@@ -400,7 +406,8 @@ class Attention2d(Attention):
             ``"cosine"`` divides them by their length instead, and gives each head a factor on its logits that is
             learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2.
         kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
-        causal: whether a position attends to no position that follows it, row by row, in any pattern.
+        causal: whether a position attends to no position that follows it, row by row, in any pattern but a
+            :class:`Neighborhood`, which has its own.
         output_gate: whether ``y`` is multiplied by ``sigmoid(gate(x))``, a 1×1 convolution, before it is projected.
         attn_drop: probability of dropping an attention weight, in training.
         proj_drop: probability of dropping an element of the output, in training.

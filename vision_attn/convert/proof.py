@@ -203,7 +203,11 @@ def shapes_for(block: nn.Module) -> list[tuple[int, ...]]:
     The size is two by three windows, if it attends in windows, or what its tables are for.
     """
     attention = next(part for part in block.modules() if isinstance(part, Attention))
-    window, specification = attention.partitioner.window_shape, getattr(attention.position, "specification", None)
+    specification = getattr(attention.position, "specification", None)
+    line = getattr(attention.partitioner, "line", None)  # which says what the sides of the map are multiples of
+    window = attention.partitioner.window_shape
+    if line is not None and None not in window:
+        window = line.multiples
     size = getattr(specification, "feat_size", None) or SIZES[attention.rank]
     if None not in window:
         size = tuple(side * count for side, count in zip(window, (2, 3), strict=True) if side is not None)
