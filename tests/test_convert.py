@@ -33,6 +33,7 @@ from torch.nn.utils import parametrizations
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 import vision_attn as va
+from test_families import CONVERTED
 from vision_attn import convert
 from vision_attn.convert import ConversionError
 from vision_attn.convert.windows import PaddedAttention2d
@@ -100,7 +101,8 @@ def multihead(layer, x, context=None):
     query, key = tokens(x), tokens(x if context is None else context)
     if not layer.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    y, _ = layer(query, key, key)
+    key, value = key.split([layer.kdim, layer.vdim], dim=-1) if layer.kdim != layer.vdim else (key, key)
+    y, _ = layer(query, key, value)
     y = y if layer.batch_first else y.transpose(0, 1)
     return y.transpose(1, 2).unflatten(2, x.shape[2:])
 
@@ -193,6 +195,15 @@ add("from_torch_mha", mha, multihead, shapes=[(8, 2, 3, 4)], rank=3)
 add("from_torch_mha", mha, multihead, other, shapes=[(8, 7), (6, 14)], rank=1)
 add("from_torch_mha", mha, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)])
 add("from_torch_mha", mha, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3)
+add(
+    "from_torch_mha",
+    mha,
+    multihead,
+    {"kdim": 5},
+    {"kdim": 8, "vdim": 5, "bias": False},
+    shapes=[(8, 3), (13, 4)],
+    rank=1,
+)
 
 torch_encoder = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
 for activation in ("relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu):
@@ -271,6 +282,7 @@ def test_a_block_computes_what_its_source_does(name, make, variant, part, run, s
 
 def test_every_converter_is_in_one_of_the_tables():
     others = {"ConversionError", "from_keras_gqa", "from_keras_mha", "from_linear_projections"}
+    others |= {name for name, *_ in CONVERTED.values()} - {"from_timm_multi_query_attention2d"}
     assert set(convert.__all__) == {name for name, *_ in PARITY} | others == set(SOURCES) | others
 
 
@@ -716,7 +728,6 @@ REFUSED = {
     "from_torch_mha": [
         ("bias_k", lambda: mha(add_bias_kv=True)),
         ("add_zero_attn", lambda: mha(add_zero_attn=True)),
-        ("vdim", lambda: mha(kdim=5)),
     ],
     "from_torch_encoder_layer": [
         ("activation", lambda: encoder_layer(activation=F.silu)),

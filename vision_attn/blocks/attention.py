@@ -26,7 +26,7 @@ from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, li
 from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
-from vision_attn.position import AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
+from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
 
@@ -138,8 +138,8 @@ class Attention(Specified):
         if position is not None:
             if isinstance(position, type) or not hasattr(position, "build"):
                 raise ValueError(
-                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), ConditionalPos() or "
-                    f"SinCos(); got {position!r}"
+                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
+                    f"ConditionalPos() or SinCos(); got {position!r}"
                 )
             self.position = position.build(BlockShape(channels, n, d, self.partitioner), **factory)
             if self.position.is_relative and (kv_stride > 1 or context_channels is not None):
@@ -348,7 +348,7 @@ class Attention(Specified):
         if self.position is not None:
             position: Any = self.position.specification
             # The size of a table is in its shape, and a table of another size is resampled.
-            table = isinstance(position, RelPosDecomposed | RelPosTable)
+            table = isinstance(position, AbsPos | RelPosDecomposed | RelPosTable)
             told["position"] = replace(position, feat_size=None) if table else position
         return told
 
@@ -389,7 +389,8 @@ class Attention2d(Attention):
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
-            :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
+            :class:`AbsPos`, :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are
+            ``position.*``.
         key_dim: width of queries and keys in a head; ``channels / num_heads`` when None.
         value_dim: width of values in a head; ``channels / num_heads`` when None.
         num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row: grouped attention;

@@ -6,6 +6,14 @@ block does not do, and proves itself on random weights before it returns.
 """
 
 from vision_attn.convert.keras_layers import from_keras_gqa, from_keras_mha
+from vision_attn.convert.map_layers import from_lucidrains_attention, from_natten, from_timm_halo_attn
+from vision_attn.convert.residual import (
+    from_diffusers_attention,
+    from_guided_diffusion_attention,
+    from_latent_diffusion_attention,
+    from_sagan_attention,
+    from_timm_non_local_attn,
+)
 from vision_attn.convert.timm_layers import (
     from_timm_attention,
     from_timm_attention2d,
@@ -23,14 +31,22 @@ from vision_attn.errors import ConversionError
 
 __all__ = [
     "ConversionError",
+    "from_diffusers_attention",
+    "from_guided_diffusion_attention",
     "from_keras_gqa",
     "from_keras_mha",
+    "from_latent_diffusion_attention",
     "from_linear_projections",
+    "from_lucidrains_attention",
+    "from_natten",
+    "from_sagan_attention",
     "from_timm_attention",
     "from_timm_attention2d",
     "from_timm_bottleneck_attn",
+    "from_timm_halo_attn",
     "from_timm_maxxvit_attention",
     "from_timm_multi_query_attention2d",
+    "from_timm_non_local_attn",
     "from_timm_swin",
     "from_torch_encoder_layer",
     "from_torch_mha",

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vision_attn.blocks import Attention
 from vision_attn.convert.family import OWN, Family, lent_maps, lent_tokens, random_map, refusal
+from vision_attn.convert.map_layers import MAPS, without_projection
 from vision_attn.convert.proof import check_source, path_of, to_tokens
 from vision_attn.convert.refused import REFUSED
+from vision_attn.convert.residual import RESIDUAL
 from vision_attn.convert.timm_layers import (
     attention2d,
     bottleneck,
@@ -92,26 +94,22 @@ def forward_multihead(
     is_causal: bool = False,
 ) -> Any:
     masked = is_causal or key_padding_mask is not None or attn_mask is not None
-    if masked or need_weights or key is not value or query.dim() != 3 or query.is_nested:
+    apart = module.vdim != module.kdim
+    if masked or need_weights or (key is not value and not apart) or query.dim() != 3 or query.is_nested:
         return OWN
-    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, key))
-    y = attend(x, None, None if key is query else context)
+    source = torch.cat([key, value], dim=2) if apart else key
+    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, source))
+    y = attend(x, None, None if source is query else context)
     return y.transpose(1, 2) if module.batch_first else y.permute(2, 0, 1), None
 
 
 def example_multihead(module: Any) -> tuple[Any, ...]:
-    query, key = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim)
+    query, key, value = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim), random_map(2, 4, module.vdim)
     if not module.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-    if module.kdim == module.embed_dim:
-        key = query
-    return query, key, key, None, False
-
-
-def block_bottleneck(module: Any) -> Attention:
-    block = bottleneck(module)
-    block.proj = nn.Identity()  # type: ignore[assignment]  # it has none, and the identity need not be multiplied with
-    return block
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if module.kdim == module.vdim:
+        key = value = query if module.kdim == module.embed_dim else key
+    return query, key, value, None, False
 
 
 def forward_bottleneck(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
@@ -188,7 +186,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "timm.layers.bottleneck_attn.BottleneckAttn": Family(
         lambda module: check_source(module, "qkv"),
-        block_bottleneck,
+        lambda module: without_projection(bottleneck(module)),
         lambda module: parameters_of(*bottleneck_weights(module)),
         forward_bottleneck,
         lambda module: (random_map(2, module.qkv.in_channels, module.pos_embed.height, module.pos_embed.width),),
@@ -257,8 +255,16 @@ FAMILIES |= {
             VIT, forward=lent_tokens(swin_mask), example=example_swin_windows, settings=("num_heads", "window_size")
         ),
     ),
+    **RESIDUAL,
+    **MAPS,
     **{path: refusal(reason) for path, reason in REFUSED.items()},
 }
+FAMILIES["timm.layers.attention2d.MultiQueryAttentionV2"] = replace(
+    FAMILIES["timm.layers.attention2d.MultiQueryAttention2d"],
+    forward=lambda module, attend, x, m=None: attend(x, None, m),
+    example=lambda module: (random_map(2, len(module.key_proj), 3, 4),),
+    own="",
+)
 FAMILIES["timm.models.vision_transformer.Attention"] = FAMILIES["timm.layers.attention.Attention"]  # in older ones
 FAMILIES["torchvision.models.swin_transformer.ShiftedWindowAttentionV2"] = FAMILIES[
     "torchvision.models.swin_transformer.ShiftedWindowAttention"

@@ -27,6 +27,7 @@ __all__ = [
     "check_equal",
     "check_kind",
     "check_outputs",
+    "check_parts",
     "check_pointwise",
     "check_source",
     "drop_of",
@@ -36,6 +37,7 @@ __all__ = [
     "random_like",
     "random_twin",
     "run_tokens",
+    "shapes_for",
     "to_tokens",
 ]
 
@@ -53,6 +55,13 @@ def check_kind(name: str, value: object, *paths: str) -> None:
         path = path_of(type(value))
         why = unwrap(name, value) or (f": {REFUSED[path]}" if path in REFUSED else "")
         raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path}{why}")
+
+
+def check_parts(value: object, what: str, *names: str) -> None:
+    """Refuse what has not the parts of a layer that is known by them, since its class is in many repositories."""
+    lacking = [name for name in names if not isinstance(getattr(value, name, None), nn.Module | Tensor)]
+    if not isinstance(value, nn.Module) or lacking:
+        raise ValueError(f"module must be {what}, with {', '.join(names)}; got {path_of(type(value))}")
 
 
 def is_a(value: object, *paths: str) -> bool:
@@ -203,14 +212,12 @@ def shapes_for(block: nn.Module) -> list[tuple[int, ...]]:
     The size is two by three windows, if it attends in windows, or what its tables are for.
     """
     attention = next(part for part in block.modules() if isinstance(part, Attention))
-    specification = getattr(attention.position, "specification", None)
-    line = getattr(attention.partitioner, "line", None)  # which says what the sides of the map are multiples of
-    window = attention.partitioner.window_shape
-    if line is not None and None not in window:
-        window = line.multiples
+    cut, specification = attention.partitioner, getattr(attention.position, "specification", None)
     size = getattr(specification, "feat_size", None) or SIZES[attention.rank]
-    if None not in window:
-        size = tuple(side * count for side, count in zip(window, (2, 3), strict=True) if side is not None)
+    if None not in cut.window_shape:
+        window = cut.line.multiples if hasattr(cut, "line") else cut.window_shape
+        steps = getattr(cut, "dilation", (1,) * len(window))
+        size = tuple((side or 1) * by * count for side, by, count in zip(window, steps, (2, 3, 2), strict=False))
     channels = (attention.channels, attention.context_channels)
     return [(c, *size) for c in channels if c is not None]
 

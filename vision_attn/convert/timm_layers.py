@@ -203,7 +203,7 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     """The block that computes what ``timm.layers.attention2d.MultiQueryAttention2d`` does, without its strides.
 
     Args:
-        module: the layer, with strides of 1.
+        module: the layer, with strides of 1, or a ``MultiQueryAttentionV2``, which has none.
 
     Returns:
         The :class:`Attention2d` with one head of keys and values, with copies of the weights.
@@ -219,12 +219,16 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     >>> from_timm_multi_query_attention2d(MultiQueryAttention2d(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind("module", module, "timm.layers.attention2d.MultiQueryAttention2d")
+    names = ("MultiQueryAttention2d", "MultiQueryAttentionV2")
+    check_kind("module", module, *(f"timm.layers.attention2d.{name}" for name in names))
     check_multi_query(module)
     return proven(module, multi_query)
 
 
 def check_multi_query(module: Any) -> None:
+    check_source(module)
+    if hasattr(module, "query_proj"):
+        return
     remedy = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
     check_carried(
         module,
@@ -236,6 +240,9 @@ def check_multi_query(module: Any) -> None:
 
 
 def multi_query_rows(module: Any) -> dict[str, Rows]:
+    if hasattr(module, "query_proj"):  # kernels, those of queries and of the output with heads as an axis
+        kernels = (module.query_proj.flatten(0, 1), module.key_proj.T, module.value_proj.T)
+        return {"qkv": Rows(torch.cat(kernels)), "proj": Rows(module.out_proj.flatten(1))}
     q, k, v, out = (rows_of(getattr(module, name).proj) for name in ("query", "key", "value", "output"))
     return {"qkv": side_by_side(q, k, v), "proj": out}
 
@@ -250,7 +257,7 @@ def multi_query(module: Any) -> Attention:
         key_dim=module.key_dim,
         value_dim=module.value_dim,
         attn_drop=drop_of(module, "attn_drop"),
-        proj_drop=drop_of(module, "output.drop"),
+        proj_drop=drop_of(module, "proj_drop" if hasattr(module, "proj_drop") else "output.drop"),
     )
 
 

@@ -34,8 +34,9 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     """The block that does with the positions of a map what an ``nn.MultiheadAttention`` does with tokens.
 
     ``module(t, t, t)`` of the positions of ``x``, row-major, becomes ``block(x)``; with keys and values of other
-    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``. torch's bool mask says where not to look, ours where
-    to look: give ``~mask``.
+    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``; where those two differ, ``y`` holds the channels of
+    keys and then those of values, and what keys have to do with the latter is zeros, which are trained like the rest.
+    torch's bool mask says where not to look, ours where to look: give ``~mask``.
 
     Args:
         module: the layer.
@@ -77,7 +78,6 @@ def check_multihead(module: nn.MultiheadAttention) -> None:
         ("bias_k", module.bias_k is None, no_keys),
         ("bias_v", module.bias_v is None, no_keys),
         ("add_zero_attn", not module.add_zero_attn, "the block has no keys but those of its map: set it to False"),
-        ("vdim", module.vdim == module.kdim, f"the block takes keys and values from one map: kdim is {module.kdim}"),
     )
 
 
@@ -87,14 +87,20 @@ def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
         return {"qkv": Rows(module.in_proj_weight, module.in_proj_bias)}
     weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    return input_projections(*map(Rows, weights, biases))
+    q, k, v = map(Rows, weights, biases)
+    if module.vdim != module.kdim:  # channels of keys and of values beside each other, as of one map
+        bias = None if k.bias is None or v.bias is None else torch.cat([k.bias, v.bias])
+        return {"q": q, "kv": Rows(torch.block_diag(k.weight, v.weight), bias)}
+    return input_projections(q, k, v)
 
 
 def run_multihead(module: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Tensor:
     query, key = (to_tokens(y) for y in (x, x if context is None else context))
     if not module.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    y, _ = module(query, key, key, need_weights=False)
+    apart = module.vdim != module.kdim
+    key, value = key.split([module.kdim, module.vdim], dim=2) if apart else (key, key)
+    y, _ = module(query, key, value, need_weights=False)
     return from_tokens(y if module.batch_first else y.transpose(0, 1), x.shape[2:])
 
 

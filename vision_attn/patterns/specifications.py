@@ -237,8 +237,9 @@ class Neighborhood:
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         names = ("kernel_size", "dilation", "stride")
-        lengths = [for_axes(self, name, getattr(self, name), rank) for name in names]
-        return NeighborhoodPartitioner(*lengths, tuple(map(bool, for_axes(self, "causal", self.causal, rank))))
+        kernel, dilation, stride = (for_axes(self, name, getattr(self, name), rank) for name in names)
+        causal = tuple(map(bool, for_axes(self, "causal", self.causal, rank)))
+        return NeighborhoodPartitioner(kernel, dilation, stride, causal)
 
 
 AnyPattern = Pattern | Axial | Window | Grid | Halo | Neighborhood
