@@ -610,6 +610,10 @@ def augmented(**options):
         (transformer(eps=-1.0), "eps must"),
         (lambda: va.LinearAttention2d(8, 3), "num_heads must"),
         (
+            lambda: va.LinearAttention2d(8, 2, feature_map="relu"),
+            "feature_map must be one of 'softmax', 'elu', 'none'; got 'relu'",
+        ),
+        (
             lambda: va.LinearAttention2d(8, 2, impl="sdpa"),
             "impl must",
         ),

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_families import CONVERTED
 from timm.layers import Attention as TimmAttention
 from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
 from timm.layers.attention2d import Attention2d as TimmAttention2d
@@ -33,7 +34,6 @@ from torch.nn.utils import parametrizations
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 import vision_attn as va
-from test_families import CONVERTED
 from vision_attn import convert
 from vision_attn.convert import ConversionError
 from vision_attn.convert.windows import PaddedAttention2d
@@ -282,6 +282,7 @@ def test_a_block_computes_what_its_source_does(name, make, variant, part, run, s
 
 def test_every_converter_is_in_one_of_the_tables():
     others = {"ConversionError", "from_keras_gqa", "from_keras_mha", "from_linear_projections"}
+    others |= {"convert_file", "read_keras_weights", "to_diffusers_attention", "to_timm_attention", "to_torch_mha"}
     others |= {name for name, *_ in CONVERTED.values()} - {"from_timm_multi_query_attention2d"}
     assert set(convert.__all__) == {name for name, *_ in PARITY} | others == set(SOURCES) | others
 
@@ -441,6 +442,38 @@ def test_projections_keep_their_type_and_are_trained_where_they_were():
     block = convert.from_linear_projections(*layers, 2)
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
     assert {key for key, p in block.named_parameters() if not p.requires_grad} == {"proj.weight", "proj.bias"}
+
+
+class Llama(nn.Module):
+    """As of transformers: a rotation is an argument of the call."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        self.layers = nn.ModuleDict(projections(nn.Linear, 2, 2, 3, 3))
+        self.drop = nn.Dropout()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return x
+
+
+class Rotated(Llama):
+    def forward(self, x, position_embeddings):
+        return x
+
+
+def test_projections_of_a_module_that_does_more_with_them_are_refused():
+    given = Llama()
+    assert convert.from_linear_projections(**given.layers, num_heads=2, parent=given) is not None
+    for parent, part in (
+        (Llama(q_norm=nn.RMSNorm(3, elementwise_affine=False)), "q_norm"),
+        (Llama(sinks=nn.Parameter(torch.ones(2))), "sinks"),
+        (Llama(processor=object()), "processor"),
+        (Rotated(), "position_embeddings"),
+    ):
+        with pytest.raises(ValueError, match=rf"does more than its projections say: .* for its {part}; give no parent"):
+            convert.from_linear_projections(**parent.layers, num_heads=2, parent=parent)
 
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
