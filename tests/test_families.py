@@ -1,8 +1,11 @@
 """What ``swap_`` knows of each attention module: exchanged, it gives the same numbers and gradients, in float64."""
 
+import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import timm
 import timm.models as tm
 import torch
 import torch.nn.functional as F
@@ -19,12 +22,14 @@ from timm.models.eva import EvaAttention
 from timm.models.nextvit import EfficientAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import nn
-from torchvision.models.swin_transformer import ShiftedWindowAttentionV2
+from torchvision.models import SwinTransformer
+from torchvision.models.swin_transformer import PatchMergingV2, ShiftedWindowAttentionV2, SwinTransformerBlockV2
 
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.blocks import EXCHANGED
 from vision_attn.convert.families import FAMILIES
+from vision_attn.convert.proof import path_of
 from vision_attn.convert.refused import REFUSED
 from vision_attn.reference import neighborhood
 
@@ -38,7 +43,8 @@ def randn(*shape, seed=0):
 
 def randomised(module):
     """In float64 with random numbers for every parameter, in training mode, in which nothing is kept for later."""
-    module = module.double().train()
+    module = module.double()
+    module.train()
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(0.4 * randn(*parameter.shape, seed=seed))
@@ -261,6 +267,7 @@ MODULES = {
         lambda: RelPosAttention(8, 2),
         [(randn(2, N, 8),), (randn(2, N, 8), randn(1, 2, N, N, seed=2))],
     ),
+    "efficientformer": (lambda: tm.efficientformer.Attention(8, 3, 2, 1.5, resolution=(2, 3)), [(randn(2, 6, 8),)]),
     "caformer": (lambda: tm.metaformer.Attention(8, head_dim=4), [(randn(2, 5, 8),)]),
     "nextvit": (lambda: EfficientAttention(8, head_dim=4), [(randn(2, 8, 8),)]),
     "nextvit, strided": (lambda: EfficientAttention(8, head_dim=4, sr_ratio=2), [(randn(2, 8, 8),)]),
@@ -317,6 +324,51 @@ def test_an_exchanged_module_gives_the_same(name):
     assert_exchanged(make(), *calls)
 
 
+def timm_model(name, **options):
+    return timm.create_model(name, num_classes=5, **options)
+
+
+def torchvision_swin_v2():
+    blocks = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2, "stochastic_depth_prob": 0.0}
+    return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], **blocks)
+
+
+def shifted(name, window, **options):
+    small = {"img_size": 8 * window, "window_size": window, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4)}
+    return timm_model(name, **small, strict_img_size=False, **options)
+
+
+tiny = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+#: A network, its images' sizes, and how many modules are exchanged.
+NETWORKS = {
+    "swin": (lambda: shifted("swin_tiny_patch4_window7_224", 4), [(32, 32), (40, 52)], 4),
+    "swin v2": (lambda: shifted("swinv2_tiny_window8_256", 4), [(32, 32), (40, 52)], 4),
+    "torchvision swin v2": (torchvision_swin_v2, [(64, 64), (68, 40)], 4),
+    "beit": (lambda: timm_model("beit_base_patch16_224", **tiny), [(32, 32)], 2),
+    "vit_srelpos": (lambda: timm_model("vit_srelpos_small_patch16_224", **tiny), [(32, 32)], 2),
+    "visformer": (
+        lambda: timm_model("visformer_tiny", img_size=64, embed_dim=32, depth=(1, 1, 1), num_heads=2),
+        [(64, 64)],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_whole_network_gives_the_same(name):
+    """As the network calls its attention: with its masks and its words for them, on windows that it pads."""
+    make, sizes, exchanged = NETWORKS[name]
+    network = randomised(make())
+    network.eval()
+    images = [randn(2, 3, *size) for size in sizes]
+    with torch.no_grad():
+        expected = [network(x) for x in images]
+        assert len(va.swap_(network)) == exchanged
+        for x, y in zip(images, expected, strict=True):
+            assert y.std() > 1e-3
+            torch.testing.assert_close(network(x), y, rtol=1e-10, atol=1e-10)
+
+
 REFUSALS = {
     "timm.models.levit.Attention": lambda: tm.levit.Attention(8, 4, 2, resolution=3),
     "timm.models.efficientformer_v2.Attention2d": lambda: TalkingHeads(8, 4, 2, resolution=3),
@@ -344,6 +396,23 @@ def test_every_path_is_that_of_a_class():
 
 #: Of versions before the ones that are tested with.
 MISSING = ("timm.models.vision_transformer.Attention", "diffusers.models.attention.AttentionBlock")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_rows_in_a_wrong_order_are_found_out(name, monkeypatch):
+    make, _ = MODULES[name]
+    torch.manual_seed(0)
+    module = nn.Sequential(make())
+    path = next(path_of(kind) for kind in type(module[0]).__mro__ if path_of(kind) in FAMILIES)
+    family = FAMILIES[path]
+
+    def wrong(module):
+        parameters = family.weights(module)
+        return {key: x.flip(0) if key in ("qkv.weight", "kv.weight") else x for key, x in parameters.items()}
+
+    monkeypatch.setitem(FAMILIES, path, replace(family, weights=wrong))
+    (left,) = va.swap_(module).left
+    assert "does not compute what it does: outputs have a difference of" in left.reason
 
 
 # --- converted --------------------------------------------------------------------------------------------------------
@@ -389,3 +458,18 @@ def test_a_converted_layer_gives_the_same_and_is_trained_where_it_was(name):
     frozen = {key for key, p in block.named_parameters() if not p.requires_grad}
     assert frozen <= {"gate", "proj.weight", "attn.proj.weight"}
     assert not block.training
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERTED if name != "multi-query v2"])  # whose rows are kernels
+def test_a_converter_finds_out_a_wrong_order(name, monkeypatch):
+    converter, make, _ = CONVERTED[name]
+    for room in ("map_layers", "residual", "timm_layers"):
+        module = sys.modules[f"vision_attn.convert.{room}"]
+        rows_of = module.rows_of
+        monkeypatch.setattr(module, "rows_of", lambda layer, rows_of=rows_of: backwards(rows_of(layer)))
+    with pytest.raises(convert.ConversionError, match="does not compute what it does: outputs have a difference of"):
+        getattr(convert, converter)(make().eval())
+
+
+def backwards(rows):
+    return rows._replace(weight=rows.weight.flip(0), bias=None if rows.bias is None else rows.bias.flip(0))

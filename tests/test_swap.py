@@ -338,7 +338,7 @@ def test_what_cannot_be_exchanged_is_left_and_the_reason_said():
         nn.ModuleList([nn.MultiheadAttention(8, 2, add_bias_kv=True)]): "bias_k cannot be carried over",
         nn.ModuleList([Rotated(8, 2)]): "subclass of Attention with a forward of its own",
         nn.ModuleList([nn.MultiheadAttention(8, 2, device="meta")]): "cannot be copied",
-        nn.ModuleList([LocallyGroupedAttn(8, 2)]): "no converter knows timm.models.twins.LocallyGroupedAttn",
+        nn.ModuleList([LocallyGroupedAttn(8, 2, ws=2)]): "no converter knows timm.models.twins.LocallyGroupedAttn",
     }.items():
         classes = [type(module) for module in model.modules()]
         report = va.swap_(model)

@@ -27,7 +27,7 @@ from vision_attn.convert.timm_layers import (
     vit_weights,
 )
 from vision_attn.convert.torch_layers import check_multihead, multihead, multihead_rows
-from vision_attn.convert.weights import parameters_of
+from vision_attn.convert.weights import Rows, attention, heads_first, parameters_of, rows_of
 from vision_attn.convert.windows import (
     TABLES,
     TIMM_SWIN,
@@ -48,15 +48,15 @@ def vit_mask(module: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal:
     return OWN if is_causal else attn_mask
 
 
-def beit_mask(module: Any, x: Tensor, shared: Tensor | None = None) -> Any:
+def beit_mask(module: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Any:
     if module.relative_position_bias_table is None:
-        return shared
+        return shared_rel_pos_bias
     own = module._get_rel_pos_bias()
-    return own if shared is None else own + shared
+    return own if shared_rel_pos_bias is None else own + shared_rel_pos_bias
 
 
-def relative_mask(module: Any, x: Tensor, shared: Tensor | None = None) -> Any:
-    return shared if module.rel_pos is None else module.rel_pos.get_bias()
+def relative_mask(module: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
+    return shared_rel_pos if module.rel_pos is None else module.rel_pos.get_bias()
 
 
 def swin_mask(module: Any, x: Tensor, mask: Tensor | None = None) -> Any:
@@ -153,6 +153,11 @@ def example_swin(module: Any) -> tuple[Any, ...]:
     return (random_map(2, max(1, 2 * height - 1), 2 * width + 1, module.qkv.in_features),)
 
 
+def efficient_rows(module: Any) -> dict[str, Rows]:
+    widths = (module.key_dim, module.key_dim, module.val_dim)
+    return {"qkv": heads_first(rows_of(module.qkv), module.num_heads, *widths), "proj": rows_of(module.proj)}
+
+
 MASKS = "calls with a mask"
 
 #: By the path of the class, so that no library is imported to be asked.
@@ -232,6 +237,21 @@ FAMILIES |= {
         example=lambda module: (
             random_map(2, module.relative_position_index.shape[0] if module.window_size else 5, module.qkv.in_features),
         ),
+    ),
+    "timm.models.efficientformer.Attention": Family(
+        lambda module: check_source(module, "qkv", "proj"),
+        lambda module: attention(
+            1,
+            efficient_rows(module),
+            training=module.training,
+            num_heads=module.num_heads,
+            key_dim=module.key_dim,
+            value_dim=module.val_dim,
+        ),
+        lambda module: parameters_of(efficient_rows(module), rank=1),
+        lent_tokens(lambda module, x: module.attention_biases[:, module.attention_bias_idxs][None]),
+        lambda module: (random_map(2, module.attention_biases.shape[1], module.qkv.in_features),),
+        ("num_heads", "key_dim", "val_dim"),
     ),
     "timm.models.fastvit.Attention": VIT_ON_MAPS,
     "timm.models.metaformer.Attention": VIT,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,19 @@ BESIDE = ("norm.", "group_norm.", "q_norm.", "k_norm.")
 class ConvertedFile(Report):
     """What became of the layers in a file; prints as a table."""
 
-    #: keys of a layer, and those that they became
-    mapping: tuple[tuple[tuple[str, ...], str, tuple[int, ...]], ...]
+    #: keys of each layer, and those that they became, with their shapes
+    mapping: tuple[tuple[tuple[str, ...], Mapping[str, tuple[int, ...]]], ...]
     #: how many tensors are as they were
     kept: int
     #: the file, or why there is none
     written: str
 
     def parts(self) -> list[str | Table]:
-        rows = [(escaped(", ".join(old)), escaped(new), "×".join(map(str, shape))) for old, new, shape in self.mapping]
-        return [Table([("from", "to", "shape"), *rows], left=(0, 1)), f"{self.kept} others as they were", self.written]
+        rows: list[tuple[str, str]] = []
+        for old, new in self.mapping:
+            shown = [f"{escaped(key)} {'×'.join(map(str, shape))}" for key, shape in new.items()]
+            rows += zip_longest(map(escaped, old), shown, fillvalue="")
+        return [Table([("from", "to"), *rows], left=(0, 1)), f"{self.kept} others as they were", self.written]
 
 
 def convert_file(
@@ -150,6 +153,18 @@ def convert_file(
         ValueError: an argument is none of these, or no layer is found there.
         ConversionError: a layer is not of this layout, or has parts that a block has not.
         OSError, CheckpointError: the file cannot be read or written.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> torch.save(torch.nn.MultiheadAttention(8, 2).state_dict(), folder / "mha.pth")
+    >>> convert_file(folder / "mha.pth", folder / "block.safetensors", "torch-mha", num_heads=2, dry_run=True)
+    from             to
+    in_proj_bias     qkv.weight 24×8×1×1
+    in_proj_weight   qkv.bias 24
+    out_proj.bias    proj.weight 8×8×1×1
+    out_proj.weight  proj.bias 8
+    0 others as they were
+    nothing was written
     """
     output, source = Path(output), Path(source)
     check_rank(rank)
@@ -182,7 +197,7 @@ def convert_file(
         for key in used:
             del new[key]
         new.update({f"{start}{name}": tensor for name, tensor in made.items()})
-        mapping += [(tuple(sorted(used)), f"{start}{name}", tuple(x.shape)) for name, x in made.items()]
+        mapping.append((tuple(sorted(used)), {f"{start}{name}": tuple(x.shape) for name, x in made.items()}))
         told[path] = {"num_heads": str(heads), "pattern": "'full'"}
     if not dry_run:
         about = {BLOCKS: json.dumps(told)}
@@ -207,6 +222,9 @@ def read_keras_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: h5py is not installed.
         OSError: there is no such file, or it is damaged.
+
+    >>> list(read_keras_weights("net.weights.h5"))  # doctest: +SKIP
+    ['layers.dense.vars.0', 'layers.dense.vars.1']
     """
     try:
         import h5py  # type: ignore[import-untyped]

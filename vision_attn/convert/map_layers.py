@@ -138,6 +138,9 @@ def from_lucidrains_attention(module: nn.Module) -> Attention:
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/lucidrains/bottleneck-transformer-pytorch
+
+    >>> from_lucidrains_attention(stack.net[0].net[3])(torch.randn(2, 64, 14, 14)).shape  # doctest: +SKIP
+    torch.Size([2, 64, 14, 14])
     """
     check_parts(module, "the attention of lucidrains' bottleneck transformer", "to_qkv", "pos_emb")
     check_source(module, "to_qkv")
@@ -188,6 +191,9 @@ def from_natten(module: nn.Module) -> Attention:
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/SHI-Labs/NATTEN
+
+    >>> from_natten(NeighborhoodAttention2D(64, 4, 7))(torch.randn(2, 64, 14, 14)).shape  # doctest: +SKIP
+    torch.Size([2, 64, 14, 14])
     """
     check_parts(module, "a NeighborhoodAttention of natten", "qkv", "proj")
     if type(module).__name__[-2:] not in RANKS:

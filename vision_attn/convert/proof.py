@@ -168,7 +168,8 @@ def proven(source: Source, convert: Callable[[Source], Block], run: RunSource = 
 def random_twin(source: Source) -> Source:
     """A copy in float64, in evaluation mode, with random weights."""
     with explained(source, "copied, to be run in float64"):
-        twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
+        twin = copy.deepcopy(source).to("cpu", torch.float64)
+        twin.eval()  # which gives back nothing where a library's own does not
         parameters = list(twin.parameters())
         with torch.no_grad():
             for parameter, values in zip(parameters, random_like(parameters), strict=True):

@@ -76,6 +76,9 @@ def from_guided_diffusion_attention(module: nn.Module, *, rank: int = 2) -> Atte
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/openai/guided-diffusion/blob/main/guided_diffusion/unet.py
+
+    >>> from_guided_diffusion_attention(unet.middle_block[1])(torch.randn(2, 64, 14, 14)).shape  # doctest: +SKIP
+    torch.Size([2, 64, 14, 14])
     """
     check_parts(module, "an AttentionBlock of guided diffusion", "norm", "qkv", "attention", "proj_out")
     check_rank(rank)
@@ -114,6 +117,9 @@ def from_latent_diffusion_attention(module: nn.Module) -> AttentionBlock:
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/CompVis/latent-diffusion/blob/main/ldm/modules/diffusionmodules/model.py
+
+    >>> from_latent_diffusion_attention(decoder.mid.attn_1)(torch.randn(2, 64, 14, 14)).shape  # doctest: +SKIP
+    torch.Size([2, 64, 14, 14])
     """
     check_parts(module, "an AttnBlock of latent diffusion", "norm", "q", "k", "v", "proj_out")
     check_latent(module)
@@ -261,6 +267,9 @@ def from_sagan_attention(module: nn.Module) -> AttentionBlock:
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/heykeetae/Self-Attention-GAN/blob/master/sagan_models.py
+
+    >>> from_sagan_attention(generator.attn2)(torch.randn(2, 64, 14, 14)).shape  # doctest: +SKIP
+    torch.Size([2, 64, 14, 14])
     """
     check_parts(module, "the attention of SAGAN", "query_conv", "key_conv", "value_conv", "gamma")
     check_source(module, "query_conv", "key_conv", "value_conv")

@@ -189,8 +189,8 @@ def from_timm_swin(module: nn.Module, *, shift: int | tuple[int, int] = 0) -> At
 
     >>> from timm.models.swin_transformer import WindowAttention
     >>> layer = WindowAttention(64, num_heads=4, window_size=7)
-    >>> from_timm_swin(layer, shift=3)(torch.randn(2, 64, 14, 20)).shape
-    torch.Size([2, 64, 14, 20])
+    >>> from_timm_swin(layer, shift=3)(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
     """
     check_kind("module", module, *TIMM_SWIN)
     check_vit(module)
