@@ -349,7 +349,7 @@ def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
     assert made[-1].given[0].folder.name == "b-1"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_comparison_killed_at_random_moments_gives_the_same_table(image_folder, tmp_path):
     """The runs are processes of their own; they leave when the comparison that started them is killed."""
     random.seed(0)

@@ -140,7 +140,7 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, 
     assert block.share > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_weights_of_our_own_training_score_what_their_cards_say(real_data, tmp_path):
     with zipfile.ZipFile(real_data / "cifar100-test.zip") as archive:
         archive.extractall(tmp_path)
@@ -178,7 +178,7 @@ ZOO = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(real_data, tmp_path):
     for data in ("cifar10-test", "cifar100-test"):
         with zipfile.ZipFile(real_data / f"{data}.zip") as archive:
