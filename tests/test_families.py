@@ -9,6 +9,7 @@ import timm
 import timm.models as tm
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKL, UNet2DModel
 from diffusers.models.attention_processor import Attention as DiffusersAttention
 from timm.layers import Attention as TimmAttention
 from timm.layers import RelPosBias, RelPosMlp
@@ -354,6 +355,29 @@ NETWORKS = {
 }
 
 
+def diffusion(kind):
+    stages = {
+        AutoencoderKL: {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2},
+        UNet2DModel: {
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 8,
+            "layers_per_block": 1,
+        },
+    }
+    return kind(block_out_channels=(16, 32), norm_num_groups=8, sample_size=16, **stages[kind])
+
+
+NETWORKS["vae"] = (lambda: diffusion(AutoencoderKL), [(16, 24)], 2)
+NETWORKS["unet2d"] = (lambda: diffusion(UNet2DModel), [(16, 24)], 4)
+
+
+def call(network, x):
+    arguments = (x, torch.tensor([3])) if isinstance(network, UNet2DModel) else (x,)
+    y = network(*arguments)
+    return y if isinstance(y, torch.Tensor) else y.sample
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_whole_network_gives_the_same(name):
     """As the network calls its attention: with its masks and its words for them, on windows that it pads."""
@@ -362,11 +386,35 @@ def test_a_whole_network_gives_the_same(name):
     network.eval()
     images = [randn(2, 3, *size) for size in sizes]
     with torch.no_grad():
-        expected = [network(x) for x in images]
+        expected = [call(network, x) for x in images]
         assert len(va.swap_(network)) == exchanged
+        ran = []
+        for module in network.modules():
+            if EXCHANGED in vars(module):
+                vars(module)[EXCHANGED].block.register_forward_hook(lambda *_: ran.append(1))
         for x, y in zip(images, expected, strict=True):
             assert y.std() > 1e-3
-            torch.testing.assert_close(network(x), y, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(call(network, x), y, rtol=1e-10, atol=1e-10)
+    assert len(ran) == len(images) * exchanged
+
+
+def test_a_processor_of_its_own_is_refused_and_set_later_serves_itself():
+    layer = DiffusersAttention(8, heads=2, dim_head=4)
+    va.swap_(layer)
+    x = torch.randn(1, 3, 8)
+    layer.set_processor(lambda attn, hidden_states, **others: 2 * hidden_states)
+    torch.testing.assert_close(layer(x), 2 * x)
+    va.swap_back_(layer)
+    with pytest.raises(
+        ValueError, match=r"Attention.processor cannot be carried over: .*; set the one that it is made"
+    ):
+        convert.from_diffusers_attention(layer)
+    for options, name in (
+        ({"qk_norm": "layer_norm"}, "norm_q"),
+        ({"cross_attention_norm": "layer_norm"}, "norm_cross"),
+    ):
+        with pytest.raises(ValueError, match=rf"Attention.{name} cannot be carried over"):
+            convert.from_diffusers_attention(DiffusersAttention(8, heads=2, dim_head=4, **options))
 
 
 REFUSALS = {

@@ -187,15 +187,19 @@ def from_diffusers_attention(module: nn.Module, *, rank: int = 2) -> Attention |
     return proven(module, convert, run)
 
 
+def plainly_processed(module: Any) -> bool:
+    processor = type(getattr(module, "processor", None)).__name__  # the layer of before had none
+    return processor in ("AttnProcessor", "AttnProcessor2_0", "NoneType")
+
+
 def adds_input(module: Any) -> bool:
     return bool(getattr(module, "residual_connection", True))  # the layer of before always did
 
 
 def check_diffusers(module: Any) -> None:
     check_source(module, *names_of(module))
-    processor = type(getattr(module, "processor", None)).__name__
-    plain = processor in ("AttnProcessor", "AttnProcessor2_0", "NoneType")
-    check_carried(module, *[("processor", False, "set the one that it is made with")] * (not plain))
+    if not plainly_processed(module):
+        check_carried(module, ("processor", False, "set the one that it is made with"))
     for name in ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_q_proj"):
         if getattr(module, name, None) is not None:
             check_carried(module, (name, False, "the block has no such part: only layers without it are converted"))
@@ -226,10 +230,11 @@ def forward_diffusers(
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    temb: Tensor | None = None,  # for a norm that a module which is exchanged has not
     **others: Any,
 ) -> Any:
-    x, crosses = hidden_states, "cross" if getattr(module, "is_cross_attention", False) else ""
-    if attention_mask is not None or any(value is not None for value in others.values()):
+    x, crosses = hidden_states, getattr(module, "is_cross_attention", False)
+    if attention_mask is not None or others or not plainly_processed(module):
         return OWN
     if (crosses and encoder_hidden_states is None) or x.dim() not in (3, 4):
         return OWN
@@ -361,7 +366,7 @@ RESIDUAL = {
             forward_diffusers,
             example_diffusers,
             ("rescale_output_factor",),
-            own="calls with a mask or further arguments",
+            own="calls with a mask or further arguments, and all while it has another processor",
         ),
     ),
     "timm.layers.non_local_attn.NonLocalAttn": Family(
