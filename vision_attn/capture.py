@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vision_attn.blocks import Attention2d, attention_modules
+from vision_attn.blocks import EXCHANGED, Attention, Attention2d, attention_modules
 
 __all__ = ["AttentionMap", "capture"]
 
@@ -29,6 +29,9 @@ class AttentionMap:
     cells: tuple[tuple[int, int], ...]
     #: rows and columns of the image
     image_size: tuple[int, int]
+    #: ``(b, heads, tokens, h, w)``: likewise for class and register tokens, where the network has any. What goes from a
+    #: position to these is missing in its sum
+    prefix: Tensor | None = None
 
 
 @contextmanager
@@ -42,7 +45,8 @@ def capture(
     ``heads · queries · tokens`` a module and image; of another pattern all groups are looked at first.
 
     Args:
-        model: a network with :class:`vision_attn.Attention2d` modules in it.
+        model: a network with :class:`vision_attn.Attention2d` modules in it, or with attention of its own after
+            :func:`vision_attn.swap_`, on maps, in windows that it cuts itself, or on the tokens of a ViT.
         queries: points ``(y, x)`` in pixels of the image to look from; every cell of the map when None.
 
     Yields:
@@ -65,7 +69,12 @@ def capture(
         )
     if queries is not None and not len(queries):
         raise ValueError("queries must be points (y, x) of the image, or None for every cell; got none")
-    modules = {path: module for path, module in attention_modules(model).items() if isinstance(module, Attention2d)}
+    exchanged = {path: kept for path, x in model.named_modules() if (kept := vars(x).get(EXCHANGED)) is not None}
+    modules = {
+        path: module
+        for path, module in attention_modules(model).items()
+        if (exchanged[path].sees != "unknown" if path in exchanged else isinstance(module, Attention2d))
+    }
     if not modules:
         raise ValueError(
             f"model has no Attention2d to capture: {type(model).__name__} holds none; insert one with insert_(model, …)"
@@ -73,10 +82,12 @@ def capture(
     maps: dict[str, AttentionMap] = {}
     paths = {module: path for path, module in modules.items()}
     image_size: tuple[int, int] | None = None
+    images = 0
 
     def remember_image(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        nonlocal image_size
+        nonlocal image_size, images
         image = args[0] if args else next(iter(kwargs.values()))
+        images = len(image)
         image_size = (image.shape[-2], image.shape[-1])
         rows, columns = image_size
         for y, x in queries or ():
@@ -86,22 +97,32 @@ def capture(
                 )
 
     def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
-        assert isinstance(module, Attention2d)
+        assert isinstance(module, Attention)
         if image_size is None:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         x = args[0] if args else kwargs["x"]
         mask = args[1] if len(args) > 1 else kwargs.get("mask")
         context = args[2] if len(args) > 2 else kwargs.get("context")
-        rows, columns = x.shape[-2:]
+        kept, placed = exchanged.get(paths[module]), None
+        if kept is not None and kept.sees != "maps" and (placed := kept.placed(x, images, image_size)) is None:
+            return  # they are of no map of this image
+        rows, columns = placed[0].size if placed else x.shape[-2:]
         if queries is None:
             cells = [(row, column) for row in range(rows) for column in range(columns)]
         else:
             cells = [(int(y * rows / image_size[0]), int(x * columns / image_size[1])) for y, x in queries]
         tokens = torch.tensor([row * columns + column for row, column in cells], device=x.device)
         with torch.no_grad():
-            weights = module.attention_weights(x, mask, tokens, context)
-        weights = weights.unflatten(-1, module.keys_size(x, context))
-        maps[paths[module]] = AttentionMap(weights, tuple(cells), image_size)
+            if placed is None:
+                weights = module.attention_weights(x, mask, tokens, context)
+                weights = weights.unflatten(-1, module.keys_size(x, context))
+                maps[paths[module]] = AttentionMap(weights, tuple(cells), image_size)
+                return
+            part, count = placed
+            weights = module.attention_weights(x, mask)[..., count:]
+            ours = part.weights_on_map(weights[:, :, count:], tokens).unflatten(-1, part.size)
+            first = weights[:, :, :count].unflatten(-1, part.size) if count else None
+        maps[paths[module]] = AttentionMap(ours, tuple(cells), image_size, first)
 
     handles = [model.register_forward_pre_hook(remember_image, with_kwargs=True)]
     handles += [module.register_forward_hook(record, with_kwargs=True) for module in paths]
