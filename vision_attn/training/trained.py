@@ -130,10 +130,10 @@ def refuse_larger(settings: Settings, source: Source, file: CheckpointFile) -> N
     """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
     with torch.device("meta"):
         named = build_network(settings, source, lambda line: None)
-    held_in: Any = file.content.get("model", {})
+    held_in = file.content.get("model")
     asked, held = (
         sum(value.numel() for value in state.values() if isinstance(value, Tensor))
-        for state in (named.model.state_dict(), held_in)
+        for state in (named.model.state_dict(), held_in if isinstance(held_in, Mapping) else {})
     )
     if asked > 2 * held or math.prod((source.channels, *named.size)) > LARGEST_IMAGES:
         raise CheckpointError(
