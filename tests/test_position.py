@@ -240,3 +240,9 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
 def test_bad_terms_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
+
+
+def test_a_table_of_any_number_of_rows_is_measured_in_few_steps():
+    """As few numbers, expanded, may claim to be."""
+    term = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
+    assert term.resampled("relative_position_bias_table", torch.zeros(1, 2).expand(10**12, -1)) is None
