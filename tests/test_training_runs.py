@@ -227,6 +227,31 @@ def finish(process, log):
     return process.exitcode
 
 
+def test_two_runs_do_not_share_a_folder(base, tmp_path, monkeypatch):
+    """One that began meanwhile is refused, as is one that found the folder empty and comes after another's end."""
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.05)
+    settings, folder = replace(base, epochs=1), RunFolder(tmp_path / "run")
+    with folder.alone(), pytest.raises(ValueError, match=r"another run is at work in .*run: wait for its end"):
+        train(settings, quiet)
+    assert [path.name for path in folder.path.iterdir()] == [".lock"]
+    (folder.path / "last.pth").touch()
+    monkeypatch.setattr(RunFolder, "refuse_another_run", once_passed(RunFolder.refuse_another_run))
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(settings, quiet)
+    assert (folder.path / "last.pth").stat().st_size == 0
+
+
+def once_passed(function):
+    """The function, but for its first call."""
+    calls = iter([lambda *_: None])
+    return lambda *given: next(calls, function)(*given)
+
+
+def test_a_clock_that_stands_still_ends_no_run(base, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert train(replace(base, epochs=1), quiet).seconds == 0
+
+
 def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, undisturbed, forks, tmp_path):
     killed = replace(base, epochs=1, output=str(tmp_path / "killed"), resume="auto")
     last, log = tmp_path / "killed" / "last.pth", tmp_path / "log"

@@ -29,7 +29,7 @@ FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 IN_ASCII = str.maketrans({"×": "x", "–": "-", "—": "-", "±": "+-", "→": "->", "·": ".", "≤": "<=", "≥": ">="})
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "filelock", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 

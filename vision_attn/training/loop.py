@@ -111,7 +111,18 @@ class Trainer:
         }
 
     def train(self, checkpoint: CheckpointFile | None = None) -> Result:
-        """Train from the first step, or the one after an interruption, to the last."""
+        """Train from the first step, or the one after an interruption, to the last, alone in the folder of the run."""
+        if not self.accelerator.is_main_process:
+            return self.train_here(checkpoint)
+        with self.folder.alone():
+            if (
+                checkpoint is None and not self.settings.overwrite
+            ):  # one may have ended here since the settings were read
+                self.folder.refuse_another_run()
+            return self.train_here(checkpoint)
+
+    def train_here(self, checkpoint: CheckpointFile | None) -> Result:
+        """:meth:`train`, in a folder that no other run writes to."""
         settings, accelerator, main = self.settings, self.accelerator, self.accelerator.is_main_process
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
