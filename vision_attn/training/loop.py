@@ -230,7 +230,7 @@ class Trainer:
     def close_epoch(self, loss: float, score: Evaluation, seen: Tensor, raw: Evaluation | None) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
         progress, seconds = self.checkpoints.progress, self.checkpoints.progress.epoch_seconds
-        images = self.steps * self.settings.batch_size / seconds
+        images = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
         progress.epoch += 1
         progress.seconds += seconds
         progress.reached(0, 0.0, 0.0)
