@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from vision_attn.text import escaped
+
 __all__ = ["COMMANDS", "given", "run_train"]
+
+
+def say(text: object) -> None:
+    """Print lines in which names and what files say of themselves steer no terminal."""
+    print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
 
 
 def adder(defaults: object) -> Callable[..., None]:
@@ -87,7 +94,7 @@ def run_inspect(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit,
         **({} if pattern == "full" else {"pattern": pattern}),
     )
-    print(found)
+    say(found)
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
@@ -167,7 +174,7 @@ def run_train(options: argparse.Namespace) -> None:
     else:
         settings = Settings(**values)
     try:
-        train(settings, trained=trained)
+        train(settings, say, trained=trained)
     finally:
         leave_process_group()
 
@@ -209,7 +216,7 @@ def run_export(options: argparse.Namespace) -> None:
     from vision_attn.export.export import export_classifier
 
     classifier = load_run(options.run, weights=options.weights)
-    print(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
+    say(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
 
 
 def add_trained(command: argparse.ArgumentParser) -> None:
@@ -244,7 +251,7 @@ def run_predict(options: argparse.Namespace) -> None:
     run, paths, found = load_run(options.run, weights=options.weights), images_in(options.images), []
     for path, best in zip(paths, run.predict(paths, top=options.top), strict=True):
         found.append((path, best))
-        print(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}", flush=True)
+        print(escaped(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}"), flush=True)
     if options.output:
         write_predictions(options.output, found)
 
