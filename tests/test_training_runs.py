@@ -23,11 +23,11 @@ import torch
 from vision_attn import cli
 from vision_attn.checkpoints import read_checkpoint
 from vision_attn.checkpoints.read import read_file
-from vision_attn.errors import DataError, Interrupted, TrainingError
+from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.models import create_model
 from vision_attn.training import run_folder
 from vision_attn.training import train as train_room
-from vision_attn.training.checkpoint import Progress
+from vision_attn.training.checkpoint import Progress, progress_in
 from vision_attn.training.evaluation import Normalize
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Trainer
@@ -245,6 +245,30 @@ def once_passed(function):
     """The function, but for its first call."""
     calls = iter([lambda *_: None])
     return lambda *given: next(calls, function)(*given)
+
+
+#: A field of last.pth that cannot be, as a damaged or foreign file may have it.
+WRONG = {
+    "epoch": [None, "1", -1, math.nan, 10**12, True], "step": [None, -1, 5, 1.0], "loss": [None, math.nan, "0"],
+    "seconds": [[], math.inf], "rows": [None, [], [None], [{"epoch": 1}]], "best": [None, 3, {"top1": 1}],
+    "optimizer": [None, {}], "model": [None, {}], "model_ema": [[]], "mean": [None], "train_images": [torch.ones(2)],
+}  # fmt: skip
+
+
+def test_a_last_pth_with_a_field_that_cannot_be_is_refused_by_name(base, undisturbed, tmp_path):
+    settings = replace(base, epochs=1, output=None, resume=str(tmp_path / "last.pth"))
+    content = read_checkpoint(undisturbed / "last.pth")
+    known = {key: content[key] for key in ("epoch", "step", "loss", "epoch_seconds", "seconds", "rows", "best")}
+    assert progress_in(known, epochs=1, steps=4).epoch == 1
+    for key, values in WRONG.items():
+        for value in values:
+            if key in known:
+                with pytest.raises((TypeError, ValueError, LookupError)):
+                    progress_in({**known, key: value}, epochs=1, steps=4)
+        if key != "loss":
+            torch.save({**content, key: values[0]}, tmp_path / "last.pth")
+            with pytest.raises((CheckpointError, ValueError), match=r"last\.pth is damaged|number of training images"):
+                train(settings, quiet)
 
 
 def test_a_clock_that_stands_still_ends_no_run(base, monkeypatch):

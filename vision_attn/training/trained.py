@@ -21,7 +21,15 @@ from vision_attn.training.network import Network, build_network
 from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.version import __version__
 
-__all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
+__all__ = [
+    "ABOUT",
+    "Trained",
+    "nothing_to_resume",
+    "open_trained",
+    "settings_to_evaluate",
+    "settings_to_resume",
+    "source_of",
+]
 
 #: What a checkpoint or adapter of a run says of it.
 ABOUT = ("settings", "classes", "input_size", "mean", "std")
