@@ -417,3 +417,14 @@ def test_what_is_no_implementation_is_refused():
     with pytest.raises(ValueError, match=r"function must take \(q, k, v, \*, scale, mask, causal, dropout\); got"):
         va.register_impl("short", lambda q, k, v: v)
     assert "short" not in IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_nothing_is_attended_to_by_nobody(impl):
+    for b, i, j in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
+        q, k, v = (torch.randn(b, n, tokens, 4, requires_grad=True) for n, tokens in ((2, i), (1, j), (1, j)))
+        y = attend(q, k, v, impl=impl, causal=i == j)
+        y.sum().backward()
+        assert (y.shape, y.abs().sum(), v.grad.shape) == ((b, 2, i, 4), 0, (b, 1, j, 4))
+    for pattern in ("full", "rows", va.Window(2), va.Grid(2), va.Neighborhood(3)):
+        assert va.Attention2d(8, 2, pattern=pattern, impl=impl)(torch.randn(1, 8, 0, 4)).shape == (1, 8, 0, 4)
