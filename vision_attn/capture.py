@@ -79,7 +79,7 @@ def capture(
         image = args[0] if args else next(iter(kwargs.values()))
         image_size = (image.shape[-2], image.shape[-1])
         rows, columns = image_size
-        for y, x in queries or ():
+        for y, x in () if queries is None else queries:
             if not (0 <= y < rows and 0 <= x < columns):
                 raise ValueError(
                     f"queries must be points (y, x) in pixels of an image of {rows}×{columns}; got {(y, x)}"
