@@ -15,7 +15,7 @@ import torch
 from vision_attn.attend import IMPLS, attend
 
 #: The errors that rounding explains, by type, as a share of the largest number.
-BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 MASKS = ("none", "bool", "additive", "large", "closed rows", "finfo.min", "causal", "bool and causal")
 LAYOUTS = ("plain", "strided", "expanded", "heads last")
 

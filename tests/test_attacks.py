@@ -6,16 +6,14 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import attack_files
+import attack_numbers
 import pytest
 import torch
 
 import vision_attn as va
 from vision_attn.checkpoints import read_checkpoint
-
-ROOT = Path(va.__file__).parents[1]
 
 
 def test_flipped_bits_of_a_checkpoint_never_change_what_is_read(tmp_path):
@@ -33,6 +31,11 @@ def test_flipped_bits_of_a_checkpoint_never_change_what_is_read(tmp_path):
         except va.CheckpointError:
             refused += 1
     assert refused > 250
+
+
+def test_random_attention_is_that_of_float64():
+    _, wrong = attack_numbers.attack(8, seed=1)
+    assert not wrong
 
 
 def test_the_network_is_out_of_reach_of_the_tests():
