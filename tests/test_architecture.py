@@ -33,6 +33,7 @@ ROOMS = (
     "contribution",
     "figures",
     "training",
+    "comparison",
     "export",
     "benchmark",
     "cli",

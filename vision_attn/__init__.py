@@ -31,6 +31,7 @@ from vision_attn.blocks import (
     AugmentedConv2d,
     ConvBlock2d,
     LinearAttention2d,
+    NormBlock2d,
     SqueezeExciteBlock2d,
     StridedAttention2d,
     TransformerBlock2d,
@@ -59,8 +60,8 @@ from vision_attn.insertion import (
     timm_layer,
 )
 from vision_attn.inspection import Inspection, inspect_model
-from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
-from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
+from vision_attn.patterns import Grid, Halo, Neighborhood, Pattern, Window
+from vision_attn.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 from vision_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IMPLS",
+    "AbsPos",
     "AdapterReport",
     "Attention1d",
     "Attention2d",
@@ -84,11 +86,13 @@ __all__ = [
     "Contribution",
     "ConvBlock2d",
     "Grid",
+    "Halo",
     "InsertionReport",
     "Inspection",
     "LinearAttention2d",
     "LoadReport",
     "Neighborhood",
+    "NormBlock2d",
     "Pattern",
     "RelPosDecomposed",
     "RelPosTable",
