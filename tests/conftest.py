@@ -1,6 +1,7 @@
 """What several rooms' tests share: a small folder of images, and where real data lies if it is there."""
 
 import gc
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,21 @@ from PIL import Image
 def one_thread():
     """The tests' tensors are small: more threads than one are slower, and where cores are shared much slower."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network():
+    """Nothing is fetched: a connection to another machine fails the test, whoever catches errors around it."""
+    connect = socket.socket.connect
+
+    def connect_here(self, address):
+        if self.family != socket.AF_UNIX and address[0] not in ("localhost", "127.0.0.1", "::1"):
+            pytest.fail(f"a connection to {address} was asked for")
+        return connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_here)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

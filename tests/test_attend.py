@@ -420,6 +420,17 @@ def test_what_is_no_implementation_is_refused():
     assert "short" not in IMPLEMENTATIONS
 
 
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_nothing_is_attended_to_by_nobody(impl):
+    for b, i, j in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
+        q, k, v = (torch.randn(b, n, tokens, 4, requires_grad=True) for n, tokens in ((2, i), (1, j), (1, j)))
+        y = attend(q, k, v, impl=impl, causal=i == j)
+        y.sum().backward()
+        assert (y.shape, y.abs().sum(), v.grad.shape) == ((b, 2, i, 4), 0, (b, 1, j, 4))
+    for pattern in ("full", "rows", va.Window(2), va.Grid(2), va.Neighborhood(3)):
+        assert va.Attention2d(8, 2, pattern=pattern, impl=impl)(torch.randn(1, 8, 0, 4)).shape == (1, 8, 0, 4)
+
+
 @pytest.mark.parametrize("impl", ["einx", "bmm"])
 def test_feature_maps_of_linear_attention_are_what_their_names_say(impl):
     q, k, v = heads((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 2), dtype=torch.float64, grad=True)

@@ -120,6 +120,12 @@ def has_forward_mode_gradients(block):
     torch.testing.assert_close(tangent, difference / 2e-2, rtol=1e-2, atol=1e-3)
 
 
+def has_gradients_of_gradients(block):
+    x = example().double().requires_grad_()
+    (gradient,) = torch.autograd.grad(block.double()(x).square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(gradient.square().sum(), x)[0].abs().sum() > 0
+
+
 def survives_deepcopy_and_pickle(block):
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert torch.equal(other(example()), block(example()))
@@ -155,6 +161,7 @@ CAPABILITIES = {
     "`torch.func.vmap`": maps_over_a_further_axis,
     "gradients by sample (`vmap` of `grad`), on the CPU": gives_gradients_by_sample,
     "forward-mode gradients (`jvp`), on the CPU": has_forward_mode_gradients,
+    "gradients of gradients, on the CPU": has_gradients_of_gradients,
     "`deepcopy` and pickle": survives_deepcopy_and_pickle,
     "the meta device": is_made_and_run_on_the_meta_device,
     "`torch.fx`, inside of a network": is_traced_by_fx,
@@ -180,6 +187,7 @@ REFUSALS = {
     ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
     ("`torch.export`, any batch and size", "einx"): (TypeError, r"unhashable type: .*SymInt"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
+    ("gradients of gradients, on the CPU", "sdpa"): (RuntimeError, r"flash_attention_for_cpu_backward is not impl"),
 }
 
 

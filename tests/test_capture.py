@@ -1,5 +1,6 @@
 """Attention maps of any implementation."""
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -48,6 +49,14 @@ def test_queries_are_points_of_the_image():
         rows = torch.tensor([row * side + column for row, column in found.cells])
         torch.testing.assert_close(found.weights, everything[path].weights[:, :, rows])
         torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
+
+
+def test_queries_may_be_an_array_or_a_tensor():
+    model, x = network(), torch.randn(1, 3, 32, 32)
+    for points in (np.array([[0, 0], [31, 8]]), torch.tensor([[0, 0], [31, 8]])):
+        with va.capture(model, queries=points) as maps:
+            model(x)
+        assert maps["layer3.2.inserted.attn"].cells == ((0, 0), (7, 2))
 
 
 def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():

@@ -441,6 +441,36 @@ def test_a_model_without_storage_is_refused(trained, tmp_path):
         va.load_checkpoint(small_network().to("meta"), tmp_path / "file.pth")
 
 
+UNWRITABLE = {
+    "sparse": lambda: nn.Buffer(torch.eye(2).to_sparse()),
+    "nested": lambda: nn.Buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "expanded": lambda: nn.Buffer(torch.ones(1).expand(3)),
+    "not made yet": lambda: nn.LazyLinear(2, bias=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_a_model_with_a_tensor_that_cannot_be_written_is_refused_before_anything_is_loaded(what, tmp_path):
+    model = nn.Linear(2, 2)
+    model.odd = UNWRITABLE[what]()
+    before = model.weight.clone()
+    name = next(key for key in model.state_dict() if key.startswith("odd"))
+    torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2), name: torch.ones(3)}, tmp_path / "net.pth")
+    with pytest.raises(ValueError, match=f"model: '{name}' is {what}"):
+        va.load_checkpoint(model, tmp_path / "net.pth")
+    assert torch.equal(model.weight, before)
+
+
+def test_two_tensors_for_one_name_are_refused(tmp_path):
+    """As a script saves that adds its keys to those of another run: which of them is meant, nobody knows."""
+    content = {"_orig_mod.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2), "bias": torch.ones(2)}
+    for prefix in ("", "module."):
+        torch.save({prefix + key: value for key, value in content.items()}, tmp_path / "net.pth")
+        with pytest.raises(va.CheckpointError, match=r"has several tensors for one name of the network: .*weight"):
+            va.load_checkpoint(nn.Linear(2, 2), tmp_path / "net.pth")
+
+
 def test_a_models_own_name_is_not_taken_for_a_prefix(tmp_path):
     model = nn.ModuleDict({"module": nn.Linear(2, 3)})
     torch.save(model.state_dict(), tmp_path / "file.pth")

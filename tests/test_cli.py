@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vision_attn
-from vision_attn import cli
+from vision_attn import cli, errors
 from vision_attn.models import create_model
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
@@ -246,6 +246,11 @@ def test_inspecting_takes_sites_and_options_of_the_block(capsys):
         (["resnet20", "--pattern", "Windo(7)"], "neither a literal nor one of Window"),
         (["resnet20", "--input-size", "1", "2", "3"], "input_size must be a side or a height and a width"),
         (["resnet20", "--memory-limit", "0"], "memory_limit must be positive"),
+        (["resnet20", "--input-size", "100000"], "input_size must be of at most 67,108,864 pixels"),
+        (
+            ["resnet20", "--batch-size", str(10**20)],
+            "batch_size must be a whole number of at least 1 and at most 2,147",
+        ),
     ],
 )
 def test_what_cannot_be_inspected_exits_with_2(capsys, arguments, message):
@@ -254,6 +259,24 @@ def test_what_cannot_be_inspected_exits_with_2(capsys, arguments, message):
     assert err.startswith("vision-attn: error: ")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("no 'a\x1b[2J\nvision-attn: all is well\r'"), 2, "no 'a\\x1b[2J vision-attn: all is well\\r'"),
+        (FileNotFoundError("no x\x1b.pth"), 1, "no x\\x1b.pth"),
+        (errors.CheckpointError("one\n", "two\x07"), 1, "one\\n\ntwo\\x07"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "DefaultCPUAllocator: can't allocate"),
+        (MemoryError(), 1, "MemoryError"),
+    ],
+)
+def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, error, code, said):
+    def fails():
+        raise error
+
+    assert cli.run_program("vision-attn", fails) == code
+    assert capsys.readouterr().err.startswith(f"vision-attn: error: {said}")
 
 
 class RunsCode:

@@ -427,6 +427,7 @@ def test_the_format_may_be_named(checkpoint, tmp_path):
         (lambda content: content["settings"].update(num_heads=torch.ones(2)), "num_heads must be a whole number from"),
         (lambda content: content.update(settings=["lr"]), "settings must be names with values; got ['lr']"),
         (lambda content: content["model"].pop("fc.bias"), "does not fit the model"),
+        (lambda content: content.update(model=None), "and holds 0"),
         (lambda content: content["settings"].update(model="wrn16_4"), "and holds"),
         (lambda content: content["settings"].update(img_size=2**14), "on images of (16384, 16384)"),
     ],

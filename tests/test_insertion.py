@@ -15,6 +15,7 @@ from torchvision.models.resnet import Bottleneck
 import vision_attn as va
 import vision_attn.models
 from vision_attn.insertion import CHILD, inserted_keys
+from vision_attn.insertion.sites import glob_matches
 
 BACKBONES = {
     "torchvision resnet18": (lambda: torchvision.models.resnet18(), 64),
@@ -178,6 +179,15 @@ def test_blocks_can_be_inserted_in_several_calls_and_by_any_class():
 def test_names_are_globs_on_module_paths(names, sites):
     model, _ = network("cifar resnet20, option B")
     assert [block.site for block in va.insert_(model, names=names).blocks] == sites
+
+
+def test_a_glob_of_many_parts_is_matched_in_few_steps():
+    """As a file may name one: tried part by part, it takes longer than anyone lives."""
+    path = [str(number) for number in range(40)]
+    assert glob_matches(["**"] * 200 + ["39"], path)
+    assert not glob_matches(["**"] * 200 + ["40"], path)
+    assert glob_matches(["**", "3?", "**", "39", "**"], path)
+    assert not glob_matches(["39", "**"], path)
 
 
 @pytest.mark.parametrize(

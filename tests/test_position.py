@@ -242,6 +242,12 @@ def test_bad_terms_are_refused_at_construction(make, message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
 
 
+def test_a_table_of_any_number_of_rows_is_measured_in_few_steps():
+    """As few numbers, expanded, may claim to be."""
+    term = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
+    assert term.resampled("relative_position_bias_table", torch.zeros(1, 2).expand(10**12, -1)) is None
+
+
 @pytest.mark.parametrize(
     ("pattern", "size"), [("full", (3, 4)), ("full", (5, 6)), ("rows", (3, 4)), (va.Window((2, 3)), (3, 4))], ids=str
 )

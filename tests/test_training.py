@@ -101,8 +101,8 @@ def test_a_run_learns_and_leaves_what_it_promises(base, tmp_path):
     result = train(replace(base, report_classes=True, log_with=("tensorboard",)), lines.append)
     assert result.best.top1 > 90
     assert sorted(path.name for path in folder.iterdir()) == [
-        "best.pth", "classes.csv", "confusion.csv", "confusion.png", "curves.png", "inserted.txt", "last.pth", "logs",
-        "metrics.csv", "settings.yaml",
+        ".lock", "best.pth", "classes.csv", "confusion.csv", "confusion.png", "curves.png", "inserted.txt", "last.pth",
+        "logs", "metrics.csv", "settings.yaml",
     ]  # fmt: skip
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))

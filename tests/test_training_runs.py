@@ -23,11 +23,11 @@ import torch
 from vision_attn import cli
 from vision_attn.checkpoints import read_checkpoint
 from vision_attn.checkpoints.read import read_file
-from vision_attn.errors import DataError, Interrupted, TrainingError
+from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.models import create_model
 from vision_attn.training import run_folder
 from vision_attn.training import train as train_room
-from vision_attn.training.checkpoint import Progress
+from vision_attn.training.checkpoint import Progress, progress_in
 from vision_attn.training.evaluation import Normalize
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Trainer
@@ -225,6 +225,55 @@ def finish(process, log):
     process.join(240)
     assert process.exitcode is not None, log.read_text()
     return process.exitcode
+
+
+def test_two_runs_do_not_share_a_folder(base, tmp_path, monkeypatch):
+    """One that began meanwhile is refused, as is one that found the folder empty and comes after another's end."""
+    monkeypatch.setattr(run_folder, "PATIENCE", 0.05)
+    settings, folder = replace(base, epochs=1), RunFolder(tmp_path / "run")
+    with folder.alone(), pytest.raises(ValueError, match=r"another run is at work in .*run: wait for its end"):
+        train(settings, quiet)
+    assert [path.name for path in folder.path.iterdir()] == [".lock"]
+    (folder.path / "last.pth").touch()
+    monkeypatch.setattr(RunFolder, "refuse_another_run", once_passed(RunFolder.refuse_another_run))
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(settings, quiet)
+    assert (folder.path / "last.pth").stat().st_size == 0
+
+
+def once_passed(function):
+    """The function, but for its first call."""
+    calls = iter([lambda *_: None])
+    return lambda *given: next(calls, function)(*given)
+
+
+#: A field of last.pth that cannot be, as a damaged or foreign file may have it.
+WRONG = {
+    "epoch": [None, "1", -1, math.nan, 10**12, True], "step": [None, -1, 5, 1.0], "loss": [None, math.nan, "0"],
+    "seconds": [[], math.inf], "rows": [None, [], [None], [{"epoch": 1}]], "best": [None, 3, {"top1": 1}],
+    "optimizer": [None, {}], "model": [None, {}], "model_ema": [[]], "mean": [None], "train_images": [torch.ones(2)],
+}  # fmt: skip
+
+
+def test_a_last_pth_with_a_field_that_cannot_be_is_refused_by_name(base, undisturbed, tmp_path):
+    settings = replace(base, epochs=1, output=None, resume=str(tmp_path / "last.pth"))
+    content = read_checkpoint(undisturbed / "last.pth")
+    known = {key: content[key] for key in ("epoch", "step", "loss", "epoch_seconds", "seconds", "rows", "best")}
+    assert progress_in(known, epochs=1, steps=4).epoch == 1
+    for key, values in WRONG.items():
+        for value in values:
+            if key in known:
+                with pytest.raises((TypeError, ValueError, LookupError)):
+                    progress_in({**known, key: value}, epochs=1, steps=4)
+        if key != "loss":
+            torch.save({**content, key: values[0]}, tmp_path / "last.pth")
+            with pytest.raises((CheckpointError, ValueError), match=r"last\.pth is damaged|number of training images"):
+                train(settings, quiet)
+
+
+def test_a_clock_that_stands_still_ends_no_run(base, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert train(replace(base, epochs=1), quiet).seconds == 0
 
 
 def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, undisturbed, forks, tmp_path):

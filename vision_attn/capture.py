@@ -90,7 +90,7 @@ def capture(
         images = len(image)
         image_size = (image.shape[-2], image.shape[-1])
         rows, columns = image_size
-        for y, x in queries or ():
+        for y, x in () if queries is None else queries:
             if not (0 <= y < rows and 0 <= x < columns):
                 raise ValueError(
                     f"queries must be points (y, x) in pixels of an image of {rows}×{columns}; got {(y, x)}"

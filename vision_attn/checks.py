@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -17,10 +18,15 @@ __all__ = [
 ]
 
 
+#: The largest size, count or number of threads: what torch and the system take.
+MOST = 2**31 - 1
+
+
 def check_count(name: str, value: int) -> None:
-    """Refuse what is no whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+    """Refuse what is no whole number of at least 1, or larger than any size."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MOST:
+        most = f" and at most {MOST:,}" if isinstance(value, Integral) and value > MOST else ""
+        raise ValueError(f"{name} must be a whole number of at least 1{most}; got {reprlib.repr(value)}")
 
 
 def check_counts(**counts: int | None) -> None:

@@ -15,6 +15,8 @@ __all__ = ["COMPARISONS", "DTYPES", "LAYOUTS", "ROWS", "Plan", "Shape", "chosen"
 #: Batch, channels, height and width of maps.
 Shape = tuple[int, int, int, int]
 
+#: More end a process without a word.
+MOST_THREADS = 1024
 LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last}
 #: The largest difference of an output from ours, in parts of ours' largest value, by the type of the numbers.
 DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -124,6 +126,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_counts(heads=self.heads, threads=self.threads, rounds=self.rounds)
+        if (self.threads or 1) > MOST_THREADS:
+            raise ValueError(f"threads must be at most {MOST_THREADS:,}; got {self.threads:,}")
         if self.chart and not self.chart.endswith(".png"):
             raise ValueError(f"chart must end in .png; got {self.chart!r}")
         if self.shapes and len(self.comparisons) > 1:

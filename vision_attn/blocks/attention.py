@@ -161,8 +161,8 @@ class Attention(Specified):
         if x.dim() == 1 + self.rank:
             return self.forward(x[None], mask, None if context is None else context[None])[0]
         self.check_maps(x, context)
-        if x.shape[0] == 0:  # not every implementation can tell the sizes of an empty batch
-            return self.proj(x.new_zeros(0, self.proj.in_channels, *x.shape[2:]))
+        if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
+            return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
 
         impl = IMPLEMENTATIONS[self.impl]
         part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size

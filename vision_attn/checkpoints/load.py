@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vision_attn.checkpoints.adapter_file import ENTRY
 from vision_attn.checkpoints.read import AVERAGED, CheckpointFile, find_weights, read_file
@@ -135,7 +137,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device, or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device, has a tensor that nothing can be copied into (sparse, nested,
+            expanded, not made yet), or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -173,6 +176,7 @@ def load_file(
             "load_adapter(model, path)"
         )
     found = find_weights(file, ema=ema, own=own, prefix=prefix)
+    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
     stretched = stretched_tables(model, found.tensors)
     weights = {**found.tensors, **stretched}
     refuse_other_kinds(weights, own, file.path)
@@ -230,6 +234,19 @@ def refuse_meta(model: nn.Module) -> None:
     """Refuse a model that has no values."""
     if any(isinstance(value, Tensor) and value.is_meta for value in model.state_dict().values()):
         raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
+
+
+def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of a model that torch copies nothing into, before it has copied into others."""
+    for key, value in tensors.items():
+        lazy, nested = is_lazy(value), value.is_nested
+        what = "not made yet" if lazy else "nested" if nested else "sparse" if value.layout != torch.strided else ""
+        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+            what = "expanded, several of its numbers are one in memory"
+        if what:
+            raise ValueError(
+                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
+            )
 
 
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,8 @@ def find_weights(file: CheckpointFile, *, ema: bool = False, own: Collection[str
     entry = find_entry(file, ema=ema)
     held = file.content[entry] if entry else file.content
     assert isinstance(held, Mapping)
-    wrapper, weights = without_wrappers({key: value for key, value in held.items() if isinstance(value, Tensor)}, own)
+    tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    wrapper, weights = without_wrappers(tensors, own, file.path)
     aside: tuple[str, ...] = ()
     if prefix:
         prefix = (prefix if prefix.endswith(".") else f"{prefix}.").removeprefix(wrapper)
@@ -212,9 +214,14 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def without_wrappers(weights: dict[str, Tensor], own: Collection[str]) -> tuple[str, dict[str, Tensor]]:
+def without_wrappers(weights: dict[str, Tensor], own: Collection[str], path: Path) -> tuple[str, dict[str, Tensor]]:
     """Without the names that parallel and compiled models put before those of the network."""
-    weights = {key if key in own else key.replace("_orig_mod.", ""): value for key, value in weights.items()}
+    named = {key: key if key in own else key.replace("_orig_mod.", "") for key in weights}
+    counts = Counter(named.values())
+    twice = [key for key in named if counts[named[key]] > 1]
+    if twice:
+        raise CheckpointError(f"{path} has several tensors for one name of the network: {shorten(twice)}: keep one")
+    weights = {named[key]: value for key, value in weights.items()}
     taken = ""
     while not any(key in own for key in weights):
         # torch's AveragedModel counts its updates beside the module that it wraps.

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vision_attn.cli.commands import COMMANDS, given, run_train
-from vision_attn.errors import Interrupted, VisionAttnError
+from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
+from vision_attn.text import escaped
 from vision_attn.version import __version__
 
 __all__ = ["given", "main", "parser", "run_program"]
@@ -28,7 +29,7 @@ FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 IN_ASCII = str.maketrans({"×": "x", "–": "-", "—": "-", "±": "+-", "→": "->", "·": ".", "≤": "<=", "≥": ">="})
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "matplotlib", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "filelock", "matplotlib", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 
@@ -119,13 +120,17 @@ def run_program(
         return INTERRUPTED
     except Exception as error:
         extra = missing_extra(error)
-        lack = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for it
+        # torch's, which is not imported for it, and what it raises on the CPU
+        lack = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         known = isinstance(error, (ValueError, VisionAttnError, OSError)) or extra or lack
         if not known or show_traceback:
             traceback.print_exc()
         else:
             remedy = f": this command needs pip install 'vision-attn[{extra}]'" if extra else ""
-            print(f"{name}: error: {error}{remedy}", file=sys.stderr)
+            # What is said of a file may come from the file, or be its name: a checkpoint's error alone has lines.
+            lines = str(error).split("\n")
+            said = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))
+            print(f"{name}: error: {said or type(error).__name__}{remedy}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE
     return 0
 

@@ -10,7 +10,14 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from vision_attn.text import escaped
+
 __all__ = ["COMMANDS", "given", "run_train"]
+
+
+def say(text: object) -> None:
+    """Print lines in which names and what files say of themselves steer no terminal."""
+    print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
 
 
 def adder(defaults: object) -> Callable[..., None]:
@@ -94,7 +101,7 @@ def run_inspect(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit,
         **({} if pattern == "full" else {"pattern": pattern}),
     )
-    print(found)
+    say(found)
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
@@ -185,7 +192,7 @@ def run_train(options: argparse.Namespace) -> None:
     else:
         settings = Settings(**values)
     try:
-        train(settings, trained=trained)
+        train(settings, say, trained=trained)
     finally:
         leave_process_group()
 
@@ -291,7 +298,7 @@ def run_export(options: argparse.Namespace) -> None:
     from vision_attn.export.export import export_classifier
 
     classifier = load_run(options.run, weights=options.weights)
-    print(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
+    say(export_classifier(classifier, options.output, format=options.format, normalize=options.normalize))
 
 
 def add_trained(command: argparse.ArgumentParser) -> None:
@@ -326,7 +333,7 @@ def run_predict(options: argparse.Namespace) -> None:
     run, paths, found = load_run(options.run, weights=options.weights), images_in(options.images), []
     for path, best in zip(paths, run.predict(paths, top=options.top), strict=True):
         found.append((path, best))
-        print(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}", flush=True)
+        print(escaped(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}"), flush=True)
     if options.output:
         write_predictions(options.output, found)
 
@@ -393,7 +400,7 @@ def run_convert(options: argparse.Namespace) -> None:
     from vision_attn.convert.files import convert_file
 
     given = ("layout", "prefix", "num_heads", "rank", "dry_run")
-    print(convert_file(options.source, options.output, **{name: getattr(options, name) for name in given}))
+    say(convert_file(options.source, options.output, **{name: getattr(options, name) for name in given}))
 
 
 #: What each command is for, and what adds its flags.

@@ -209,7 +209,9 @@ def images_in(names: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, names):
         inner = (
-            sorted(one for one in path.rglob("*") if one.suffix.lower() in IMG_EXTENSIONS) if path.is_dir() else [path]
+            sorted(one for one in path.rglob("*") if one.suffix.lower() in IMG_EXTENSIONS and one.is_file())
+            if path.is_dir()
+            else [path]
         )
         if not inner:
             raise DataError(f"{path} has no images, which end in {', '.join(IMG_EXTENSIONS)}")

@@ -104,7 +104,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
 def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> list[str]:
     """The paths of the modules that patterns match, in the order of the patterns."""
     chosen = []
-    for pattern in patterns:
+    for pattern in dict.fromkeys(patterns):
         if isinstance(pattern, re.Pattern):
             shown, found = pattern.pattern, [name for name in modules if pattern.fullmatch(name)]
         else:
@@ -122,11 +122,13 @@ def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> lis
 
 def glob_matches(pattern: list[str], path: list[str]) -> bool:
     """Part by part: ``*`` stays within a part, ``**`` stands for any number of parts."""
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(glob_matches(pattern[1:], path[start:]) for start in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and glob_matches(pattern[1:], path[1:])
+    ends = {0}  # of what the pattern's beginning matches: a step for each of its parts, however many are **
+    for part in pattern:
+        if part == "**":
+            ends = set(range(min(ends, default=len(path) + 1), len(path) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(path) and fnmatchcase(path[end], part)}
+    return len(path) in ends
 
 
 def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:

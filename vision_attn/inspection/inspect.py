@@ -35,6 +35,9 @@ __all__ = ["inspect_model"]
 #: What stands before the names of torchvision's networks.
 TORCHVISION = "torchvision:"
 
+#: Pixels of the image that a network is looked at with, beyond which its maps fill most memories.
+MOST_PIXELS = 2**26
+
 #: Sides of windows, the most usual first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
@@ -188,6 +191,10 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Exa
     if len(size) != axes or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
         several = "a height and a width" if axes == 2 else f"a length for each of {axes} axes"
         raise ValueError(f"input_size must be a side or {several}, in pixels; got {input_size!r}")
+    if math.prod(size) > MOST_PIXELS:
+        raise ValueError(
+            f"input_size must be of at most {MOST_PIXELS:,} pixels, as the network runs on them; got {size}"
+        )
     return own.changed(lambda images: images.new_zeros(*images.shape[:2], *size))
 
 

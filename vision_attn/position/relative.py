@@ -107,8 +107,9 @@ class TableTerm(PositionTerm):
         longest = max(self.lengths)
         for longer in range(1, (rows + 1) // 2 + 1):
             sides = [max(1, round(length * longer / longest)) for length in self.lengths]
-            if product([2 * side - 1 for side in sides]) == rows:
-                return sides
+            found = product([2 * side - 1 for side in sides])
+            if found >= rows:
+                return sides if found == rows else None
         return None
 
 

@@ -6,6 +6,8 @@ a state of its own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.trained import nothing_to_resume
 
-__all__ = ["Checkpoints", "Progress", "checkpoint_to_resume"]
+__all__ = ["Checkpoints", "Progress", "checkpoint_to_resume", "progress_in"]
 
 
 @dataclass
@@ -136,21 +138,40 @@ class Checkpoints:
                 )
             differing.remove("epochs")
         words = {"classes": "the classes of the data", "train_images": "the number of training images"}
-        differing += [word for key, word in words.items() if content[key] != self.about[key]]
+        differing += [word for key, word in words.items() if repr(content[key]) != repr(self.about[key])]
         if differing:
             raise ValueError(
                 f"resume goes on with the same run, but {', '.join(differing)} differ from {path}: give the same, or "
                 "begin a new run from its weights with --weights"
             )
         step = self.step
-        step.model.load_state_dict(content["model"])
-        step.optimizer.load_state_dict(content["optimizer"])
-        if step.ema is not None:
-            step.ema.module.load_state_dict(content["model_ema"])
-        if step.accelerator.scaler is not None:
-            step.accelerator.scaler.load_state_dict(content["scaler"])
-        best = Evaluation(**content["best"]) if content["best"] else None
-        self.progress = Progress(**{part.name: content[part.name] for part in fields(Progress)} | {"best": best})
+        try:
+            self.progress = progress_in(content, self.settings.epochs, step.steps)
+            step.model.load_state_dict(content["model"])
+            step.optimizer.load_state_dict(content["optimizer"])
+            if step.ema is not None:
+                step.ema.module.load_state_dict(content["model_ema"])
+            if step.accelerator.scaler is not None:
+                step.accelerator.scaler.load_state_dict(content["scaler"])
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged, and nothing can go on from it: {error}") from error
+
+
+def progress_in(content: Mapping[str, Any], epochs: int, steps: int) -> Progress:
+    """What a checkpoint says of how far a run of so many epochs of so many steps has come."""
+    found = Progress(**{part.name: content[part.name] for part in fields(Progress)})
+    found.best = Evaluation(**content["best"]) if content["best"] else None
+    numbers = [found.loss, found.epoch_seconds, found.seconds, *(float(str(row["eval_top1"])) for row in found.rows)]
+    numbers += [found.best.top1, found.best.loss] if found.best else []
+    if not (
+        type(found.epoch) is type(found.step) is int
+        and 0 <= found.epoch == len(found.rows) <= epochs
+        and 0 <= found.step <= steps
+        and (found.best is None) == (found.epoch == 0)
+        and all(isinstance(number, float | int) and math.isfinite(number) for number in numbers)
+    ):
+        raise ValueError(f"it says that {found.epoch} epochs and {found.step} steps are over")
+    return found
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

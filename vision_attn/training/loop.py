@@ -111,7 +111,18 @@ class Trainer:
         }
 
     def train(self, checkpoint: CheckpointFile | None = None) -> Result:
-        """Train from the first step, or the one after an interruption, to the last."""
+        """Train from the first step, or the one after an interruption, to the last, alone in the folder of the run."""
+        if not self.accelerator.is_main_process:
+            return self.train_here(checkpoint)
+        with self.folder.alone():
+            if (
+                checkpoint is None and not self.settings.overwrite
+            ):  # one may have ended here since the settings were read
+                self.folder.refuse_another_run()
+            return self.train_here(checkpoint)
+
+    def train_here(self, checkpoint: CheckpointFile | None) -> Result:
+        """:meth:`train`, in a folder that no other run writes to."""
         settings, accelerator, main = self.settings, self.accelerator, self.accelerator.is_main_process
         if checkpoint is not None:
             self.checkpoints.restore(checkpoint)
@@ -219,7 +230,7 @@ class Trainer:
     def close_epoch(self, loss: float, score: Evaluation, seen: Tensor, raw: Evaluation | None) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
         progress, seconds = self.checkpoints.progress, self.checkpoints.progress.epoch_seconds
-        images = self.steps * self.settings.batch_size / seconds
+        images = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
         progress.epoch += 1
         progress.seconds += seconds
         progress.reached(0, 0.0, 0.0)

@@ -10,13 +10,14 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -37,6 +38,8 @@ FILES = (
 LARGEST = 2**16
 #: Seconds between two drawings of curves while a run goes on, since each takes a part of one.
 PAUSE = 30.0
+#: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
+PATIENCE = 10.0
 #: Most names at the side of a confusion matrix, and most classes of one that has numbers in it.
 NAMED, NUMBERED = 60, 20
 
@@ -55,6 +58,7 @@ class RunFolder:
     ``classes.csv``          of that epoch the accuracy of each class, on request
     ``confusion.csv``        how many images of each class were taken for which, on request; a picture beside it
     ``logs``                 what trackers write
+    ``.lock``                held while a run goes on, so that no two write here at once
     =======================  =========================================================================
     """
 
@@ -69,6 +73,24 @@ class RunFolder:
                 f"output: {self.path} holds a run already: choose another --output, go on with it by "
                 f"--resume {self.path / 'last.pth'}, or begin anew with --overwrite"
             )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder for one run; another that is still at work in it is waited for a moment, and then refused."""
+        lock = FileLock(self.path / ".lock", timeout=PATIENCE)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout as error:
+            raise ValueError(
+                f"output: another run is at work in {self.path}: wait for its end, or choose another --output"
+            ) from error
+        except (NotImplementedError, OSError):
+            pass  # some network disks have no locks; that a folder cannot be written is said when it is written
+        try:
+            yield
+        finally:
+            lock.release()
 
     def open(self, settings: Settings, *, clear: bool) -> None:
         """Write the settings, and remove what another run left, all but its ``last.pth``, where that is wanted."""

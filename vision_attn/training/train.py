@@ -31,7 +31,7 @@ from vision_attn.training.network import build_network, refuse_other_classes
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import check_optimizer_settings
-from vision_attn.training.trained import Trained
+from vision_attn.training.trained import ABOUT, Trained, source_of
 
 __all__ = ["train"]
 
@@ -69,6 +69,8 @@ def train(settings: Settings, say: Callable[[str], None] = print, *, trained: Tr
         check_optimizer_settings(settings)
         path = checkpoint_to_resume(settings)
         checkpoint = read_file(path) if path else None
+        if checkpoint and set(ABOUT) <= checkpoint.content.keys():  # another file is refused where it is restored
+            source_of(checkpoint.path, checkpoint.content)
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         source = open_data(settings, train=False)

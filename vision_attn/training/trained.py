@@ -21,7 +21,15 @@ from vision_attn.training.network import BLOCKS, Network, build_network
 from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.version import __version__
 
-__all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
+__all__ = [
+    "ABOUT",
+    "Trained",
+    "nothing_to_resume",
+    "open_trained",
+    "settings_to_evaluate",
+    "settings_to_resume",
+    "source_of",
+]
 
 #: What a checkpoint or adapter of a run says of it.
 ABOUT = ("settings", "classes", "input_size", "mean", "std")
@@ -131,10 +139,10 @@ def refuse_larger(settings: Settings, source: Source, file: CheckpointFile) -> N
     """Refuse a file whose settings ask for more than its tensors: the network is made without memory first."""
     with torch.device("meta"):
         named = build_network(settings, source, lambda line: None)
-    held_in: Any = file.content.get("model", {})
+    held_in = file.content.get("model")
     asked, held = (
         sum(value.numel() for value in state.values() if isinstance(value, Tensor))
-        for state in (named.model.state_dict(), held_in)
+        for state in (named.model.state_dict(), held_in if isinstance(held_in, Mapping) else {})
     )
     if asked > 2 * held or math.prod((source.channels, *named.size)) > LARGEST_IMAGES:
         raise CheckpointError(

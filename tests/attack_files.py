@@ -1,0 +1,275 @@
+"""Hostile and damaged files in great number, each read in a process of bounded memory and time.
+
+``python tests/attack_files.py`` reads some 900 that were made to harm, and then as many mutations of honest ones as the
+environment variable ``VISION_ATTN_MUTATIONS`` says. It fails where a reader runs or opens something, takes more than
+four times the file and 200 MB, takes more than ten seconds, or ends with an error that is none of ours.
+"""
+
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import crafted
+import torch
+from crafted import Call, Named, New, as_legacy, as_tar, as_zip, memory, network, pickled
+from safetensors.torch import save_file
+
+import vision_attn as va
+from vision_attn.checkpoints import read_checkpoint
+from vision_attn.checkpoints.adapter_file import read_adapter
+
+FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
+#: What nobody may call: by their own names, and behind those of what checkpoints do call.
+NAMES = (
+    "os.system", "posix.system", "nt.system", "os.popen", "os.execv", "subprocess.Popen", "builtins.eval",
+    "builtins.exec", "builtins.open", "builtins.getattr", "builtins.__import__", "__builtin__.eval", "pty.spawn",
+    "importlib.import_module", "ctypes.CDLL", "socket.create_connection", "shutil.rmtree", "webbrowser.open",
+    "pickle.loads", "marshal.loads", "functools.partial", "operator.attrgetter", "numpy.load", "torch.load",
+    "torch.hub.load", "torch.jit.load", "torch.storage._load_from_bytes", "torch.serialization.load",
+    "torch._utils._rebuild_tensor_v2.__globals__", "collections.OrderedDict.__class__",
+    "collections.OrderedDict.update", "argparse.Namespace.__init__", "vision_attn.load_adapter",
+    "numpy.dtype.__reduce__", "_codecs.decode",
+)  # fmt: skip
+#: Ways in which a pickle calls something; each is given its module and its name.
+WAYS = {
+    "call": lambda module, name: pickled({"weight": Call(f"{module}.{name}", "echo")}),
+    "stack": lambda module, name: b"\x80\x04" + text(module) + text(name) + b"\x93" + text("echo") + b"\x85R.",
+    "inst": lambda module, name: b"\x80\x02(U\x04echoi" + f"{module}\n{name}\n".encode() + b".",
+    "obj": lambda module, name: b"\x80\x02(c" + f"{module}\n{name}\n".encode() + b"U\x04echoo.",
+    "new": lambda module, name: pickled({"weight": New(f"{module}.{name}", {"a": 1})}),
+    "new with keywords": lambda module, name: b"\x80\x04" + text(module) + text(name) + b"\x93)}\x92.",
+    "state": lambda module, name: pickled(
+        Call("collections.OrderedDict", state={"__reduce__": Named(f"{module}.{name}")})
+    ),
+    "value": lambda module, name: pickled({"weight": [Named(f"{module}.{name}")]}),
+}
+#: What a header of safetensors can lie about.
+DTYPES = ("F32", "F64", "BF16", "I64", "U8", "BOOL", "F4", "C64", "Q8", "", None, 7)
+SHAPES = ([2], [2**62, 4], [0, 2**63], [-1], [1.5], [], None, "2", [2**64], [[2]])
+OFFSETS = ([0, 8], [8, 0], [0, 2**63], [-8, 0], [4, 12], [0], None, [0.0, 8.0])
+#: Sizes and strides of a tensor in a storage of one number.
+SIZES = ((2**40,), (2**31, 2**31), (1,) * 70, (-1,), (0, 2**63), (1.0,), ("1",), (2, 2), ())
+STRIDES = ((0,), (1,), (-1,), (2**62,), (0, 0), (1,) * 70, ("1",), ())
+#: What a reader of tensors has no business with.
+FORBIDDEN = {
+    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "socket.bind",
+    "os.remove", "os.rename", "os.mkdir", "shutil.rmtree", "pickle.find_class", "ctypes.dlopen", "marshal.loads",
+    "exec", "pty.spawn", "webbrowser.open", "urllib.Request",
+}  # fmt: skip
+SECONDS = 10
+
+
+def text(value):
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def safetensors(header, data=bytes(8)):
+    said = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    return len(said).to_bytes(8, "little") + said + data
+
+
+def hostile(folder):
+    """Files that were made to harm."""
+    contents = {}
+    for (way, make), name, (form, wrap) in itertools.product(WAYS.items(), NAMES, FORMS.items()):
+        contents[f"{way} {name} {form}.pth"] = wrap(make(*name.rsplit(".", 1)))
+    for dtype, shape, offsets in {*itertools.product(map(str, DTYPES), map(str, SHAPES), map(str, OFFSETS))}:
+        if (dtype == "F32") + (shape == "[2]") + (offsets == "[0, 8]") == 2:  # one lie at a time
+            said = {"dtype": dtype, "shape": json.loads(shape) if shape[0] == "[" else shape}
+            said["data_offsets"] = json.loads(offsets) if offsets[0] == "[" else offsets
+            contents[f"{dtype} {shape} {offsets}.safetensors".replace("/", "")] = safetensors({"weight": said})
+    for size, stride in itertools.product(SIZES, STRIDES):
+        name = f"tensor {str(size)[:40]} {str(stride)[:40]}.pth"
+        contents[name] = as_zip(pickled({"weight": crafted.tensor(1, size, stride)}), [bytes(4)])
+    deep = {"list": b"]" * 100_000, "tuple": b"(" * 100_000, "dictionary": b"}" * 100_000, "memo": b"h\x00" * 1000}
+    contents |= {f"deep {what}.pth": as_zip(b"\x80\x02" + content + b".") for what, content in deep.items()}
+    contents |= {
+        "empty.pth": b"", "empty.safetensors": b"", "zeros.pth": bytes(10_000), "ones.pth": b"\xff" * 10_000,
+        "long header.safetensors": (2**62).to_bytes(8, "little"), "deep.safetensors": safetensors(b"[" * 100_000),
+        "not text.safetensors": safetensors(b"\xff\xfe{}"), "twice.safetensors": safetensors(b'{"a":{},"a":{}}'),
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    for name, target in (
+        ("link.pth", "link.pth"),
+        ("device.pth", "/dev/zero"),
+        ("gone.pth", "nothing"),
+        ("up.pth", "/"),
+    ):
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe.pth")
+    (folder / "folder.pth").mkdir()
+    return [folder / name for name in sorted(os.listdir(folder))]
+
+
+def mutated(content, random):
+    """A few bytes of a file flipped, set, taken out, said twice or moved; or its end cut off."""
+    content = bytearray(content)
+    for _ in range(random.choice((1, 1, 1, 2, 5))):
+        place, length = random.randrange(len(content) + 1), random.choice((1, 1, 2, 8, 64))
+        match random.randrange(6):
+            case 0:
+                content[place % len(content)] ^= 1 << random.randrange(8)
+            case 1:
+                content[place : place + length] = random.randbytes(min(length, len(content) - place))
+            case 2:
+                del content[place : place + length]
+            case 3:
+                content[place:place] = content[place : place + length]
+            case 4:
+                content[place : place + 8] = random.choice((0, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
+            case _:
+                content[max(1, len(content) - length) :] = b""
+        content = content or bytearray(1)
+    return bytes(content)
+
+
+def known(value):
+    """A value of a checkpoint as something that compares."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: known(item) for key, item in value.items()}
+    return [known(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def honest(folder):
+    """A file of each of four kinds, and what reads it."""
+    model = network()
+    content = {"model": dict(model.state_dict()), "epoch": 3, "rows": [{"loss": 0.5}], "best": None}
+    torch.save(content, folder / "zip.pth")
+    torch.save(content, folder / "legacy.pth", _use_new_zipfile_serialization=False)
+    save_file(model.state_dict(), folder / "plain.safetensors", {"format": "pt"})
+    va.insert_(model, names="2", num_heads=2, example_input=(1, 3, 16, 16))
+    va.save_adapter(model, folder / "adapter.safetensors")
+    readers = dict.fromkeys(("zip.pth", "legacy.pth", "plain.safetensors"), read_checkpoint)
+    return {folder / name: read for name, read in {**readers, "adapter.safetensors": read_adapter}.items()}
+
+
+class TooLongError(BaseException):
+    """Which no reader takes for a fault of the file."""
+
+
+def too_long(*_):
+    raise TooLongError
+
+
+def attempt(read, path, seen):
+    """How a reader takes a file: the outcome, and what is wrong with that, if anything."""
+    seen.clear()
+    before, size = memory(), path.stat().st_size if path.is_file() else 0
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        read(path)
+        outcome = "read"
+    except (va.CheckpointError, FileNotFoundError):
+        outcome = "refused"
+    except TooLongError:
+        return "hung", f"more than {SECONDS} s"
+    except BaseException as error:
+        return "raised", repr(error)[:200]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if seen:
+        return "ran", str(seen[:3])
+    if memory() - before > 4 * size / 1e6 + 200:
+        return "took", f"{memory() - before:.0f} MB of a file of {size} bytes"
+    return outcome, ""
+
+
+def prepare():
+    """Bound this process, and note what is run in it."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
+    signal.signal(signal.SIGALRM, too_long)
+    seen = []
+    sys.addaudithook(
+        lambda event, arguments: seen.append((event, repr(arguments)[:80])) if event in FORBIDDEN else None
+    )
+    return seen
+
+
+def in_copies(tasks):
+    """What each task gives, in a copy of this process; a copy that dies is followed by another, after that task."""
+    done = 0
+    while done < len(tasks):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            seen = prepare()
+            for task in tasks[done:]:
+                os.write(writing, (json.dumps(task(seen)) + "\n").encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as answers:
+            for answer in answers:
+                done += 1
+                yield json.loads(answer)
+        _, status = os.waitpid(child, 0)
+        if status:
+            done += 1
+            yield "died", f"by {status}"
+
+
+def attack(count):
+    """All hostile files, and so many mutations: what came of them, and of each that went wrong what and how."""
+    outcomes, wrong = Counter(), []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "hostile").mkdir()
+        (folder / "honest").mkdir()
+        files = honest(folder / "honest")
+        paths = hostile(folder / "hostile")
+        for path, read in files.items():  # what it imports is not the file's doing
+            read(path)
+            (folder / path.name).write_bytes(path.read_bytes()[:-1])
+            attempt(read, folder / path.name, [])
+        attempt(read_checkpoint, folder / "hostile" / "call os.system zip.pth", [])
+        b"".decode("cp437")  # which zipfile asks for where a name has bytes beyond ASCII
+        tasks = [lambda seen, path=path: attempt(read_checkpoint, path, seen) for path in paths]
+        for path, (outcome, why) in zip(paths, in_copies(tasks), strict=True):
+            outcomes["hostile", outcome] += 1
+            if why or (outcome == "read" and path.suffix == ".pth" and not path.name.startswith(("tensor", "deep"))):
+                wrong.append((path.name, outcome, why))
+
+        def mutation(seen, number):
+            path, read = list(files.items())[number % len(files)]
+            content, target = path.read_bytes(), folder / f"{os.getpid()}{path.suffix}"
+            target.write_bytes(mutated(content, random.Random(number)))
+            outcome, why = attempt(read, target, seen)
+            if (
+                outcome == "read"
+                and path.stem in ("zip", "adapter")
+                and known(vars_of(read(target))) != originals[path]
+            ):
+                return "read as another", "its numbers have changed"
+            return outcome, why
+
+        originals = {path: known(vars_of(read(path))) for path, read in files.items()}
+        begin, tasks = time.perf_counter(), [lambda seen, n=n: mutation(seen, n) for n in range(count)]
+        for number, (outcome, why) in enumerate(in_copies(tasks)):
+            kind = list(files)[number % len(files)].name
+            outcomes[kind, outcome] += 1
+            if why:
+                wrong.append((f"mutation {number} of {kind}", outcome, why))
+        print(f"{len(paths)} hostile files, {count} mutations in {time.perf_counter() - begin:.0f} s")
+    for (kind, outcome), number in sorted(outcomes.items()):
+        print(f"{kind:<20} {outcome:<16} {number:>7,}")
+    return wrong
+
+
+def vars_of(value):
+    return value if isinstance(value, dict) else vars(value)
+
+
+if __name__ == "__main__":
+    found = attack(int(os.environ.get("VISION_ATTN_MUTATIONS", "2000")))
+    print(*found[:50], sep="\n")
+    sys.exit(bool(found))
