@@ -37,7 +37,7 @@ from vision_attn.blocks import (
     set_impl,
     use_impl,
 )
-from vision_attn.capture import AttentionMap, capture
+from vision_attn.capture import AttentionMap, capture, rollout
 from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter, set_adapter
 from vision_attn.contribution import Contribution, closed, contribution
 from vision_attn.convert.swap import SwapReport, swap_, swap_back_
@@ -123,6 +123,7 @@ __all__ = [
     "register_impl",
     "remove_",
     "replace_",
+    "rollout",
     "save_adapter",
     "save_model",
     "set_adapter",

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vision_attn.capture import AttentionMap
+from vision_attn.capture.record import chosen_heads
 from vision_attn.checkpoints import write_atomically
 
 try:
@@ -131,13 +132,6 @@ def attention_figure(
     scale.set_label("times an even share" if length > NAMED else "", fontsize=8)
     scale.ax.tick_params(labelsize=8)
     return figure
-
-
-def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
-    chosen = list(range(count) if heads is None else [heads] if isinstance(heads, int) else heads)
-    if not chosen or not all(0 <= head < count for head in chosen):
-        raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
-    return chosen
 
 
 def reduced(weights: Tensor, heads: Sequence[int], reduction: str) -> tuple[list[str], Tensor]:
