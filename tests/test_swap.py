@@ -26,13 +26,13 @@ from vision_attn.convert import swap
 # --- small models of every family -------------------------------------------------------------------------------------
 
 
-def maxxvit(name, **options):
+def maxxvit(name, size=64, **options):
     cfg = model_cfgs[name]
     types = cfg.block_type if cfg.block_type[-1] == "M" else ("C", "C", "T", "T")
     small = {"embed_dim": (8, 8, 16, 16), "depths": (1, 1, 1, 1), "stem_width": (8, 8), "head_hidden_size": None}
     heads = replace(cfg.transformer_cfg, dim_head=4, rel_pos_dim=8, **options)
     cfg = replace(cfg, **small, block_type=types, transformer_cfg=heads)
-    return MaxxVit(cfg, img_size=64, num_classes=5)
+    return MaxxVit(cfg, img_size=size, num_classes=5)
 
 
 def botnet():
@@ -292,10 +292,59 @@ def test_implementations_and_maps():
     with va.capture(model, queries=[(0, 0)]) as maps:
         model(torch.randn(1, 3, 64, 64, dtype=torch.float64))
     assert [tuple(one.weights.shape[-2:]) for one in maps.values()] == [(4, 4), (2, 2)]
-    model = made("maxvit, nchw")
+
+
+def test_maps_of_windows_and_grids_that_the_network_cuts():
+    model = maxxvit("maxvit_nano_rw", size=(64, 96)).double().eval()
     va.swap_(model)
-    with pytest.raises(ValueError, match="no Attention2d to capture"), va.capture(model):
-        pass  # the network cuts its windows itself
+    x, seen = torch.randn(2, 3, 64, 96, dtype=torch.float64), {}
+    parts = {name: model.get_submodule(f"stages.0.blocks.0.{name}") for name in ("attn_block", "attn_grid")}
+    for name, part in parts.items():
+        part.norm1.register_forward_hook(lambda module, args, y, name=name: seen.update({name: y}))
+        part.ls1.register_forward_hook(lambda module, args, y, name=name: seen.update({name: (seen[name], y)}))
+    with va.capture(model) as maps, torch.no_grad():
+        model(x)
+    assert len(maps) == 8
+    for name, part in parts.items():  # the values that the weights are for, on the map, give what the part gives
+        y, expected = seen[name]
+        v = part.attn.qkv(y).unflatten(3, (part.attn.num_heads, 3, -1))[..., 2, :].flatten(1, 2).transpose(1, 2)
+        weights = maps[f"stages.0.blocks.0.{name}.attn"].weights.flatten(3)
+        got = part.attn.proj((weights @ v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(got.view_as(expected), expected)
+    model = made("torchvision maxvit")
+    va.swap_(model)
+    with va.capture(model, queries=[(0, 47)]) as maps, torch.no_grad():
+        model(torch.randn(1, 3, 48, 48, dtype=torch.float64))
+    window, grid = ((one.weights[0, 0, 0] > 0).nonzero().tolist() for one in list(maps.values())[:2])
+    assert window == [[row, column] for row in range(3) for column in (9, 10, 11)]
+    assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("vit", 1), ("deit", 2), ("torchvision vit", 1)])
+def test_maps_of_tokens(name, prefix):
+    model = made(name)
+    va.swap_(model)
+    size, seen = MODELS[name][1][-1], []
+    path, attention = next((path, x) for path, x in model.named_modules() if EXCHANGED in vars(x))
+    attention.register_forward_hook(lambda module, args, y: seen.extend((args[0], y[0] if type(y) is tuple else y)))
+    with va.capture(model) as maps, torch.no_grad():
+        model(torch.randn(2, 3, *size, dtype=torch.float64))
+    grid = tuple(side // 16 for side in size)
+    found, (x, y) = maps[path], seen
+    heads = found.weights.shape[1]
+    assert found.weights.shape == (2, heads, grid[0] * grid[1], *grid)
+    assert found.prefix.shape == (2, heads, prefix, *grid)
+    assert not torch.allclose(found.prefix[:, :, 0], found.weights[:, :, 0])
+    if prefix == 1:  # what is missing in a sum goes to the only token before
+        qkv = [attention.in_proj_weight, attention.in_proj_bias] if "torch" in name else attention.qkv.parameters()
+        v = torch.nn.functional.linear(x, *qkv).unflatten(2, (3, heads, -1))[:, :, 2].transpose(1, 2)
+        weights = torch.cat([found.prefix, found.weights], dim=2).flatten(3)
+        weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], dim=-1)
+        proj = attention.out_proj if "torch" in name else attention.proj
+        torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
+    va.swap_(attention := TimmAttention(8, 2))  # of which nobody says what tokens it takes
+    with pytest.raises(ValueError, match="no Attention2d to capture"), va.capture(attention):
+        pass
 
 
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from vision_attn.blocks.linear import LinearAttention2d
 
 __all__ = ["EXCHANGED", "attention_modules", "set_impl", "use_impl"]
 
-#: The attribute in which an attention module of another library, which a block stands for, keeps that: ``.block``, and
-#: ``.whole``, whether the block sees whole maps. The block is no child of it.
+#: The attribute in which an attention module of another library, which a block stands for, keeps that: ``.block``, what
+#: it ``.sees``, and how that is ``.placed`` on the map. The block is no child of it.
 EXCHANGED = "exchanged"
 
 
@@ -92,11 +92,10 @@ def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
-    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` on maps of a model, by its path.
+    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model, by its path.
 
     >>> from vision_attn.blocks import Attention2d
     >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
     ['a']
     """
-    cut = {name for name, module in model.named_modules() if not getattr(vars(module).get(EXCHANGED), "whole", True)}
-    return {name: block for name, block in with_impl(model).items() if isinstance(block, Attention) and name not in cut}
+    return {name: block for name, block in with_impl(model).items() if isinstance(block, Attention)}

@@ -34,6 +34,8 @@ class AttentionMap:
     map_size: tuple[int, ...] = ()
     #: what each head is called: ``"head 3"``, ``"mean of 8 heads"``; numbered where nothing is said
     heads: tuple[str, ...] = ()
+    #: ``(b, heads, tokens, h, w)``: likewise of class and register tokens, where the network has any
+    prefix: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))

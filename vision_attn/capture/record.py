@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product as pairs
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.blocks import Attention, attention_modules
+from vision_attn.blocks import EXCHANGED, Attention, attention_modules
 from vision_attn.blocks.attention import Prepared, weights_on_map
 from vision_attn.capture.attention_map import AttentionMap
 from vision_attn.checks import product
@@ -90,82 +92,121 @@ def capture(
     >>> maps["1.attn"].weights.shape
     torch.Size([1, 2, 2, 8, 8])
     """
-    points = points_of(queries)
     if reduce is not None and reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
-    model = plain_network(model)
+    points, model = points_of(queries), plain_network(model)
     modules = modules_at(model, sites)
-    of_heads = {path: chosen_heads(heads, module.num_heads) for path, module in modules.items()}
-    maps = Maps()
-    image_size: tuple[int, ...] = ()
-    axes = max(module.rank for module in modules.values())
-    taken = 0
-
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal image_size, taken
-        maps.clear()
-        taken = 0
-        image_size = tuple(Example(args, kwargs).image.shape[-axes:])
-        for point in points or ():
-            if len(point) != axes or not all(0 <= at < length for at, length in zip(point, image_size, strict=True)):
-                raise ValueError(
-                    f"queries must be points {'(y, x)' if axes == 2 else f'of {axes} coordinates'} in pixels of an "
-                    f"image of {'×'.join(map(str, image_size))}; got {tuple(point)}"
-                )
-
-    def record(path: str, seen: list[tuple[Partition, Prepared]], module: Any, args: Any, kwargs: Any, y: Any) -> None:
-        nonlocal taken
-        if not image_size:
-            raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
-        if not seen:
-            return  # an empty batch
-        part, prepared = seen.pop()
-        x = args[0] if args else kwargs["x"]
-        context = args[2] if len(args) > 2 else kwargs.get("context")
-        size, keys = tuple(x.shape[-module.rank :]), module.keys_size(x, context)
-        cells = cells_of(points, size, image_size, path)
-        names = [f"head {head}" for head in of_heads[path]]
-        groups = [[head] for head in of_heads[path]] if reduce else [of_heads[path]]
-        width = torch.promote_types(prepared[0].dtype, torch.float32).itemsize
-        batch = len(prepared[0]) // part.groups
-        needed = batch * len(groups[0]) * len(cells) * product(keys) * width
-        if taken + needed > LARGEST and not allow_large:
-            raise ValueError(
-                f"queries: the maps of {path!r} take {needed / 2**30:.2f} GiB ({batch} images × {len(groups[0])} heads "
-                f"× {len(cells)} queries × {product(keys)} cells), with {taken / 2**30:.2f} GiB of modules before it: "
-                "choose points as queries, sites, heads or a reduction, or allow_large=True"
-            )
-        taken += needed
-        # Where the block has padded its map, the queries stand on a wider one.
-        tokens = torch.tensor([row_major(cell, part.size) for cell in cells], device=x.device)
-        of_all = None if len(tokens) == product(part.size) else tokens
-        weights: Tensor | None = None
-        with torch.no_grad():
-            for group in groups:
-                some = weights_on_map(part, prepared, of_all, group)
-                weights = some if weights is None or reduce is None else REDUCTIONS[reduce](weights, some)
-        assert weights is not None
-        if reduce == "mean":
-            weights = weights / len(groups)
-        if product(part.size) == product(size):
-            weights = weights.unflatten(-1, keys)
-        else:
-            weights = weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
-        names = [f"{reduce} of {len(names)} heads"] if reduce and len(names) > 1 else names
-        earlier = sum(known.partition(":")[0] == path for known in maps)
-        place = f"{path}:{earlier + 1}" if earlier else path
-        maps[place] = AttentionMap(weights, tuple(cells), image_size, size, tuple(names))
-
+    exchanged = {path: vars(model.get_submodule(path)).get(EXCHANGED) for path in modules}
+    axes = max(2 if exchanged[path] else module.rank for path, module in modules.items())
+    recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
             seen: list[tuple[Partition, Prepared]] = []
             stack.enter_context(overheard(module, seen))
-            hook = partial(record, path, seen)
+            chosen = chosen_heads(heads, module.num_heads)
+            hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        yield maps
+        yield recording.maps
+
+
+@dataclass
+class Recording:
+    """What is captured of one forward pass."""
+
+    points: list[Point] | None
+    #: of the image
+    axes: int
+    reduce: str | None
+    #: bytes that the maps may take
+    limit: float
+    maps: Maps = field(default_factory=Maps)
+    taken: int = 0
+    image_size: tuple[int, ...] = ()
+    images: int = 0
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is given images."""
+        self.maps.clear()
+        self.taken = 0
+        example = Example(args, kwargs)
+        self.images, self.image_size = example.shape[0], tuple(example.image.shape[-self.axes :])
+        for point in self.points or ():
+            inside = all(0 <= at < length for at, length in zip(point, self.image_size, strict=False))
+            if len(point) != self.axes or not inside:
+                raise ValueError(
+                    f"queries must be points {'(y, x)' if self.axes == 2 else f'of {self.axes} coordinates'} in pixels "
+                    f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
+                )
+
+    def record(
+        self,
+        path: str,
+        kept: Any,
+        heads: list[int],
+        seen: list[tuple[Partition, Prepared]],
+        module: Any,
+        args: Any,
+        kwargs: Any,
+        y: Any,
+    ) -> None:
+        """A module has attended."""
+        if not self.image_size:
+            raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
+        if not seen:
+            return  # an empty batch
+        (part, prepared), prefix = seen.pop(), 0
+        x = args[0] if args else kwargs["x"]
+        if kept is None or kept.sees == "maps":
+            size = tuple(x.shape[-module.rank :])
+            keys = module.keys_size(x, args[2] if len(args) > 2 else kwargs.get("context"))
+        else:
+            placed = kept.placed(x, self.images, self.image_size)
+            if placed is None:
+                return  # they are of no map of this image
+            part, prefix = placed
+            size = keys = part.size
+            prepared = in_groups_of(prepared, part.groups)
+        cells = cells_of(self.points, size, self.image_size, path)
+        names = tuple(f"head {head}" for head in heads)
+        groups = [[head] for head in heads] if self.reduce else [heads]
+        self.count(path, len(prepared[0]) // part.groups, len(groups[0]), len(cells), product(keys), prepared[0].dtype)
+        if self.reduce and len(heads) > 1:
+            names = (f"{self.reduce} of {len(heads)} heads",)
+
+        def looked(tokens: Tensor | None) -> Tensor:
+            weights: Tensor | None = None
+            for group in groups:
+                some = weights_on_map(part, prepared, tokens, group)[..., prefix:]
+                weights = some if weights is None else REDUCTIONS[self.reduce or ""](weights, some)
+            assert weights is not None
+            weights = weights / len(groups) if self.reduce == "mean" else weights
+            if product(part.size) == product(size):
+                return weights.unflatten(-1, keys)
+            # Where the block has padded its map, the queries stand on a wider one.
+            return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
+
+        tokens = torch.tensor([prefix + row_major(cell, part.size) for cell in cells], device=x.device)
+        every = len(tokens) == product(part.size) and not prefix
+        with torch.no_grad():
+            weights = looked(None if every else tokens)
+            first = looked(torch.arange(prefix, device=x.device)) if prefix else None
+        earlier = sum(known.partition(":")[0] == path for known in self.maps)
+        place = f"{path}:{earlier + 1}" if earlier else path
+        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, names, first)
+
+    def count(self, path: str, images: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> None:
+        """Refuse maps that are too large."""
+        needed = images * heads * queries * keys * torch.promote_types(dtype, torch.float32).itemsize
+        if self.taken + needed > self.limit:
+            raise ValueError(
+                f"queries: the maps of {path!r} take {needed / 2**30:.2f} GiB ({images} images × {heads} heads × "
+                f"{queries} queries × {keys} cells), with {self.taken / 2**30:.2f} GiB of modules before it: choose "
+                "points as queries, sites, heads or a reduction, or allow_large=True"
+            )
+        self.taken += needed
 
 
 @contextmanager
@@ -185,8 +226,21 @@ def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iter
         del vars(module)["prepare"]
 
 
+def in_groups_of(prepared: Prepared, groups: int) -> Prepared:
+    """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
+    *rest, (mask, reachable, causal) = prepared
+    mask, reachable = (
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (mask, reachable)
+    )
+    return (*rest, (mask, reachable, causal))  # type: ignore[return-value]
+
+
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
     modules = attention_modules(model)
+    for path in list(modules):
+        kept = vars(model.get_submodule(path)).get(EXCHANGED)
+        if kept is not None and kept.sees == "unknown":
+            del modules[path]  # of tokens, of which nobody says where they lie
     if not modules:
         raise ValueError(
             f"model has no Attention2d to capture, nor one of other rank: {type(model).__name__} holds none; insert "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy as shallow_copy
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from vision_attn.convert.proof import HOOKS, TOLERANCE, check_outputs, explained
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
 from vision_attn.insertion.backbone import changeable, modules_around
+from vision_attn.insertion.maps import token_grid
 from vision_attn.insertion.sites import Names, match_names, several
+from vision_attn.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
 from vision_attn.text import Report, Table, shorten
 
 __all__ = ["SwapReport", "SwappedModule", "swap_", "swap_back_"]
@@ -47,8 +49,10 @@ class Exchange:
     inside: tuple[nn.Module, ...]
     #: what the block was made by
     settings: tuple[Any, ...]
-    #: whether it sees whole maps, and not windows that the network has cut
-    whole: bool = True
+    #: how the network cuts its map before the module sees it; None where it does not
+    cut: Window | Grid | None = None
+    #: class and register tokens before those of the map, if it takes tokens; None where that is not known
+    prefix: int | None = None
     #: the module whose place it has, if it is a copy
     original: nn.Module | None = None
     #: for the block, which two threads would lend other weights at once
@@ -72,6 +76,32 @@ class Exchange:
                 self.block.train(module.training)
             y: Tensor = torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
         return y
+
+    @property
+    def sees(self) -> str:
+        """What the block is given: ``"maps"``, ``"groups"`` of maps that are cut, ``"tokens"``, or ``"unknown"``."""
+        if self.cut is not None:
+            return "groups"
+        return "maps" if self.block.rank == 2 else "unknown" if self.prefix is None else "tokens"
+
+    def placed(self, x: Tensor, images: int, image_size: tuple[int, int]) -> tuple[Partition, int] | None:
+        """How the groups or tokens that the block is given lie on the maps of so many images of a size.
+
+        With it comes how many tokens there are before those of the map. None: they lie on no map of that aspect.
+        """
+        window, prefix = tuple(x.shape[2:]), self.prefix or 0
+        if self.cut is None:
+            size = token_grid(window[0] - prefix, *image_size)
+            pattern: AnyPattern = resolve_pattern("full")
+        else:
+            window = window if len(window) == 2 else pair(self.cut.size)  # which may be another than at the exchange
+            pattern = replace(self.cut, size=window)
+            groups, (rows, columns) = len(x) // images, image_size
+            tiles = (1, 1) if groups == 1 else token_grid(groups, rows * window[1], columns * window[0])
+            size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
+        if size is None:
+            return None
+        return partition_of(pattern.partitioner(2), x.new_empty(1, 1, *size)), prefix
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "lock"}
@@ -284,8 +314,10 @@ def swap_(
         except (ValueError, ConversionError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, class_name(module), reason=str(error)))
             continue
-        around = (type(modules[outer]).__name__ for outer in ("", *modules_around(name)))
-        exchanges[name].whole = not any("Partition" in kind for kind in around)
+        around = [modules[outer] for outer in ("", *modules_around(name))]
+        cuts = [CUTS[path_of(type(outer))](outer, module) for outer in around if path_of(type(outer)) in CUTS]
+        exchanges[name].cut = cuts[-1] if cuts else None
+        exchanges[name].prefix = next(filter(lambda count: count is not None, map(prefix_in, reversed(around))), None)
         lines.append(SwappedModule(name, class_name(module), described(exchanges[name]), difference))
     own = {line.kind: FAMILIES[exchanges[line.path].family].own for line in lines if line.path in exchanges}
     notes = [f"{kind} does by itself, as before: {calls}" for kind, calls in own.items() if calls]
@@ -404,4 +436,42 @@ def class_name(module: nn.Module) -> str:
 
 def described(kept: Exchange) -> str:
     block = type(kept.block).__name__
-    return f"{block}, pattern={kept.block.pattern!r}" if kept.whole else f"{block}, on windows that are cut before"
+    return f"{block}, pattern={kept.block.pattern!r}" if kept.cut is None else f"{block}, on a map cut by {kept.cut!r}"
+
+
+# --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
+
+
+def cut_of_timm(outer: Any, module: nn.Module) -> Window | Grid:
+    return (Window if outer.partition_block else Grid)(pair(outer.partition_size))
+
+
+def cut_of_swin(outer: Any, module: nn.Module) -> Window:
+    return Window(pair(outer.window_size), pair(outer.shift_size))
+
+
+#: By the path of the class around a module: how it cuts the map that it is given.
+CUTS: dict[str, Callable[[Any, Any], Window | Grid]] = {
+    "timm.models.maxxvit.PartitionAttentionCl": cut_of_timm,
+    "timm.models.maxxvit.PartitionAttention2d": cut_of_timm,
+    "timm.models.maxxvit.ParallelPartitionAttention": lambda outer, module: (
+        Window if module is outer.attn_block else Grid
+    )(pair(outer.partition_size)),
+    "timm.models.swin_transformer.SwinTransformerBlock": cut_of_swin,
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": cut_of_swin,
+    "torchvision.models.maxvit.PartitionAttentionLayer": lambda outer, module: (
+        Window if outer.partition_type == "window" else Grid
+    )(pair(module.size)),
+}
+
+
+def prefix_in(outer: nn.Module) -> int | None:
+    """How many tokens a network puts before those of its map: as timm's say, and one in torchvision's."""
+    count = getattr(outer, "num_prefix_tokens", None)
+    if isinstance(count, int):
+        return count
+    return 1 if isinstance(getattr(outer, "class_token", None), nn.Parameter) else None
+
+
+def pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
