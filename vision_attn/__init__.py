@@ -64,6 +64,7 @@ from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, 
 from vision_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from vision_attn.explorer import explore
     from vision_attn.export.classifier import Classifier, load_run
     from vision_attn.models.folder import load_model, save_model
 
@@ -106,6 +107,7 @@ __all__ = [
     "closed",
     "contribution",
     "convert",
+    "explore",
     "figures",
     "freeze_backbone_",
     "freeze_gates_",
@@ -140,6 +142,7 @@ __all__ = [
 #: What is in rooms with heavy dependencies, by name.
 LATER = {
     "Classifier": "vision_attn.export.classifier",
+    "explore": "vision_attn.explorer",
     "load_model": "vision_attn.models.folder",
     "load_run": "vision_attn.export.classifier",
     "save_model": "vision_attn.models.folder",

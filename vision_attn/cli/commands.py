@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from vision_attn.cli.looking import add_explore, add_maps
+
 __all__ = ["COMMANDS", "given", "run_train"]
 
 
@@ -296,6 +298,8 @@ COMMANDS = {
     "demo": ("what attention is for, in minutes", add_demo),
     "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", add_train),
     "predict": ("what a trained network takes images for", add_predict),
+    "explore": ("where every head of a network looks on images, as a page to explore in a browser", add_explore),
+    "maps": ("the same as pictures, with a page on how widely and how far each head looks", add_maps),
     "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", add_export),
     "bench": ("time and memory of attention beside other libraries'", add_bench),
 }

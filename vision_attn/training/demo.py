@@ -15,6 +15,7 @@ from vision_attn.attend import IMPLS
 from vision_attn.blocks import use_impl
 from vision_attn.capture import capture
 from vision_attn.checkpoints import write_atomically
+from vision_attn.explorer import explore
 from vision_attn.figures import attention_figure, save_figure
 from vision_attn.insertion import quiet_eval
 from vision_attn.models.folder import save_model
@@ -77,7 +78,7 @@ def demo(output: str, *, epochs: int = 5, seed: int = 0, say: Callable[[str], No
             f"{found['largest_logit_difference']:.1e}"
         )
     save_model(trained.model, folder / "network", architecture="digit_pairs_attention")
-    draw(trained, images, labels, folder / "attention.png")
+    draw(trained, images, labels, folder)
     arms = {
         arm: {
             "parameters": result.network.parameters,
@@ -89,7 +90,10 @@ def demo(output: str, *, epochs: int = 5, seed: int = 0, say: Callable[[str], No
     }
     summary = {"epochs": epochs, "seed": seed, "arms": arms, "implementations": agreements}
     write_atomically(folder / "results.json", json.dumps(summary, indent=2).encode())
-    say(f"\nIn {folder}: attention.png (look at it), results.json, network (the trained one), a folder for each run.")
+    say(
+        f"\nIn {folder}: attention.png and explorer.html (look at them), results.json, network (the trained one), a "
+        "folder for each run."
+    )
     return results
 
 
@@ -108,8 +112,11 @@ def compare_implementations(trained: Result, images: Tensor, labels: Tensor) -> 
     }
 
 
-def draw(trained: Result, images: Tensor, labels: Tensor, path: Path) -> None:
-    """Three pairs of either kind, looked at from the middle of the left digit; such as are got right, if there are."""
+def draw(trained: Result, images: Tensor, labels: Tensor, folder: Path) -> None:
+    """Three pairs of either kind, looked at from the middle of the left digit, and as a page to explore.
+
+    Such as are got right, if there are.
+    """
     images, labels = images[:500], labels[:500]
     query = (CANVAS[0] / 2, PLAY + CANVAS[0] / 2)
     with capture(trained.model, queries=[query]) as maps, quiet_eval(trained.model):
@@ -122,4 +129,14 @@ def draw(trained: Result, images: Tensor, labels: Tensor, path: Path) -> None:
     ]
     (attention,) = maps.values()
     attention = replace(attention, weights=attention.weights[chosen])
-    save_figure(attention_figure(images[chosen] / 255, attention, titles=titles, width=9.0), path)
+    images = images[chosen] / 255
+    save_figure(attention_figure(images, attention, titles=titles, width=9.0), folder / "attention.png")
+    explore(
+        trained.model,
+        images,
+        folder / "explorer.html",
+        normalize=lambda pixels: trained.normalize(255 * pixels),
+        classes=CLASSES,
+        titles=titles,
+        title="Two digits: are they of the same class?",
+    )
