@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,3 +271,13 @@ def test_keys_fingers_blocks_heads_and_images_work_on_a_phone(opened):
         "[...document.querySelectorAll('button, select, input, canvas[tabindex]')].filter((one) => !(one.innerText"
     )
     assert tab.evaluate(f"{unnamed} || one.labels?.length || one.ariaLabel)).length") == 0
+
+
+def test_the_page_of_the_documentation_is_as_pages_are_now():
+    root = Path(va.__file__).parents[1]
+    template = (root / "vision_attn" / "explorer" / "page.html").read_text()
+    made = (root / "docs" / "explorer" / "digits.html").read_text()
+    held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
+    remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/digits.html"
+    assert made.replace(held, "/* DATA */") == template, remedy
+    assert len(made) < 300_000
