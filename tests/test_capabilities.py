@@ -233,7 +233,7 @@ def test_other_blocks_are_traced_and_compiled(block):
     compiles_with_its_backward_pass(block)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_block_is_compiled_and_exported_with_any_size():
     """Those that the tests above leave out: with the compiler to machine code, and where tracing sizes takes long."""
     for options in OPTIONS:
@@ -356,7 +356,7 @@ def test_a_network_is_compiled_and_exported(does, family):
     does(*network(family))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_networks_of_every_family_are_compiled_and_exported():
     """Compiled to machine code too."""
     for family in FAMILIES:

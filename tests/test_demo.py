@@ -41,7 +41,7 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
     assert all(torch.equal(value, best[key]) for key, value in network.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_attention_solves_what_the_others_cannot(tmp_path):
     arms = run(tmp_path, "--epochs", "2")["arms"]
     assert arms["attention"]["top1"] > 85

@@ -58,7 +58,7 @@ def test_what_is_not_reached_is_refused_by_name():
         assert complete(row) or row[HEADER.index("refused")], row
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_no_family_is_harmed():
     # The largest, vision transformers all of them, take longer than the others together.
     rows = []

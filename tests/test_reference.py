@@ -233,7 +233,7 @@ def test_attention_equals_the_definition_forward_and_backward(**draw):
     check_attention(**draw)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @drawn(200)
 def test_attention_equals_the_definition_in_many_draws(**draw):
     check_attention(**draw)

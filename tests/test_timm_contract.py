@@ -183,7 +183,7 @@ def test_a_network_of_ours_keeps_timms_contract(name, check):
     check(name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 def test_every_registered_network_keeps_timms_contract():
     failed = {}
