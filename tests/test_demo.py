@@ -33,7 +33,7 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
 
     with Image.open(tmp_path / "demo" / "attention.png") as picture:
         assert picture.width > 1000
-    assert "the network says same" in (tmp_path / "demo" / "explorer.html").read_text()
+    assert "the network says" in (tmp_path / "demo" / "explorer.html").read_text()
     names = {"plain", "convolution", "attention", "network", "attention.png", "explorer.html", "results.json"}
     assert {path.name for path in (tmp_path / "demo").iterdir()} == names
     network = timm.create_model(f"local-dir:{tmp_path / 'demo' / 'network'}", pretrained=True)
