@@ -507,8 +507,9 @@ def test_every_block_and_every_specification_is_known():
     }
     assert modules <= BLOCKS.keys()
     frozen = {name for name in dir(va) if hasattr(getattr(va, name), "__dataclass_fields__")}
-    with_options = {"Window", "Grid", "Neighborhood", "Pattern", "RelPosDecomposed", "RelPosTable", "Rope2d", "SinCos"}
-    assert {*with_options, "ConditionalPos"} == set(SPECIFICATIONS) <= frozen
+    patterns = {"Window", "Grid", "Halo", "Neighborhood", "Pattern"}
+    positions = {"RelPosDecomposed", "RelPosTable", "AbsPos", "Rope2d", "SinCos", "ConditionalPos"}
+    assert patterns | positions == set(SPECIFICATIONS) <= frozen
 
 
 sides = st.integers(1, 64)
@@ -518,6 +519,9 @@ specifications = st.one_of(
     st.integers(0, 7).flatmap(lambda shift: st.builds(va.Window, st.integers(shift + 1, 64), st.just(shift))),
     st.builds(va.Grid, sizes),
     st.builds(va.Neighborhood, sizes, sizes),
+    st.builds(va.Neighborhood, st.just(7), sides, st.integers(1, 7), st.booleans() | st.just((True, False))),
+    st.builds(va.Halo, sizes, sizes),
+    st.builds(va.AbsPos, sizes),
     st.builds(lambda s: va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=s), sides),
     st.builds(va.Pattern, st.just("b n d h w -> (b w) n h d")),
     st.builds(va.RelPosDecomposed, st.none() | sizes),

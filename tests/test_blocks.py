@@ -208,7 +208,8 @@ UNBATCHED = [
         (3, 5),
         None,
     ),
-    (lambda impl: va.Attention2d(8, 2, impl=impl, pattern=va.Neighborhood(3), causal=True), (3, 5), (3, 5)),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, pattern=va.Neighborhood(3, causal=True)), (3, 5), (3, 5)),
+    (lambda impl: va.Attention2d(8, 2, impl=impl, pattern=va.Halo(2, 1), qk_norm="cosine"), (3, 5), (3, 5)),
     (lambda impl: va.Attention1d(8, 2, impl=impl), (7,), None),
     (lambda impl: va.Attention3d(8, 2, impl=impl, position=va.RelPosDecomposed(2)), (2, 3, 4), None),
     (lambda impl: va.LinearAttention2d(8, 2, impl=impl if impl == "einx" else "bmm"), (3, 5), None),
@@ -589,6 +590,7 @@ def augmented(**options):
         (attention(qkv_bias=1), "qkv_bias must"),
         (attention(proj_bias=None), "proj_bias must"),
         (attention(qk_norm="layer"), "qk_norm must"),
+        (attention(pattern=va.Neighborhood(3), causal=True), "causal must be False with a Neighborhood"),
         (attention(output_gate=0), "output_gate must"),
         (attention(groups=3), "groups must divide channels"),
         (attention(groups=4, out_channels=6), "groups must divide out_channels"),
@@ -607,6 +609,10 @@ def augmented(**options):
         (transformer(mlp_drop=2), "mlp_drop must"),
         (transformer(eps=-1.0), "eps must"),
         (lambda: va.LinearAttention2d(8, 3), "num_heads must"),
+        (
+            lambda: va.LinearAttention2d(8, 2, feature_map="relu"),
+            "feature_map must be one of 'softmax', 'elu', 'none'; got 'relu'",
+        ),
         (
             lambda: va.LinearAttention2d(8, 2, impl="sdpa"),
             "impl must",

@@ -11,17 +11,24 @@ from functools import partial
 
 import pytest
 import timm
+import timm.models.fastvit as fastvit
 import timm.models.maxxvit as maxxvit
+import timm.models.metaformer as metaformer
+import timm.models.visformer as visformer
 import torch
 import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_families import CONVERTED
 from timm.layers import Attention as TimmAttention
 from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
 from timm.layers.attention2d import Attention2d as TimmAttention2d
 from timm.layers.attention2d import MultiQueryAttention2d
 from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.models.beit import Attention as BeitAttention
+from timm.models.nextvit import EfficientAttention
+from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import nn
 from torch.nn.utils import parametrizations
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
@@ -94,7 +101,8 @@ def multihead(layer, x, context=None):
     query, key = tokens(x), tokens(x if context is None else context)
     if not layer.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    y, _ = layer(query, key, key)
+    key, value = key.split([layer.kdim, layer.vdim], dim=-1) if layer.kdim != layer.vdim else (key, key)
+    y, _ = layer(query, key, value)
     y = y if layer.batch_first else y.transpose(0, 1)
     return y.transpose(1, 2).unflatten(2, x.shape[2:])
 
@@ -162,6 +170,10 @@ def in_groups(layer, x, kind):
     return reverse(y, [3, 3], x.shape[2:]).movedim(-1, 1)
 
 
+def run_timm_swin(layer, x):
+    return layer._attn(x.movedim(1, -1)).movedim(-1, 1)
+
+
 def each(**options):
     """All combinations of some options."""
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
@@ -183,6 +195,15 @@ add("from_torch_mha", mha, multihead, shapes=[(8, 2, 3, 4)], rank=3)
 add("from_torch_mha", mha, multihead, other, shapes=[(8, 7), (6, 14)], rank=1)
 add("from_torch_mha", mha, multihead, other | {"bias": False}, shapes=[(8, 3, 5), (6, 6, 10)])
 add("from_torch_mha", mha, multihead, other, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3)
+add(
+    "from_torch_mha",
+    mha,
+    multihead,
+    {"kdim": 5},
+    {"kdim": 8, "vdim": 5, "bias": False},
+    shapes=[(8, 3), (13, 4)],
+    rank=1,
+)
 
 torch_encoder = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
 for activation in ("relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu):
@@ -195,6 +216,12 @@ add("from_timm_attention", vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias":
 add("from_timm_attention", vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm]))
 add("from_timm_attention", vit, on_tokens, GATED, {"qkv_bias": True, **GATED})
 add("from_timm_attention", attention_of_vit, on_tokens, shapes=[(192, 5)], rank=1)
+add("from_timm_attention", partial(BeitAttention, 8, 2), on_tokens, {}, {"qkv_bias": True})
+add("from_timm_attention", partial(RelPosAttention, 8, 2, qk_norm=True), on_tokens)
+add("from_timm_attention", partial(EfficientAttention, 8, head_dim=4), on_tokens, {}, {"qkv_bias": False})
+add("from_timm_attention", partial(metaformer.Attention, 8, head_dim=4), on_tokens)
+add("from_timm_attention", partial(visformer.Attention, 8, 2, head_dim_ratio=0.5), on_map)
+add("from_timm_attention", partial(fastvit.Attention, 8, 4, qkv_bias=True), on_map)
 map_attention = partial(TimmAttention2d, 8, 12, num_heads=4)
 add("from_timm_attention2d", map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
 queries = partial(MultiQueryAttention2d, 8, num_heads=4)
@@ -217,6 +244,18 @@ for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), Fal
     variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
     add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
 
+for window in ([2, 3], [3, 2]):
+    swin_v2 = partial(ShiftedWindowAttentionV2, 8, window, num_heads=2)
+    variants = each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no)
+    add("from_torchvision_swin", swin_v2, channels_last, *variants, shapes=[(8, 5, 7)])
+timm_swin, timm_swin_v2 = timm.models.swin_transformer, timm.models.swin_transformer_v2
+for make, size in ((timm_swin.SwinTransformerBlock, (9, 10)), (timm_swin_v2.SwinTransformerV2Block, (9, 10))):
+    make = partial(make, 8, size, 2, window_size=(3, 5))
+    around = {"part": "attn", "shapes": [(8, *size)]}
+    add("from_timm_swin", make, run_timm_swin, **around)
+    add("from_timm_swin", make, run_timm_swin, {"shift_size": (1, 2)}, shift=(1, 2), **around)
+    add("from_timm_swin", make, run_timm_swin, part="attn", shapes=[(8, 8, 11)])
+
 given_groups = partial(TorchvisionMaxVit, 8, head_dim=2, max_seq_len=9)
 for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
     run = partial(in_groups, kind=kind)
@@ -233,13 +272,18 @@ for kind, pattern in (("window", va.Window), ("grid", va.Grid)):
 def test_a_block_computes_what_its_source_does(name, make, variant, part, run, shapes, options):
     layer = randomised(make(**variant))
     block = getattr(convert, name)(layer.get_submodule(part), **options)
-    others = {"from_torch_encoder_layer": va.TransformerBlock2d, "from_torchvision_swin": PaddedAttention2d}
-    assert type(block) is others.get(name, BLOCKS[len(shapes[0]) - 1])
+    if name.endswith("_swin"):
+        assert isinstance(block, PaddedAttention2d)
+    else:
+        others = {"from_torch_encoder_layer": va.TransformerBlock2d}
+        assert type(block) is others.get(name, BLOCKS[len(shapes[0]) - 1])
     assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
 
 
 def test_every_converter_is_in_one_of_the_tables():
     others = {"ConversionError", "from_keras_gqa", "from_keras_mha", "from_linear_projections"}
+    others |= {"convert_file", "read_keras_weights", "to_diffusers_attention", "to_timm_attention", "to_torch_mha"}
+    others |= {name for name, *_ in CONVERTED.values()} - {"from_timm_multi_query_attention2d"}
     assert set(convert.__all__) == {name for name, *_ in PARITY} | others == set(SOURCES) | others
 
 
@@ -287,6 +331,13 @@ def test_torchvision_swin_attends_to_its_padding_and_so_does_the_block(shift):
     plain = va.Attention2d(8, 2, pattern=block.pattern, position=va.RelPosTable(), dtype=torch.float64)
     plain.load_state_dict(block.state_dict())
     assert (plain(x) - block(x)).abs().max() > 0.01
+
+
+def test_a_shift_of_timms_swin_is_for_maps_of_whole_windows():
+    block = convert.from_timm_swin(SOURCES["from_timm_swin"](), shift=1)
+    assert block(torch.randn(2, 8, 6, 10)).shape == (2, 8, 6, 10)
+    with pytest.raises(ValueError, match=r"x must be of whole windows of \(3, 5\), .*; got 7×10: pad it"):
+        block(torch.randn(2, 8, 7, 10))
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------
@@ -391,6 +442,38 @@ def test_projections_keep_their_type_and_are_trained_where_they_were():
     block = convert.from_linear_projections(*layers, 2)
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
     assert {key for key, p in block.named_parameters() if not p.requires_grad} == {"proj.weight", "proj.bias"}
+
+
+class Llama(nn.Module):
+    """As of transformers: a rotation is an argument of the call."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        self.layers = nn.ModuleDict(projections(nn.Linear, 2, 2, 3, 3))
+        self.drop = nn.Dropout()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return x
+
+
+class Rotated(Llama):
+    def forward(self, x, position_embeddings):
+        return x
+
+
+def test_projections_of_a_module_that_does_more_with_them_are_refused():
+    given = Llama()
+    assert convert.from_linear_projections(**given.layers, num_heads=2, parent=given) is not None
+    for parent, part in (
+        (Llama(q_norm=nn.RMSNorm(3, elementwise_affine=False)), "q_norm"),
+        (Llama(sinks=nn.Parameter(torch.ones(2))), "sinks"),
+        (Llama(processor=object()), "processor"),
+        (Rotated(), "position_embeddings"),
+    ):
+        with pytest.raises(ValueError, match=rf"does more than its projections say: .* for its {part}; give no parent"):
+            convert.from_linear_projections(**parent.layers, num_heads=2, parent=parent)
 
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
@@ -605,6 +688,7 @@ SOURCES = {
     "from_timm_multi_query_attention2d": lambda: MultiQueryAttention2d(8, num_heads=2),
     "from_timm_bottleneck_attn": lambda: BottleneckAttn(8, feat_size=(3, 5), num_heads=2),
     "from_timm_maxxvit_attention": lambda: maxxvit.Attention2d(8, dim_head=4, rel_pos_cls=REL_POS[2]),
+    "from_timm_swin": lambda: timm_swin.WindowAttention(8, 2, window_size=(3, 5)),
     "from_torchvision_swin": lambda: ShiftedWindowAttention(8, [2, 3], [1, 1], 2),
     "from_torchvision_maxvit": lambda: TorchvisionMaxVit(8, 4, 9),
 }
@@ -677,7 +761,6 @@ REFUSED = {
     "from_torch_mha": [
         ("bias_k", lambda: mha(add_bias_kv=True)),
         ("add_zero_attn", lambda: mha(add_zero_attn=True)),
-        ("vdim", lambda: mha(kdim=5)),
     ],
     "from_torch_encoder_layer": [
         ("activation", lambda: encoder_layer(activation=F.silu)),
@@ -702,6 +785,9 @@ REFUSED = {
         ("q_norm", lambda: vit(qk_norm=True, norm_layer=RmsNorm)),
         ("q_norm", lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False))),
         ("norm", lambda: vit(scale_norm=True, norm_layer=nn.LayerNorm)),
+        ("rel_pos", lambda: RelPosAttention(8, 2, rel_pos_cls=REL_POS[1])),
+        ("relative_position_bias_table", lambda: BeitAttention(8, 2, window_size=(2, 3))),
+        ("sr", lambda: EfficientAttention(8, head_dim=4, sr_ratio=2)),
     ],
     "from_timm_multi_query_attention2d": [
         ("kv_stride", lambda: queries(kv_stride=2)),
@@ -712,7 +798,6 @@ REFUSED = {
         ("rel_pos", lambda: maxvit("Attention2d", rel_pos_cls=partial(RelPosMlp, window_size=(3, 5)))),
         ("rel_pos.prefix_tokens", lambda: maxvit("Attention2d", rel_pos_cls=partial(REL_POS[1], prefix_tokens=1))),
     ],
-    "from_torchvision_swin": [("logit_scale", lambda: ShiftedWindowAttentionV2(8, [2, 3], [0, 0], 2))],
 }
 
 

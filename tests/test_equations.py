@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vision_attn as va
+from vision_attn import equations
 from vision_attn.equations import attention_equations, attention_pattern, projection_equation
 
 
@@ -118,3 +119,14 @@ def test_axes_with_a_name_are_called_by_it():
 def test_axes_that_are_not_there_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_heads_before_tokens():
+    q, k, v = torch.randn(2, 3, 4, 5, 6), torch.randn(2, 3, 4, 7, 6), torch.randn(2, 3, 4, 7, 6)
+    dot, combine = equations.heads_first_equations(batch_axes=2)
+    weights = torch.softmax(torch.einsum(dot, q, k) * 6**-0.5, dim=-1)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(torch.einsum(combine, weights, v), expected)
+    for axes in (-1, 23, True, 1.0):
+        with pytest.raises(ValueError, match="batch_axes must be a whole number from 0 to 22"):
+            equations.heads_first_equations(axes)

@@ -2,12 +2,14 @@
 
 import copy
 import io
+import itertools
 import pickle
 import threading
 
 import einx
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +28,8 @@ EXAMPLES = {
     "neighborhood": va.Neighborhood(3),
     "even neighborhood": va.Neighborhood(4),
     "dilated neighborhood": va.Neighborhood(3, dilation=(1, 2)),
+    "strided neighborhood": va.Neighborhood(4, stride=3, causal=(True, False)),
+    "halo": va.Halo((2, 3), 1),
     "stripes": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2),
     "all sizes given": va.Pattern("b n d (y p) (r q) -> (b y) n (p r q) d", p=4, q=3, r=4),
 }
@@ -76,14 +80,14 @@ def test_every_position_is_a_query_once_and_the_index_says_where(pattern, size):
     for index, map in ((queries, part.queries(numbered, split)), (keys, part.keys(numbered, split))):
         tokens = map.reshape(index.shape).long()
         assert torch.equal(tokens[index >= 0], index[index >= 0])
-    if part.mask is not None:  # nothing real looks at padding
+    if part.mask is not None and not isinstance(pattern, va.Halo):  # nothing real looks at padding
         assert not (part.mask & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
 
 
 def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
     x = torch.randn(2, 3, 4, 12, 12)
     for pattern in EXAMPLES.values():
-        if not isinstance(pattern, va.Neighborhood):
+        if not isinstance(pattern, va.Neighborhood | va.Halo):
             cut = partition(pattern, (12, 12)).cut
             expected = IMPLEMENTATIONS["bmm"].heads_apart(cut.split_torch(x.flatten(1, 2)), 1, 3)[0]
             assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
@@ -111,6 +115,45 @@ def test_a_neighborhood_has_as_many_keys_at_the_border_and_never_more_than_the_m
     for pattern, seen in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == seen).all()
+
+
+def test_blocks_with_halos_see_zeros_beyond_the_map():
+    """The definition, block by block: timm's is compared with in the tests of converters."""
+    block = va.Attention2d(8, 2, pattern=va.Halo((2, 3), (1, 2)), dtype=torch.float64)
+    x = torch.randn(2, 8, 3, 7, dtype=torch.float64)
+    q, k, v = block.qkv(F.pad(x, (0, 2, 0, 1))).unflatten(1, (3, 2, 4)).movedim(1, 0)  # (b, n, d, h, w)
+    k, v = (F.pad(y[..., :3, :7], (2, 4, 1, 2)) for y in (k, v))
+    y = torch.empty_like(q)
+    for top, left in itertools.product((0, 2), (0, 3, 6)):
+        keys, values = (z[..., top : top + 4, left : left + 7].flatten(3) for z in (k, v))
+        queries = q[..., top : top + 2, left : left + 3]
+        weights = torch.softmax(queries.flatten(3).mT @ keys / 2, dim=-1)
+        y[..., top : top + 2, left : left + 3] = (values @ weights.mT).view(queries.shape)
+    expected = block.proj(y.flatten(1, 2)[..., :3, :7])
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
+    allowed = torch.rand(1, 1, 21, 21) < 0.8
+    for mask in (allowed, torch.where(allowed, 0.0, -torch.inf)):
+        weights = block.attention_weights(x, mask)
+        assert (weights.sum(-1) < 1).any()
+        assert not weights[(~allowed).expand_as(weights)].any()
+    with pytest.raises(ValueError, match="Halo: halo_size must be"):
+        va.Halo(3, -1)
+
+
+def test_a_stride_of_the_kernel_is_windows_and_what_is_no_neighborhood_is_refused():
+    strided, windows = (va.Attention2d(8, 2, pattern=p) for p in (va.Neighborhood(3, stride=3), va.Window(3)))
+    strided.load_state_dict(windows.state_dict())
+    x = torch.randn(1, 8, 6, 9)
+    torch.testing.assert_close(strided(x), windows(x))
+    assert repr(va.Neighborhood(3, stride=2, causal=(True, False))) == (
+        "Neighborhood(kernel_size=3, dilation=1, stride=2, causal=(True, False))"
+    )
+    for options, message in (
+        ({"stride": 4}, "stride must be at most kernel_size, 3; got 4"),
+        ({"causal": 1}, "causal m"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            va.Neighborhood(3, **options)
 
 
 def test_a_pattern_without_groups_that_pads_is_full_attention():

@@ -240,3 +240,36 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
 def test_bad_terms_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"), [("full", (3, 4)), ("full", (5, 6)), ("rows", (3, 4)), (va.Window((2, 3)), (3, 4))], ids=str
+)
+def test_absolute_positions_are_a_product_with_the_keys_place(pattern, size):
+    options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, "dtype": torch.float64}
+    block = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options)
+    plain = va.Attention2d(8, 2, **options)
+    plain.load_state_dict(block.state_dict(), strict=False)
+    x = torch.randn(2, 8, *size, dtype=torch.float64)
+    height, width = (
+        torch.nn.functional.interpolate(table.T[None], size=length, mode="linear")[0].T
+        for table, length in zip((block.position.height, block.position.width), size, strict=True)
+    )
+    q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
+    places = (height[:, None] + width).flatten(0, 1)
+    expected = plain(x, mask=0.7 * q.mT @ places.T)
+    for impl in va.IMPLS:
+        with va.use_impl(block, impl):
+            torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-11)
+    assert (plain(x) - expected).abs().max() > 1e-3
+
+
+def test_absolute_positions_are_for_a_size_and_their_tables_are_stretched(tmp_path):
+    small, large = (va.Attention2d(8, 2, position=va.AbsPos(side)) for side in (3, 6))
+    torch.save(small.state_dict(), tmp_path / "small.pth")
+    va.load_checkpoint(large, tmp_path / "small.pth")
+    x = torch.randn(1, 8, 6, 6)
+    torch.testing.assert_close(large(x), small(x))
+    for size in (None, (3, 4, 5)):
+        with pytest.raises(ValueError, match="AbsPos: feat_size must be a size for each of 2 axes"):
+            va.Attention2d(8, 2, position=va.AbsPos(size))

@@ -58,6 +58,14 @@ PATTERNS = {
     "even, dilated neighborhood": Case(
         va.Neighborhood((4, 3), dilation=(1, 2)), lambda h, w: (R.neighborhood(h, 4), R.neighborhood(w, 3, 2))
     ),
+    "strided neighborhood": Case(
+        va.Neighborhood((5, 3), (1, 2), stride=(4, 2)),
+        lambda h, w: (R.neighborhood(h, 5, stride=4), R.neighborhood(w, 3, 2, stride=2)),
+    ),
+    "causal neighborhood": Case(
+        va.Neighborhood(3, stride=(1, 2), causal=(False, True)),
+        lambda h, w: (R.neighborhood(h, 3), R.neighborhood(w, 3, stride=2, causal=True)),
+    ),
     "stripes": Case(
         va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2), lambda h, w: (R.along(h), R.alike(w, every=2)), (True,) * 2
     ),
@@ -100,7 +108,8 @@ def make(case, position, **options):
     # The tables are for a map that is not the one they meet, and are stretched to it.
     asked = tuple(length % 4 + 1 for length in size) if any(pattern.grows) else None
     table = asked and tuple(n if grows else 1 for n, grows in zip(asked, pattern.grows, strict=True))
-    (num_heads, num_kv_heads), causal = case["heads"], case["mask"] == "causal"
+    (num_heads, num_kv_heads), own = case["heads"], isinstance(pattern.pattern, va.Neighborhood)
+    causal = case["mask"] == "causal" and not own  # which has an order of its own along each axis
     options = {"num_kv_heads": num_kv_heads, "causal": causal, "dtype": torch.float64, **options}
     channels = options.pop("channels", 8)
     block = va.Attention2d(channels, num_heads, pattern=pattern.pattern, position=POSITIONS[position](asked), **options)

@@ -11,13 +11,12 @@ import timm
 import torch
 from timm.layers import Attention as TimmAttention
 from timm.layers.attention2d import MultiQueryAttention2d
-from timm.layers.halo_attn import HaloAttn
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.models.maxxvit import MaxxVit, model_cfgs
 from timm.models.mobilenetv3 import _gen_mobilenet_v4
+from timm.models.twins import LocallyGroupedAttn
 from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
-from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
 
 import vision_attn as va
 from vision_attn.blocks import EXCHANGED
@@ -384,13 +383,11 @@ def test_modules_are_chosen_by_name_or_by_a_function():
 
 
 def test_what_cannot_be_exchanged_is_left_and_the_reason_said():
-    second = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
     for model, reason in {
-        swin(**second): "only the first version of Swin",
         nn.ModuleList([nn.MultiheadAttention(8, 2, add_bias_kv=True)]): "bias_k cannot be carried over",
         nn.ModuleList([Rotated(8, 2)]): "subclass of Attention with a forward of its own",
         nn.ModuleList([nn.MultiheadAttention(8, 2, device="meta")]): "cannot be copied",
-        nn.ModuleList([HaloAttn(8, num_heads=2)]): "no converter knows timm.layers.halo_attn.HaloAttn",
+        nn.ModuleList([LocallyGroupedAttn(8, 2, ws=2)]): "no converter knows timm.models.twins.LocallyGroupedAttn",
     }.items():
         classes = [type(module) for module in model.modules()]
         report = va.swap_(model)

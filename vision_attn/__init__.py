@@ -59,8 +59,8 @@ from vision_attn.insertion import (
     timm_layer,
 )
 from vision_attn.inspection import Inspection, inspect_model
-from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
-from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
+from vision_attn.patterns import Grid, Halo, Neighborhood, Pattern, Window
+from vision_attn.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 from vision_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IMPLS",
+    "AbsPos",
     "AdapterReport",
     "Attention1d",
     "Attention2d",
@@ -85,6 +86,7 @@ __all__ = [
     "Contribution",
     "ConvBlock2d",
     "Grid",
+    "Halo",
     "InsertionReport",
     "Inspection",
     "LinearAttention2d",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from vision_attn.patterns.line import AXES
 from vision_attn.patterns.specifications import Pattern
 
-__all__ = ["attention_equations", "attention_pattern", "projection_equation"]
+__all__ = ["attention_equations", "attention_pattern", "heads_first_equations", "projection_equation"]
 
 
 def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tuple[str, str, int]:
@@ -91,6 +91,33 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
     batch = "".join(letter for axis, letter in enumerate(query[:-1]) if axis not in axes)
     weights = batch + "".join(query[axis] for axis in axes) + "".join(key_letters[axis] for axis in axes)
     return f"{key},{query}->{weights}", f"{weights},{key}->{query}", len(weights)
+
+
+def heads_first_equations(batch_axes: int = 1) -> tuple[str, str]:
+    """The two equations of attention with heads before tokens, as most code writes them; here ``h`` is for heads.
+
+    ``logits = einsum(first, q, k)`` and ``y = einsum(second, weights, v)`` with queries ``(<batch>, heads, queries,
+    width)``, keys and values ``(<batch>, heads, keys, width)``.
+
+    Args:
+        batch_axes: axes before the heads; none, or any number.
+
+    Returns:
+        Both equations.
+
+    Raises:
+        ValueError: a number below zero, or more axes than letters.
+
+    >>> heads_first_equations()
+    ('bhqd,bhkd->bhqk', 'bhqk,bhkd->bhqd')
+    >>> heads_first_equations(batch_axes=2)
+    ('bahqd,bahkd->bahqk', 'bahqk,bahkd->bahqd')
+    """
+    letters = "b" + "".join(letter for letter in string.ascii_lowercase if letter not in "bhqkd")
+    if isinstance(batch_axes, bool) or not isinstance(batch_axes, int) or not 0 <= batch_axes <= len(letters):
+        raise ValueError(f"batch_axes must be a whole number from 0 to {len(letters)}; got {batch_axes!r}")
+    batch = letters[:batch_axes]
+    return f"{batch}hqd,{batch}hkd->{batch}hqk", f"{batch}hqk,{batch}hkd->{batch}hqd"
 
 
 def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | Pattern:

@@ -148,13 +148,15 @@ def grid(length: int, side: int) -> Relation:
     return Relation(remainder[None, :] == remainder[:, None], number[None, :] - number[:, None], side)
 
 
-def neighborhood(length: int, kernel: int, dilation: int = 1) -> Relation:
+def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, causal: bool = False) -> Relation:
     """The relation to the ``kernel`` places around each, shifted at the ends so that they lie on the axis.
 
     Args:
         length: of the axis, in positions.
         kernel: how many places each one sees.
         dilation: positions from one of them to the next.
+        stride: how many in a row see what the one in their middle sees; the last of them, if it is causal.
+        causal: whether each sees the places before it only, and itself.
 
     >>> neighborhood(5, 3).allowed[0].tolist()
     [True, True, True, False, False]
@@ -162,8 +164,14 @@ def neighborhood(length: int, kernel: int, dilation: int = 1) -> Relation:
     allowed = np.zeros((length, length), bool)
     for query in range(length):
         keys = np.arange(query % dilation, length, dilation)
-        first = min(max(query // dilation - kernel // 2, 0), max(len(keys) - kernel, 0))
-        allowed[query, keys[first : first + kernel]] = True
+        group = query // dilation // stride * stride
+        leader = min(group + (stride - 1 if causal else stride // 2), len(keys) - 1)
+        if causal:
+            seen = keys[max(leader - kernel + 1, 0) : query // dilation + 1]
+        else:
+            first = min(max(leader - kernel // 2, 0), max(len(keys) - kernel, 0))
+            seen = keys[first : first + kernel]
+        allowed[query, seen] = True
     place = np.arange(length) // dilation
     return Relation(allowed, place[None, :] - place[:, None], kernel)
 

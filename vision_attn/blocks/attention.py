@@ -22,11 +22,12 @@ from vision_attn.attend import (
     upcast,
     with_causal_mask,
 )
+from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
-from vision_attn.patterns import AnyPattern, Partition, partition_of, resolve_pattern
-from vision_attn.position import AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
+from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
+from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
 
@@ -62,7 +63,7 @@ class Attention(Specified):
         scale: float | None = None,
         qkv_bias: bool = True,
         proj_bias: bool = True,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         kv_stride: int = 1,
         causal: bool = False,
         output_gate: bool = False,
@@ -75,7 +76,9 @@ class Attention(Specified):
         check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
-        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, qk_norm=qk_norm, causal=causal, output_gate=output_gate)
+        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
+        if qk_norm != "cosine" and not isinstance(qk_norm, bool):
+            raise ValueError(f"qk_norm must be False, True (layer norm) or 'cosine'; got {qk_norm!r}")
         check_probability("attn_drop", attn_drop)
         check_probability("proj_drop", proj_drop)
         if scale is not None:
@@ -108,12 +111,17 @@ class Attention(Specified):
                 "no order with them"
             )
 
+        if causal and isinstance(pattern, Neighborhood):
+            raise ValueError(
+                "causal must be False with a Neighborhood, which is causal along axes of its own: give "
+                "Neighborhood(causal=True), or one for each axis"
+            )
+
         self.impl = impl
         self.pattern = pattern
         self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
         if kv_stride > 1 and not self.partitioner.is_global:
             raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
-        self.scale = d**-0.5 if scale is None else scale
         self.kv_stride = kv_stride
         self.causal = causal
 
@@ -127,15 +135,15 @@ class Attention(Specified):
             self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
             self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
         self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
-        self.q_norm = nn.LayerNorm(d, **factory) if qk_norm else None
-        self.k_norm = nn.LayerNorm(d, **factory) if qk_norm else None
+        self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
+        self.scale = self.usual_scale if scale is None else scale
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
         self.position = None
         if position is not None:
             if isinstance(position, type) or not hasattr(position, "build"):
                 raise ValueError(
-                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), ConditionalPos() or "
-                    f"SinCos(); got {position!r}"
+                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
+                    f"ConditionalPos() or SinCos(); got {position!r}"
                 )
             self.position = position.build(BlockShape(channels, n, d, self.partitioner), **factory)
             if self.position.is_relative and (kv_stride > 1 or context_channels is not None):
@@ -301,6 +309,11 @@ class Attention(Specified):
         source = x if context is None else context
         return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
 
+    @property
+    def usual_scale(self) -> float:
+        """The factor on the logits that follows from the other arguments."""
+        return 1.0 if isinstance(self.q_norm, UnitLength) else self.key_dim**-0.5
+
     def unusual(self) -> dict[str, object]:
         """The arguments that are not what follows from the others."""
         width = self.channels // self.num_heads
@@ -311,7 +324,7 @@ class Attention(Specified):
             "out_channels": self.channels,
             "context_channels": None,
             "groups": 1,
-            "scale": self.key_dim**-0.5,
+            "scale": self.usual_scale,
             "kv_stride": 1,
             "causal": False,
             "attn_drop": 0.0,
@@ -328,7 +341,7 @@ class Attention(Specified):
         if self.position is not None:
             position: Any = self.position.specification
             # The size of a table is in its shape, and a table of another size is resampled.
-            table = isinstance(position, RelPosDecomposed | RelPosTable)
+            table = isinstance(position, AbsPos | RelPosDecomposed | RelPosTable)
             told["position"] = replace(position, feat_size=None) if table else position
         return told
 
@@ -367,9 +380,10 @@ class Attention2d(Attention):
             ``"sdpa"`` is the fastest and, where torch has a fused kernel, needs memory for the tokens only; most others
             hold every attention weight. On the CPU torch has none with dropout or gradients of a bias.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
-            :class:`Grid`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
+            :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
-            :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are ``position.*``.
+            :class:`AbsPos`, :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are
+            ``position.*``.
         key_dim: width of queries and keys in a head; ``channels / num_heads`` when None.
         value_dim: width of values in a head; ``channels / num_heads`` when None.
         num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row: grouped attention;
@@ -379,12 +393,15 @@ class Attention2d(Attention):
             ``q`` and ``kv`` in the place of ``qkv``.
         groups: groups of the projections, as of a grouped convolution: a channel of queries, keys, values or output is
             of one group's channels only, and ``qkv.weight`` is ``(3c, c / groups, 1, 1)``.
-        scale: factor on the logits; ``key_dim ** -0.5`` when None.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None, and 1 with ``qk_norm="cosine"``.
         qkv_bias: whether queries, keys and values have a bias.
         proj_bias: whether the output projection has a bias.
-        qk_norm: whether queries and keys are normalised over their width (``q_norm``, ``k_norm``, of layer norm).
+        qk_norm: whether queries and keys are normalised over their width by layer norm (``q_norm``, ``k_norm``);
+            ``"cosine"`` divides them by their length instead, and gives each head a factor on its logits that is
+            learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2.
         kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
-        causal: whether a position attends to no position that follows it, row by row, in any pattern.
+        causal: whether a position attends to no position that follows it, row by row, in any pattern but a
+            :class:`Neighborhood`, which has its own.
         output_gate: whether ``y`` is multiplied by ``sigmoid(gate(x))``, a 1×1 convolution, before it is projected.
         attn_drop: probability of dropping an attention weight, in training.
         proj_drop: probability of dropping an element of the output, in training.

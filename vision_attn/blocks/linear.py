@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_linear_impl
+from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_feature_map, check_linear_impl
 from vision_attn.blocks.attention import check_map
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
 from vision_attn.blocks.specified import Specified
@@ -20,7 +20,7 @@ class LinearAttention2d(Specified):
     ::
 
         qkv     = Conv2d(c, 3c, 1)(x)               rows ordered (qkv, heads, head_dim)
-        y       = softmax_d(q) (softmax_j(k)ᵀ v)
+        y       = softmax_d(q) (softmax_j(k)ᵀ v)    by default; q (kᵀ v) without a feature map
         out     = Conv2d(c, c, 1)(y)
 
     It is another function than :class:`Attention2d`, with a state dict of the same names and shapes: weights trained
@@ -30,6 +30,8 @@ class LinearAttention2d(Specified):
         channels: channels of the map, in and out; divisible by ``num_heads``.
         num_heads: number of heads.
         impl: ``"bmm"`` or ``"einx"``; they give the same result.
+        feature_map: ``"softmax"``; ``"elu"`` for ``elu + 1`` of queries and keys, with weights divided by their sum;
+            ``"none"``.
         qkv_bias: whether queries, keys and values have a bias.
         proj_drop: probability of dropping an element of the output, in training.
         device: where the parameters live.
@@ -39,7 +41,8 @@ class LinearAttention2d(Specified):
         ValueError: an argument is out of range; the message says which, what was expected and what came.
 
     Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
-    https://arxiv.org/abs/1812.01243
+    https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
+    https://arxiv.org/abs/2006.16236
 
     >>> LinearAttention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
@@ -53,6 +56,7 @@ class LinearAttention2d(Specified):
         num_heads: int = 8,
         *,
         impl: str = "bmm",
+        feature_map: str = "softmax",
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
         device: torch.device | str | None = None,
@@ -64,9 +68,11 @@ class LinearAttention2d(Specified):
         check_flags(qkv_bias=qkv_bias)
         check_probability("proj_drop", proj_drop)
         check_linear_impl(impl)
+        check_feature_map(feature_map)
         self.channels = channels
         self.num_heads = num_heads
         self.impl = impl
+        self.feature_map = feature_map
         self.qkv = Pointwise2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -95,14 +101,18 @@ class LinearAttention2d(Specified):
         q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads)
         if mask is not None:
             mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
-        y = impl.heads_together(attend_linear(q, k, v, impl=self.impl, mask=mask), tuple(x.shape[2:]))
+        y = impl.heads_together(
+            attend_linear(q, k, v, impl=self.impl, mask=mask, feature_map=self.feature_map), tuple(x.shape[2:])
+        )
         return in_format_of(x, self.proj_drop(self.proj(y)))
 
     def specification(self) -> dict[str, object]:
-        return {"attention": "linear", "num_heads": self.num_heads}
+        other = {} if self.feature_map == "softmax" else {"feature_map": self.feature_map}
+        return {"attention": "linear", "num_heads": self.num_heads, **other}
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}"
+        other = "" if self.feature_map == "softmax" else f", feature_map={self.feature_map!r}"
+        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}{other}"
 
 
 def key_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vision_attn.blocks.specified import TOLD
-from vision_attn.patterns import Grid, Neighborhood, Pattern, Window
-from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
+from vision_attn.patterns import Grid, Halo, Neighborhood, Pattern, Window
+from vision_attn.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
 __all__ = ["BLOCKS", "Blocks", "blocks_in", "blocks_of", "from_code", "from_word", "other_blocks", "to_code"]
 
 #: The only names that stand for something.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     made.__name__: made
-    for made in (Window, Grid, Neighborhood, Pattern, RelPosDecomposed, RelPosTable, Rope2d, ConditionalPos, SinCos)
+    for made in (
+        *(Window, Grid, Halo, Neighborhood, Pattern),
+        *(RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos),
+    )
 }
 
 #: What in the metadata of a ``.safetensors`` file says what its blocks are.

@@ -292,6 +292,28 @@ def run_bench(options: argparse.Namespace) -> None:
     run_benchmark(Plan(**values))
 
 
+def add_convert(command: argparse.ArgumentParser) -> None:
+    """The arguments of :func:`vision_attn.convert.convert_file`."""
+    from vision_attn.convert.files import LAYOUTS
+
+    command.set_defaults(command=run_convert)
+    add = command.add_argument
+    add("source", metavar="IN", help="weights or a checkpoint: .safetensors, .pth, or .weights.h5 of Keras")
+    add("output", metavar="OUT", help="file to write, .safetensors")
+    add("--from", dest="layout", required=True, choices=tuple(LAYOUTS), help="how its attention is saved")
+    add("--prefix", default="", help="path of the layers, with globs: 'blocks.*.attn' (default: the file is one layer)")
+    add("--num-heads", type=int, help="heads of each layer; Keras's files tell it")
+    add("--rank", type=int, default=2, help="axes of the maps that the blocks are for (default: %(default)s)")
+    add("--dry-run", action="store_true", help="print the mapping, write nothing")
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    from vision_attn.convert.files import convert_file
+
+    given = ("layout", "prefix", "num_heads", "rank", "dry_run")
+    print(convert_file(options.source, options.output, **{name: getattr(options, name) for name in given}))
+
+
 #: What each command is for, and what adds its flags.
 COMMANDS = {
     "inspect": ("what attention would cost at each stage of a network, and where to put it", add_inspect),
@@ -301,5 +323,6 @@ COMMANDS = {
     "explore": ("where every head of a network looks on images, as a page to explore in a browser", add_explore),
     "maps": ("the same as pictures, with a page on how widely and how far each head looks", add_maps),
     "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", add_export),
+    "convert": ("the attention in a file of weights from another library's layout to ours", add_convert),
     "bench": ("time and memory of attention beside other libraries'", add_bench),
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.blocks import Attention
+from vision_attn.convert.family import OWN, Family, lent_maps, lent_tokens, random_map, refusal
+from vision_attn.convert.map_layers import MAPS, without_projection
 from vision_attn.convert.proof import check_source, path_of, to_tokens
+from vision_attn.convert.refused import REFUSED
+from vision_attn.convert.residual import RESIDUAL
 from vision_attn.convert.timm_layers import (
     attention2d,
     bottleneck,
@@ -24,11 +27,13 @@ from vision_attn.convert.timm_layers import (
     vit_weights,
 )
 from vision_attn.convert.torch_layers import check_multihead, multihead, multihead_rows
-from vision_attn.convert.weights import parameters_of
+from vision_attn.convert.weights import Rows, attention, heads_first, parameters_of, rows_of
 from vision_attn.convert.windows import (
     TABLES,
+    TIMM_SWIN,
     check_maxxvit,
     check_swin,
+    continuous_table,
     maxvit,
     maxxvit,
     maxxvit_weights,
@@ -38,42 +43,42 @@ from vision_attn.convert.windows import (
 
 __all__ = ["FAMILIES", "OWN", "Family", "family_of"]
 
-#: What the forward of a family gives for a call that is the module's own to serve.
-OWN: Any = object()
+
+def vit_mask(module: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
+    return OWN if is_causal else attn_mask
 
 
-@dataclass(frozen=True)
-class Family:
-    """The attention modules of one class."""
-
-    #: refuses what the block does not do
-    check: Callable[[Any], None]
-    #: the block for one of them
-    block: Callable[[Any], Attention]
-    #: the block's parameters, made of those of the module
-    weights: Callable[[Any], dict[str, Tensor]]
-    #: ``(module, attend, *args)`` to what the module gives, or :data:`OWN`
-    forward: Callable[..., Any]
-    #: arguments to try one with
-    example: Callable[[Any], tuple[Any, ...]]
-    #: attributes that the block was made by
-    settings: tuple[str, ...]
-    #: calls that are served by the module itself
-    own: str = ""
+def beit_mask(module: Any, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Any:
+    if module.relative_position_bias_table is None:
+        return shared_rel_pos_bias
+    own = module._get_rel_pos_bias()
+    return own if shared_rel_pos_bias is None else own + shared_rel_pos_bias
 
 
-def random_map(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def relative_mask(module: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
+    return shared_rel_pos if module.rel_pos is None else module.rel_pos.get_bias()
 
 
-def forward_vit(
-    module: Any, attend: Callable[..., Tensor], x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Any:
-    return OWN if is_causal or x.dim() != 3 else attend(x.transpose(1, 2), attn_mask).transpose(1, 2)
+def swin_mask(module: Any, x: Tensor, mask: Tensor | None = None) -> Any:
+    if hasattr(module, "logit_scale"):
+        tokens = module.window_size[0] * module.window_size[1]
+        biases = continuous_table(module)[module.relative_position_index.flatten()]
+        biases = biases.view(tokens, tokens, -1).permute(2, 0, 1)[None]
+    else:
+        biases = module._get_rel_pos_bias()
+    return biases if mask is None else biases + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
-def forward_map(module: Any, attend: Callable[..., Tensor], x: Tensor, attn_mask: Tensor | None = None) -> Any:
-    return OWN if attn_mask is not None else attend(x)
+def example_swin_windows(module: Any) -> tuple[Any, ...]:
+    tokens = module.window_size[0] * module.window_size[1]
+    return random_map(4, tokens, module.qkv.in_features), random_map(2, tokens, tokens)
+
+
+def forward_strided(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
+    """Of NextViT, whose keys are of tokens averaged some in a row."""
+    x = x.transpose(1, 2)
+    keys = None if module.sr is None else module.norm(module.sr(x))
+    return attend(x, None, keys).transpose(1, 2)
 
 
 def forward_multihead(
@@ -89,26 +94,22 @@ def forward_multihead(
     is_causal: bool = False,
 ) -> Any:
     masked = is_causal or key_padding_mask is not None or attn_mask is not None
-    if masked or need_weights or key is not value or query.dim() != 3 or query.is_nested:
+    apart = module.vdim != module.kdim
+    if masked or need_weights or (key is not value and not apart) or query.dim() != 3 or query.is_nested:
         return OWN
-    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, key))
-    y = attend(x, None, None if key is query else context)
+    source = torch.cat([key, value], dim=2) if apart else key
+    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, source))
+    y = attend(x, None, None if source is query else context)
     return y.transpose(1, 2) if module.batch_first else y.permute(2, 0, 1), None
 
 
 def example_multihead(module: Any) -> tuple[Any, ...]:
-    query, key = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim)
+    query, key, value = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim), random_map(2, 4, module.vdim)
     if not module.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-    if module.kdim == module.embed_dim:
-        key = query
-    return query, key, key, None, False
-
-
-def block_bottleneck(module: Any) -> Attention:
-    block = bottleneck(module)
-    block.proj = nn.Identity()  # type: ignore[assignment]  # it has none, and the identity need not be multiplied with
-    return block
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if module.kdim == module.vdim:
+        key = value = query if module.kdim == module.embed_dim else key
+    return query, key, value, None, False
 
 
 def forward_bottleneck(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
@@ -152,6 +153,11 @@ def example_swin(module: Any) -> tuple[Any, ...]:
     return (random_map(2, max(1, 2 * height - 1), 2 * width + 1, module.qkv.in_features),)
 
 
+def efficient_rows(module: Any) -> dict[str, Rows]:
+    widths = (module.key_dim, module.key_dim, module.val_dim)
+    return {"qkv": heads_first(rows_of(module.qkv), module.num_heads, *widths), "proj": rows_of(module.proj)}
+
+
 MASKS = "calls with a mask"
 
 #: By the path of the class, so that no library is imported to be asked.
@@ -165,20 +171,11 @@ FAMILIES: dict[str, Family] = {
         ("num_heads", "dropout"),
         own="calls with a mask, with need_weights, or with values that are not the keys",
     ),
-    "timm.layers.attention.Attention": Family(
-        check_vit,
-        lambda module: vit(module, 1),
-        lambda module: parameters_of(*vit_weights(module), rank=1),
-        forward_vit,
-        lambda module: (random_map(2, 5, module.qkv.in_features),),
-        ("num_heads", "head_dim"),
-        own="causal calls",
-    ),
     "timm.layers.attention2d.Attention2d": Family(
         lambda module: check_source(module, "qkv", "proj"),
         attention2d,
         lambda module: parameters_of(fused_rows(module)),
-        forward_map,
+        lent_maps,
         lambda module: (random_map(2, module.qkv.in_channels, 3, 4),),
         ("num_heads", "dim_head"),
         own=MASKS,
@@ -187,14 +184,14 @@ FAMILIES: dict[str, Family] = {
         check_multi_query,
         multi_query,
         lambda module: parameters_of(multi_query_rows(module)),
-        forward_map,
+        lent_maps,
         lambda module: (random_map(2, module.query.proj.in_channels, 3, 4),),
         ("num_heads", "key_dim", "value_dim"),
         own=MASKS,
     ),
     "timm.layers.bottleneck_attn.BottleneckAttn": Family(
         lambda module: check_source(module, "qkv"),
-        block_bottleneck,
+        lambda module: without_projection(bottleneck(module)),
         lambda module: parameters_of(*bottleneck_weights(module)),
         forward_bottleneck,
         lambda module: (random_map(2, module.qkv.in_channels, module.pos_embed.height, module.pos_embed.width),),
@@ -217,7 +214,81 @@ FAMILIES: dict[str, Family] = {
         ("n_heads", "size", "scale_factor"),
     ),
 }
+VIT = Family(
+    check_vit,
+    lambda module: vit(module, 1),
+    lambda module: parameters_of(*vit_weights(module), rank=1),
+    lent_tokens(),
+    lambda module: (random_map(2, 5, module.qkv.in_features),),
+    ("num_heads",),
+)
+VIT_ON_MAPS = replace(
+    VIT,
+    block=lambda module: vit(module, 2),
+    weights=lambda module: parameters_of(*vit_weights(module)),
+    forward=lent_maps,
+    example=lambda module: (random_map(2, module.qkv.weight.shape[1], 3, 4),),
+)
+FAMILIES |= {
+    "timm.layers.attention.Attention": replace(VIT, forward=lent_tokens(vit_mask), own="causal calls"),
+    "timm.models.beit.Attention": replace(
+        VIT,
+        forward=lent_tokens(beit_mask),
+        example=lambda module: (
+            random_map(2, module.relative_position_index.shape[0] if module.window_size else 5, module.qkv.in_features),
+        ),
+    ),
+    "timm.models.efficientformer.Attention": Family(
+        lambda module: check_source(module, "qkv", "proj"),
+        lambda module: attention(
+            1,
+            efficient_rows(module),
+            training=module.training,
+            num_heads=module.num_heads,
+            key_dim=module.key_dim,
+            value_dim=module.val_dim,
+        ),
+        lambda module: parameters_of(efficient_rows(module), rank=1),
+        lent_tokens(lambda module, x: module.attention_biases[:, module.attention_bias_idxs][None]),
+        lambda module: (random_map(2, module.attention_biases.shape[1], module.qkv.in_features),),
+        ("num_heads", "key_dim", "val_dim"),
+    ),
+    "timm.models.fastvit.Attention": VIT_ON_MAPS,
+    "timm.models.metaformer.Attention": VIT,
+    "timm.models.nextvit.EfficientAttention": replace(
+        VIT,
+        forward=forward_strided,
+        example=lambda module: (random_map(2, 8, module.q.in_features),),
+        settings=("num_heads", "sr_ratio"),
+    ),
+    "timm.models.vision_transformer_relpos.RelPosAttention": replace(
+        VIT,
+        forward=lent_tokens(relative_mask),
+        example=lambda module: (
+            random_map(2, 5 if module.rel_pos is None else module.rel_pos.get_bias().shape[2], module.qkv.in_features),
+        ),
+    ),
+    "timm.models.visformer.Attention": VIT_ON_MAPS,
+    **dict.fromkeys(
+        TIMM_SWIN,
+        replace(
+            VIT, forward=lent_tokens(swin_mask), example=example_swin_windows, settings=("num_heads", "window_size")
+        ),
+    ),
+    **RESIDUAL,
+    **MAPS,
+    **{path: refusal(reason) for path, reason in REFUSED.items()},
+}
+FAMILIES["timm.layers.attention2d.MultiQueryAttentionV2"] = replace(
+    FAMILIES["timm.layers.attention2d.MultiQueryAttention2d"],
+    forward=lambda module, attend, x, m=None: attend(x, None, m),
+    example=lambda module: (random_map(2, len(module.key_proj), 3, 4),),
+    own="",
+)
 FAMILIES["timm.models.vision_transformer.Attention"] = FAMILIES["timm.layers.attention.Attention"]  # in older ones
+FAMILIES["torchvision.models.swin_transformer.ShiftedWindowAttentionV2"] = FAMILIES[
+    "torchvision.models.swin_transformer.ShiftedWindowAttention"
+]
 for name in ("Attention2d", "AttentionCl"):
     FAMILIES[f"timm.models.maxxvit.{name}"] = Family(
         check_maxxvit,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.blocks import Attention
+from vision_attn.convert.refused import REFUSED
 from vision_attn.errors import ConversionError
 
 __all__ = [
@@ -26,14 +27,17 @@ __all__ = [
     "check_equal",
     "check_kind",
     "check_outputs",
+    "check_parts",
     "check_pointwise",
     "check_source",
     "drop_of",
     "from_tokens",
+    "is_a",
     "proven",
     "random_like",
     "random_twin",
     "run_tokens",
+    "shapes_for",
     "to_tokens",
 ]
 
@@ -47,8 +51,21 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 def check_kind(name: str, value: object, *paths: str) -> None:
     """Refuse what is none of these classes, going by their paths, so that no library is imported to be asked."""
-    if {path_of(kind) for kind in type(value).__mro__}.isdisjoint(paths):
-        raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path_of(type(value))}{unwrap(name, value)}")
+    if not is_a(value, *paths):
+        path = path_of(type(value))
+        why = unwrap(name, value) or (f": {REFUSED[path]}" if path in REFUSED else "")
+        raise ValueError(f"{name} must be a {' or '.join(paths)}; got {path}{why}")
+
+
+def check_parts(value: object, what: str, *names: str) -> None:
+    """Refuse what has not the parts of a layer that is known by them, since its class is in many repositories."""
+    lacking = [name for name in names if not isinstance(getattr(value, name, None), nn.Module | Tensor)]
+    if not isinstance(value, nn.Module) or lacking:
+        raise ValueError(f"module must be {what}, with {', '.join(names)}; got {path_of(type(value))}")
+
+
+def is_a(value: object, *paths: str) -> bool:
+    return not {path_of(kind) for kind in type(value).__mro__}.isdisjoint(paths)
 
 
 def check_source(module: nn.Module, *projections: str) -> None:
@@ -151,7 +168,8 @@ def proven(source: Source, convert: Callable[[Source], Block], run: RunSource = 
 def random_twin(source: Source) -> Source:
     """A copy in float64, in evaluation mode, with random weights."""
     with explained(source, "copied, to be run in float64"):
-        twin = copy.deepcopy(source).to("cpu", torch.float64).eval()
+        twin = copy.deepcopy(source).to("cpu", torch.float64)
+        twin.eval()  # which gives back nothing where a library's own does not
         parameters = list(twin.parameters())
         with torch.no_grad():
             for parameter, values in zip(parameters, random_like(parameters), strict=True):
@@ -195,10 +213,12 @@ def shapes_for(block: nn.Module) -> list[tuple[int, ...]]:
     The size is two by three windows, if it attends in windows, or what its tables are for.
     """
     attention = next(part for part in block.modules() if isinstance(part, Attention))
-    window, specification = attention.partitioner.window_shape, getattr(attention.position, "specification", None)
+    cut, specification = attention.partitioner, getattr(attention.position, "specification", None)
     size = getattr(specification, "feat_size", None) or SIZES[attention.rank]
-    if None not in window:
-        size = tuple(side * count for side, count in zip(window, (2, 3), strict=True) if side is not None)
+    if None not in cut.window_shape:
+        window = cut.line.multiples if hasattr(cut, "line") else cut.window_shape
+        steps = getattr(cut, "dilation", (1,) * len(window))
+        size = tuple((side or 1) * by * count for side, by, count in zip(window, steps, (2, 3, 2), strict=False))
     channels = (attention.channels, attention.context_channels)
     return [(c, *size) for c in channels if c is not None]
 

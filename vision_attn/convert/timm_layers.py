@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.proof import check_carried, check_kind, check_source, drop_of, proven, run_tokens
+from vision_attn.convert.proof import check_carried, check_kind, check_source, drop_of, is_a, proven, run_tokens
 from vision_attn.convert.weights import (
     Rows,
     attention,
@@ -32,11 +33,27 @@ __all__ = [
 # --- of ViT -----------------------------------------------------------------------------------------------------------
 
 
+#: On tokens ``(b, tokens, c)``, and on maps: all of them have ``qkv`` or ``q``, ``k``, ``v``, and ``proj``.
+ON_TOKENS = (
+    "timm.layers.attention.Attention",
+    "timm.models.vision_transformer.Attention",
+    "timm.models.beit.Attention",
+    "timm.models.metaformer.Attention",
+    "timm.models.nextvit.EfficientAttention",
+    "timm.models.vision_transformer_relpos.RelPosAttention",
+)
+ON_MAPS = ("timm.models.fastvit.Attention", "timm.models.visformer.Attention")
+
+
 def from_timm_attention(module: nn.Module, *, rank: int = 2) -> Attention:
     """The block that does with the positions of a map what ``timm.layers.Attention``, of ViT, does with tokens.
 
+    The layers of BEiT, CAFormer, FastViT, NextViT, Visformer and of ViT with relative positions are taken too, where
+    they add nothing to their logits and stride over nothing.
+
     ``qk_norm`` by layer norm is carried over with its ``eps``, which is the block's then, though not of its state dict;
-    ``gated`` becomes the output gate, with a bias of zeros that is not trained where timm's has none.
+    ``gated`` becomes the output gate, with a bias of zeros that is not trained where timm's has none. The keys of BEiT
+    have a bias of zeros.
 
     Args:
         module: the layer.
@@ -56,50 +73,69 @@ def from_timm_attention(module: nn.Module, *, rank: int = 2) -> Attention:
     >>> from_timm_attention(TimmAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind("module", module, "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+    check_kind("module", module, *ON_TOKENS, *ON_MAPS)
     check_rank(rank)
     check_vit(module)
-    return proven(module, lambda module: vit(module, rank), run_tokens)
+    for name in ("rel_pos", "relative_position_bias_table", "sr"):
+        if getattr(module, name, None) is not None:
+            remedy = "the block has none: let swap_ exchange it in its network, which keeps what is around the block"
+            check_carried(module, (name, False, remedy))
+    return proven(module, lambda module: vit(module, rank), run_flat if is_a(module, *ON_MAPS) else run_tokens)
+
+
+def run_flat(module: nn.Module, x: Tensor) -> Tensor:
+    """What a layer of maps with two axes makes of the positions of a map with any."""
+    return module(x.flatten(2)[..., None]).flatten(2).unflatten(2, x.shape[2:])
 
 
 def check_vit(module: Any) -> None:
     gate, norm = (getattr(module, name, None) for name in ("gate", "norm"))
-    check_source(module, "qkv", "proj", *["gate"] * (gate is not None))
-    for name in ("q_norm", "k_norm"):
-        part = getattr(module, name)
+    inputs = ["q", "k", "v"] if getattr(module, "qkv", None) is None else ["qkv"]
+    check_source(module, *inputs, "proj", *["gate"] * (gate is not None))
+    norms = [getattr(module, name, None) or nn.Identity() for name in ("q_norm", "k_norm")]
+    for name, part in zip(("q_norm", "k_norm"), norms, strict=True):
         whole = isinstance(part, nn.LayerNorm) and part.weight is not None and part.bias is not None
         remedy = "the block normalises queries and keys by layer norm, with weight and bias, or not"
-        check_carried(module, (name, whole or isinstance(part, nn.Identity), remedy))
-    both = type(module.k_norm) is type(module.q_norm)
-    plain = norm is None or isinstance(norm, nn.Identity)
-    check_carried(
-        module,
-        ("k_norm", both, f"the block normalises queries and keys, or neither, and q_norm is {module.q_norm}"),
-        ("norm", plain, "the block has no norm before its output: make the layer without scale_norm"),
-    )
+        if not whole and not isinstance(part, nn.Identity):
+            check_carried(module, (name, False, remedy))
+    if type(norms[0]) is not type(norms[1]):
+        remedy = f"the block normalises queries and keys, or neither, and q_norm is {norms[0]}"
+        check_carried(module, ("k_norm", False, remedy))
+    if norm is not None and not isinstance(norm, nn.Identity) and getattr(module, "sr", None) is None:
+        remedy = "the block has no norm before its output: make the layer without scale_norm"
+        check_carried(module, ("norm", False, remedy))
 
 
 def vit(module: Any, rank: int) -> Attention:
-    projections, norms = vit_weights(module)
-    options = {"qk_norm": bool(norms), "output_gate": "gate" in projections}
-    block = fused(module, module.head_dim, projections, norms, rank=rank, **options)
-    for ours, theirs in ((block.q_norm, module.q_norm), (block.k_norm, module.k_norm)):
-        if ours is not None:
-            ours.eps = theirs.eps
+    projections, tables = vit_weights(module)
+    norm: bool | str = "cosine" if "q_norm.logit_scale" in tables else bool(tables)
+    width = len(projections["qkv"].weight) // (3 * module.num_heads)
+    options = {"qk_norm": norm, "output_gate": "gate" in projections}
+    block = fused(module, width, projections, tables, rank=rank, **options)
+    for ours, theirs in ((block.q_norm, "q_norm"), (block.k_norm, "k_norm")):
+        if isinstance(ours, nn.LayerNorm):
+            ours.eps = getattr(module, theirs).eps
     return block
 
 
 def vit_weights(module: Any) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    gate, norms = getattr(module, "gate", None), {}
-    if isinstance(module.q_norm, nn.LayerNorm):
+    gate, tables = getattr(module, "gate", None), {}
+    if isinstance(getattr(module, "q_norm", None), nn.LayerNorm):
         parts = {"q_norm": module.q_norm, "k_norm": module.k_norm}
-        norms = {f"{name}.{key}": getattr(part, key) for name, part in parts.items() for key in ("weight", "bias")}
-    return {**fused_rows(module), **({} if gate is None else {"gate": with_bias(rows_of(gate))})}, norms
+        tables = {f"{name}.{key}": getattr(part, key) for name, part in parts.items() for key in ("weight", "bias")}
+    elif hasattr(module, "logit_scale"):
+        tables = {"q_norm.logit_scale": module.logit_scale}
+    return {**fused_rows(module), **({} if gate is None else {"gate": with_bias(rows_of(gate))})}, tables
 
 
 def fused_rows(module: Any) -> dict[str, Rows]:
     """Of what timm mostly calls ``qkv`` and ``proj``."""
-    qkv = rows_of(module.qkv)
+    if getattr(module, "qkv", None) is None:
+        qkv = side_by_side(*(rows_of(getattr(module, name)) for name in "qkv"))
+    else:
+        qkv = rows_of(module.qkv)
+    if getattr(module, "q_bias", None) is not None:
+        qkv = Rows(qkv.weight, torch.cat([module.q_bias, torch.zeros_like(module.q_bias), module.v_bias]))
     if getattr(module, "head_first", False):
         qkv = heads_first(qkv, module.num_heads)
     return {"qkv": qkv, "proj": rows_of(module.proj)}
@@ -167,7 +203,7 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     """The block that computes what ``timm.layers.attention2d.MultiQueryAttention2d`` does, without its strides.
 
     Args:
-        module: the layer, with strides of 1.
+        module: the layer, with strides of 1, or a ``MultiQueryAttentionV2``, which has none.
 
     Returns:
         The :class:`Attention2d` with one head of keys and values, with copies of the weights.
@@ -183,12 +219,16 @@ def from_timm_multi_query_attention2d(module: nn.Module) -> Attention:
     >>> from_timm_multi_query_attention2d(MultiQueryAttention2d(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind("module", module, "timm.layers.attention2d.MultiQueryAttention2d")
+    names = ("MultiQueryAttention2d", "MultiQueryAttentionV2")
+    check_kind("module", module, *(f"timm.layers.attention2d.{name}" for name in names))
     check_multi_query(module)
     return proven(module, multi_query)
 
 
 def check_multi_query(module: Any) -> None:
+    check_source(module)
+    if hasattr(module, "query_proj"):
+        return
     remedy = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
     check_carried(
         module,
@@ -200,6 +240,9 @@ def check_multi_query(module: Any) -> None:
 
 
 def multi_query_rows(module: Any) -> dict[str, Rows]:
+    if hasattr(module, "query_proj"):  # kernels, those of queries and of the output with heads as an axis
+        kernels = (module.query_proj.flatten(0, 1), module.key_proj.T, module.value_proj.T)
+        return {"qkv": Rows(torch.cat(kernels)), "proj": Rows(module.out_proj.flatten(1))}
     q, k, v, out = (rows_of(getattr(module, name).proj) for name in ("query", "key", "value", "output"))
     return {"qkv": side_by_side(q, k, v), "proj": out}
 
@@ -214,7 +257,7 @@ def multi_query(module: Any) -> Attention:
         key_dim=module.key_dim,
         value_dim=module.value_dim,
         attn_drop=drop_of(module, "attn_drop"),
-        proj_drop=drop_of(module, "output.drop"),
+        proj_drop=drop_of(module, "proj_drop" if hasattr(module, "proj_drop") else "output.drop"),
     )
 
 

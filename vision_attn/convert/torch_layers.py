@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,8 +36,9 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     """The block that does with the positions of a map what an ``nn.MultiheadAttention`` does with tokens.
 
     ``module(t, t, t)`` of the positions of ``x``, row-major, becomes ``block(x)``; with keys and values of other
-    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``. torch's bool mask says where not to look, ours where
-    to look: give ``~mask``.
+    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``; where those two differ, ``y`` holds the channels of
+    keys and then those of values, and what keys have to do with the latter is zeros, which are trained like the rest.
+    torch's bool mask says where not to look, ours where to look: give ``~mask``.
 
     Args:
         module: the layer.
@@ -77,7 +80,6 @@ def check_multihead(module: nn.MultiheadAttention) -> None:
         ("bias_k", module.bias_k is None, no_keys),
         ("bias_v", module.bias_v is None, no_keys),
         ("add_zero_attn", not module.add_zero_attn, "the block has no keys but those of its map: set it to False"),
-        ("vdim", module.vdim == module.kdim, f"the block takes keys and values from one map: kdim is {module.kdim}"),
     )
 
 
@@ -87,14 +89,20 @@ def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
         return {"qkv": Rows(module.in_proj_weight, module.in_proj_bias)}
     weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    return input_projections(*map(Rows, weights, biases))
+    q, k, v = map(Rows, weights, biases)
+    if module.vdim != module.kdim:  # channels of keys and of values beside each other, as of one map
+        bias = None if k.bias is None or v.bias is None else torch.cat([k.bias, v.bias])
+        return {"q": q, "kv": Rows(torch.block_diag(k.weight, v.weight), bias)}
+    return input_projections(q, k, v)
 
 
 def run_multihead(module: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Tensor:
     query, key = (to_tokens(y) for y in (x, x if context is None else context))
     if not module.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    y, _ = module(query, key, key, need_weights=False)
+    apart = module.vdim != module.kdim
+    key, value = key.split([module.kdim, module.vdim], dim=2) if apart else (key, key)
+    y, _ = module(query, key, value, need_weights=False)
     return from_tokens(y if module.batch_first else y.transpose(0, 1), x.shape[2:])
 
 
@@ -210,12 +218,13 @@ def from_linear_projections(
     *,
     scale: float | None = None,
     rank: int = 2,
+    parent: nn.Module | None = None,
 ) -> Attention:
     """The block of four projections: ``out(attention(q(x), k(x), v(x)))``, heads beside each other in their rows.
 
     Of llama they are ``q_proj, k_proj, v_proj, o_proj``, of diffusers ``to_q, to_k, to_v, to_out[0]``, of latent
     diffusion the 1×1 convolutions ``q, k, v, proj_out`` with one head. What is around them in those models (a norm, a
-    residual, a rotation of queries and keys) is not part of the block.
+    residual, a rotation of queries and keys) is not part of the block: name their ``parent``, and it is refused.
 
     Args:
         q: projection of queries, an ``nn.Linear`` or a 1×1 convolution, to ``num_heads · key_dim`` rows.
@@ -226,6 +235,7 @@ def from_linear_projections(
         num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row; ``num_heads`` if None.
         scale: factor on the logits; ``key_dim ** -0.5`` when None.
         rank: axes of the maps that the block is for: 1, 2 or 3.
+        parent: the module that they are of, refused where it does more with them than attention.
 
     Returns:
         :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights and
@@ -243,6 +253,8 @@ def from_linear_projections(
     check_rank(rank)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     key_dim, value_dim = check_projections({"q": q, "k": k, "v": v, "out": out}, num_heads, kv_heads)
+    if parent is not None:
+        check_parent(parent, q, k, v, out)
 
     def convert(layers: nn.ModuleDict) -> Attention:
         q, k, v, out = map(rows_of, layers.values())
@@ -289,6 +301,28 @@ def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads
         if got != expected:
             raise ValueError(f"the {what} must be {expected}, {why}; got {got}")
     return key_dim, value_dim
+
+
+def check_parent(parent: Any, *layers: nn.Module) -> None:
+    """Refuse a module that has other parts than these projections, or is given or told how to attend."""
+    known = [part for layer in layers for part in layer.modules()]
+    around = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    others = [
+        name
+        for name, part in (*parent.named_modules(), *parent.named_parameters(recurse=False))
+        if part is not parent and not any(part is one for one in known) and not isinstance(part, around)
+    ]
+    others += [
+        name for name in signature(parent.forward).parameters if re.search("rope|rotary|position_emb|freqs", name)
+    ]
+    processor = type(getattr(parent, "processor", None)).__name__
+    if processor not in ("NoneType", "AttnProcessor", "AttnProcessor2_0"):
+        others.append("processor")
+    if others:
+        raise ValueError(
+            f"{type(parent).__name__} does more than its projections say: a block has nothing for its "
+            f"{', '.join(others)}; give no parent, and do around the block what they do"
+        )
 
 
 def on_tokens(layer: Any, tokens: Tensor) -> Tensor:

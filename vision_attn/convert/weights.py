@@ -75,15 +75,16 @@ def rows_of(layer: Any) -> Rows:
     return Rows(layer.weight.flatten(1), layer.bias)
 
 
-def heads_first(rows: Rows, num_heads: int) -> Rows:
-    """The rows, ordered (heads, qkv, width), in the order (qkv, heads, width).
+def heads_first(rows: Rows, num_heads: int, *widths: int) -> Rows:
+    """The rows, ordered (heads, qkv, width), in the order (qkv, heads, width); of three equal widths, or of these.
 
     >>> heads_first(Rows(torch.arange(12)[:, None]), num_heads=2).weight.flatten().tolist()
     [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
     """
 
     def reordered(x: Tensor) -> Tensor:
-        return x.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        parts = x.unflatten(0, (num_heads, -1)).split(widths or len(x) // (3 * num_heads), dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
 
     return Rows(reordered(rows.weight), None if rows.bias is None else reordered(rows.bias))
 

@@ -1,8 +1,8 @@
-"""Attention in windows and grids: Swin's of torchvision, which makes them itself, and MaxViT's, which is given them."""
+"""Attention in windows and grids: Swin's of torchvision, which makes them itself, and others, which are given them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from vision_attn.blocks import Attention, Attention2d
 from vision_attn.blocks.attention import check_queries
 from vision_attn.blocks.projection import in_format_of
 from vision_attn.convert.proof import check_carried, check_kind, check_source, proven
-from vision_attn.convert.timm_layers import fused, fused_rows
+from vision_attn.convert.timm_layers import check_vit, fused, fused_rows, vit_weights
 from vision_attn.convert.weights import Rows, attention, query_less_key, rows_of
 from vision_attn.patterns import AnyPattern, Grid, Window, partition_of, resolve_pattern
 from vision_attn.position import RelPosTable
 
-__all__ = ["from_timm_maxxvit_attention", "from_torchvision_maxvit", "from_torchvision_swin"]
+__all__ = ["from_timm_maxxvit_attention", "from_timm_swin", "from_torchvision_maxvit", "from_torchvision_swin"]
 
 TABLE = "position.relative_position_bias_table"
 
@@ -34,16 +34,19 @@ def from_torchvision_swin(module: nn.Module) -> Attention:
 
     ``module(x)`` on ``(b, h, w, c)`` becomes ``block(x)`` on ``(b, c, h, w)``, with the pattern ``Window(window_size,
     shift)``. As torchvision's, and unlike any other :class:`Attention2d`, the block pads a map that is no multiple of
-    the window with zeros, and attends to them.
+    the window with zeros, and attends to them. Positions that a shift brings together have 100 taken off their logits
+    by torchvision, and do not see each other here: where logits differ by less than 50 that is the same.
+
+    Of the second version, the network that gives the biases becomes the table that it gives: the table is trained.
 
     Args:
-        module: the layer, of the first version of Swin.
+        module: the layer; ``ShiftedWindowAttentionV2`` as well.
 
     Returns:
         The :class:`Attention2d`, of a kind that pads so, with copies of the weights.
 
     Raises:
-        ValueError: it is no such layer, or of the second version, whose attention is by cosine.
+        ValueError: it is no such layer.
         ConversionError: the block does not compute what the layer does.
 
     Source: https://github.com/pytorch/vision/blob/main/torchvision/models/swin_transformer.py
@@ -60,23 +63,34 @@ def from_torchvision_swin(module: nn.Module) -> Attention:
 
 def check_swin(module: nn.Module) -> None:
     check_source(module, "qkv", "proj")
-    if hasattr(module, "logit_scale"):
-        remedy = "the block has no cosine attention: only the first version of Swin can be converted"
-        check_carried(module, ("logit_scale", False, remedy))
 
 
 def swin(module: Any) -> Attention:
-    return torchvisions(
-        module,
-        module.qkv,
-        module.proj,
-        kind=PaddedAttention2d,
+    return attention(
+        2,
+        *torchvision_weights(module, module.qkv, module.proj),
+        training=module.training,
         num_heads=module.num_heads,
-        pattern=Window(tuple(module.window_size), tuple(module.shift_size)),
-        position=RelPosTable(),
         attn_drop=module.attention_dropout,
         proj_drop=module.dropout,
+        **in_windows(module, module.shift_size),
     )
+
+
+def in_windows(module: Any, shift: Sequence[int]) -> dict[str, Any]:
+    """The options of a block for a layer of Swin, of either version."""
+    return {
+        "kind": PaddedAttention2d,
+        "pattern": Window(tuple(module.window_size), tuple(shift)),
+        "position": RelPosTable(),
+        "qk_norm": "cosine" if hasattr(module, "logit_scale") else False,
+    }
+
+
+def continuous_table(module: Any) -> Tensor:
+    """The biases of Swin v2, which a small network gives for every offset, as the table of the first version."""
+    biases: Tensor = module.cpb_mlp(module.relative_coords_table)
+    return 16 * torch.sigmoid(biases.flatten(0, -2))
 
 
 class PaddedAttention2d(Attention2d):
@@ -120,17 +134,82 @@ class PaddedAttention2d(Attention2d):
         return F.pad(x, (0, right, 0, below))
 
 
-def torchvisions(module: Any, qkv: nn.Module, proj: nn.Module, **options: Any) -> Attention:
-    """A block of what torchvision calls by several names, and its table."""
-    return attention(2, *torchvision_weights(module, qkv, proj), training=module.training, **options)
+class WholeWindows2d(PaddedAttention2d):
+    """For a source that rolls its map before it pads it."""
+
+    def padded(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        if super().padded(x, None, None) is not x:
+            raise ValueError(
+                f"x must be of whole windows of {self.partitioner.window_shape}, since the layer that this block was "
+                f"made of pads other maps after they are rolled; got {x.shape[-2]}×{x.shape[-1]}: pad it yourself"
+            )
+        return x
 
 
 def torchvision_weights(module: Any, qkv: nn.Module, proj: nn.Module) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    return {"qkv": rows_of(qkv), "proj": rows_of(proj)}, {TABLE: module.relative_position_bias_table}
+    rows = rows_of(qkv)
+    if not hasattr(module, "logit_scale"):
+        return {"qkv": rows, "proj": rows_of(proj)}, {TABLE: module.relative_position_bias_table}
+    if rows.bias is not None:  # that of the keys is there and is not used
+        q, k, v = rows.bias.chunk(3)
+        rows = Rows(rows.weight, torch.cat([q, torch.zeros_like(k), v]))
+    return {"qkv": rows, "proj": rows_of(proj)}, {
+        TABLE: continuous_table(module),
+        "q_norm.logit_scale": module.logit_scale,
+    }
 
 
 def run_swin(module: Any, x: Tensor) -> Tensor:
     return module(x.movedim(1, -1)).movedim(-1, 1)
+
+
+# --- Swin of timm -----------------------------------------------------------------------------------------------------
+
+
+def from_timm_swin(module: nn.Module, *, shift: int | tuple[int, int] = 0) -> Attention:
+    """The block that computes what ``WindowAttention`` of timm's Swin, of either version, does in its network.
+
+    It is given the windows of a map, and a mask where they are shifted; the block makes both itself. As in timm's
+    network it pads a map that is no multiple of the window with zeros, and attends to them; with a shift, which timm
+    does before it pads, the block refuses such a map. What was said of logits and of the second version at
+    :func:`from_torchvision_swin` holds here too.
+
+    Args:
+        module: the layer.
+        shift: ``shift_size`` of the ``SwinTransformerBlock`` around it, which the layer does not know.
+
+    Returns:
+        The :class:`Attention2d`, of a kind that pads so, with copies of the weights.
+
+    Raises:
+        ValueError: it is no such layer.
+        ConversionError: the block does not compute what the layer does.
+
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/swin_transformer.py
+
+    >>> from timm.models.swin_transformer import WindowAttention
+    >>> layer = WindowAttention(64, num_heads=4, window_size=7)
+    >>> from_timm_swin(layer, shift=3)(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
+    """
+    check_kind("module", module, *TIMM_SWIN)
+    check_vit(module)
+
+    by = shift if isinstance(shift, tuple) else (shift, shift)
+
+    def convert(layer: Any) -> Attention:
+        whole = layer is module and any(by)  # what is proven is the layer, on windows that are not shifted
+        projections, tables = vit_weights(layer)
+        tables[TABLE] = continuous_table(layer) if tables else layer.relative_position_bias_table
+        width = len(projections["qkv"].weight) // (3 * layer.num_heads)
+        options = {**in_windows(layer, by if whole else (0, 0)), **({"kind": WholeWindows2d} if whole else {})}
+        return fused(layer, width, projections, tables, **options)
+
+    return proven(module, convert, lambda layer, x: run_in_groups(layer, Window(tuple(layer.window_size)), x))
+
+
+#: By their path.
+TIMM_SWIN = ("timm.models.swin_transformer.WindowAttention", "timm.models.swin_transformer_v2.WindowAttention")
 
 
 # --- MaxViT -----------------------------------------------------------------------------------------------------------
@@ -171,9 +250,15 @@ def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "f
 
 
 def maxvit(module: Any, pattern: str | AnyPattern) -> Attention:
-    position = RelPosTable(feat_size=(module.size, module.size))
-    options = {"pattern": pattern, "position": position, "scale": module.scale_factor}
-    return torchvisions(module, module.to_qkv, module.merge, num_heads=module.n_heads, **options)
+    return attention(
+        2,
+        *torchvision_weights(module, module.to_qkv, module.merge),
+        training=module.training,
+        num_heads=module.n_heads,
+        pattern=pattern,
+        position=RelPosTable(feat_size=(module.size, module.size)),
+        scale=module.scale_factor,
+    )
 
 
 def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:

@@ -32,6 +32,10 @@ class NeighborhoodPartitioner(Partitioner):
     kernel: tuple[int, ...]
     #: positions from one of them to the next, along each axis
     dilation: tuple[int, ...]
+    #: queries in a row that look at the keys of one of them
+    stride: tuple[int, ...]
+    #: whether a query looks at no key behind it
+    causal: tuple[bool, ...]
 
     same_tokens = False
     is_global = False
@@ -112,7 +116,9 @@ class AxisTiles:
     query_of: Tensor  # (length,): which query of it
 
 
-def axis_tiles(length: int, kernel: int, dilation: int, tile: int, device: torch.device) -> AxisTiles:
+def axis_tiles(
+    length: int, kernel: int, dilation: int, stride: int, causal: bool, tile: int, device: torch.device
+) -> AxisTiles:
     tiles = -(-length // (dilation * tile))
     first = torch.arange(dilation, device=device)[:, None, None]
     members = (length - first + dilation - 1) // dilation  # positions in each class
@@ -120,15 +126,19 @@ def axis_tiles(length: int, kernel: int, dilation: int, tile: int, device: torch
 
     def start(query: Tensor) -> Tensor:
         """The first key that a query looks at. An even kernel has the further key before the query."""
-        return torch.minimum((query - kernel // 2).clamp(min=0), members - width)
+        leader = query // stride * stride + (stride - 1 if causal else stride // 2)
+        before = kernel - 1 if causal else kernel // 2
+        return torch.minimum((torch.minimum(leader, members - 1) - before).clamp(min=0), members - width)
 
     tile_first = torch.arange(tiles, device=device)[None, :, None] * tile
     index_in_class = tile_first + torch.arange(tile, device=device)
     query = torch.minimum(index_in_class, (members - 1).clamp(min=0))
-    key = start(query[:, :, :1]) + torch.arange(tile + kernel - 1, device=device)
+    key = start(query[:, :, :1]) + torch.arange(tile + kernel + stride - 2, device=device)
     begin = start(query)[..., None]
     key_of_query = key[:, :, None, :]
     allowed = (key_of_query >= begin) & (key_of_query < begin + width[..., None])
+    if causal:
+        allowed = allowed & (key_of_query <= query[..., None])
     position = torch.arange(length, device=device)
     return AxisTiles(
         queries=(first + dilation * query).clamp(max=length - 1).flatten(0, 1),
@@ -144,12 +154,13 @@ def axis_tiles(length: int, kernel: int, dilation: int, tile: int, device: torch
 
 def axis_tiles_of(partitioner: NeighborhoodPartitioner, size: Sequence[int], device: torch.device) -> list[AxisTiles]:
     found = []
-    for length, kernel, dilation in zip(size, partitioner.kernel, partitioner.dilation, strict=True):
+    p = partitioner
+    for length, kernel, dilation, stride, causal in zip(size, p.kernel, p.dilation, p.stride, p.causal, strict=True):
         if isinstance(length, int):  # and no symbol: what reaches beyond the map need not be copied
             dilation = min(dilation, length)
             kernel = min(kernel, -(-length // dilation))
         # Tiles of a kernel's length: longer ones hold more keys than a query needs, shorter ones copy more keys.
-        found.append(axis_tiles(length, kernel, dilation, tile=kernel, device=device))
+        found.append(axis_tiles(length, kernel, dilation, stride, causal, tile=kernel, device=device))
     return found
 
 

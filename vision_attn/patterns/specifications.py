@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vision_attn.patterns.halo import HaloPartitioner
 from vision_attn.patterns.line import AXES, Line
 from vision_attn.patterns.neighborhood import NeighborhoodPartitioner
 from vision_attn.patterns.partition import LinePartitioner, Partitioner
 
-__all__ = ["PATTERNS", "AnyPattern", "Grid", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
+__all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -151,6 +152,41 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """Attention of blocks, as windows, to the keys in them and in a halo around them, as in HaloNet.
+
+    ``b n d (gh h) (gw w) -> (b gh gw) n (h w) d`` with ``h`` and ``w`` the sides of a block for queries, and those of a
+    block and its halos for keys. Keys and values beyond the map are zeros, which are not masked, as in timm's
+    ``HaloAttn``: near a border the weights of the keys on the map sum to less than one.
+
+    Args:
+        block_size: side of a block, in positions; one for all axes or one for each.
+        halo_size: how far a block sees beyond each of its sides, in positions; likewise.
+
+    Raises:
+        ValueError: a side below one, or a halo below zero.
+
+    Source: Vaswani et al., *Scaling Local Self-Attention for Parameter Efficient Visual Backbones*, 2021,
+    https://arxiv.org/abs/2103.12731
+
+    >>> Halo(8, halo_size=3)
+    Halo(block_size=8, halo_size=3)
+    """
+
+    block_size: int | tuple[int, ...]
+    halo_size: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_lengths("Halo", "block_size", self.block_size, least=1)
+        check_lengths("Halo", "halo_size", self.halo_size, least=0)
+
+    def partitioner(self, rank: int) -> Partitioner:
+        """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
+        line = line_by_axis("(g{axis} {axis})", for_axes(self, "block_size", self.block_size, rank))
+        return HaloPartitioner(line, halo=for_axes(self, "halo_size", self.halo_size, rank))
+
+
+@dataclass(frozen=True, repr=False)
 class Neighborhood:
     """Every position attends to the ``kernel_size`` positions around it along each axis, as in NATTEN.
 
@@ -158,15 +194,21 @@ class Neighborhood:
     key before the query. With a dilation the keys are that many positions apart. Along an axis too short for the kernel
     a query sees all positions of its class.
 
+    With a stride so many queries in a row see the keys of the one in their middle. Along an axis that is causal a query
+    sees itself and the ``kernel_size - 1`` positions before it, fewer at the border.
+
     Args:
         kernel_size: keys along an axis; one for all axes or one for each.
         dilation: positions from one key to the next; one for all axes or one for each.
+        stride: queries that share their keys; one for all axes or one for each; at most the kernel.
+        causal: whether no position sees one behind it; one for all axes or one for each.
 
     Raises:
-        ValueError: a kernel or dilation below one.
+        ValueError: a kernel, dilation or stride below one, a stride above the kernel, or a ``causal`` that is no bool.
 
     Source: Hassani et al., *Neighborhood Attention Transformer*, 2022, https://arxiv.org/abs/2204.07143; with
-    dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001
+    dilation: Hassani and Shi, 2022, https://arxiv.org/abs/2209.15001; with a stride: Hassani et al., *Generalized
+    Neighborhood Attention*, 2025, https://arxiv.org/abs/2504.16922
 
     >>> Neighborhood(7, dilation=2)
     Neighborhood(kernel_size=7, dilation=2)
@@ -174,19 +216,33 @@ class Neighborhood:
 
     kernel_size: int | tuple[int, ...]
     dilation: int | tuple[int, ...] = 1
+    stride: int | tuple[int, ...] = 1
+    causal: bool | tuple[bool, ...] = False
 
     def __post_init__(self) -> None:
-        check_lengths("Neighborhood", "kernel_size", self.kernel_size, least=1)
-        check_lengths("Neighborhood", "dilation", self.dilation, least=1)
+        for name in ("kernel_size", "dilation", "stride"):
+            check_lengths("Neighborhood", name, getattr(self, name), least=1)
+        kernels, strides = same_length(self.kernel_size, self.stride)
+        if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
+            raise ValueError(f"Neighborhood: stride must be at most kernel_size, {self.kernel_size}; got {self.stride}")
+        if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
+            raise ValueError(f"Neighborhood: causal must be True, False or a tuple of them; got {self.causal!r}")
+
+    def __repr__(self) -> str:
+        shown = {"kernel_size": self.kernel_size, "dilation": self.dilation}
+        shown |= {"stride": self.stride} if self.stride != 1 else {}
+        shown |= {"causal": self.causal} if self.causal is not False else {}
+        return f"Neighborhood({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
-        return NeighborhoodPartitioner(
-            for_axes(self, "kernel_size", self.kernel_size, rank), for_axes(self, "dilation", self.dilation, rank)
-        )
+        names = ("kernel_size", "dilation", "stride")
+        kernel, dilation, stride = (for_axes(self, name, getattr(self, name), rank) for name in names)
+        causal = tuple(map(bool, for_axes(self, "causal", self.causal, rank)))
+        return NeighborhoodPartitioner(kernel, dilation, stride, causal)
 
 
-AnyPattern = Pattern | Axial | Window | Grid | Neighborhood
+AnyPattern = Pattern | Axial | Window | Grid | Halo | Neighborhood
 
 #: The patterns that have a name.
 PATTERNS = {"full": Axial(None), "rows": Axial((-1,)), "columns": Axial((-2,))}
@@ -201,8 +257,8 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
     if isinstance(pattern, AnyPattern):
         return pattern
     raise ValueError(
-        f"pattern must be one of {', '.join(map(repr, PATTERNS))}, a Window, Grid, Neighborhood or Pattern, or a line "
-        f"of einx; got {pattern!r}"
+        f"pattern must be one of {', '.join(map(repr, PATTERNS))}, a Window, Grid, Halo, Neighborhood or Pattern, or a "
+        f"line of einx; got {pattern!r}"
     )
 
 

@@ -1,17 +1,18 @@
 """Position terms: where things are, told to attention, which by itself does not know.
 
 A term is asked for by a small frozen specification and lives in the block as its ``position``. Each acts in one way: on
-the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`RelPosDecomposed`) or
-on the logits (:class:`RelPosTable`).
+the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`AbsPos`,
+:class:`RelPosDecomposed`) or on the logits (:class:`RelPosTable`).
 """
 
-from vision_attn.position.absolute import CONVOLUTIONS, ConditionalPos, SinCos
+from vision_attn.position.absolute import CONVOLUTIONS, AbsPos, ConditionalPos, SinCos
 from vision_attn.position.relative import RelPosDecomposed, RelPosTable, resample
 from vision_attn.position.rotary import Rope2d
 from vision_attn.position.term import AnyPosition, BlockShape, PositionTerm
 
 __all__ = [
     "CONVOLUTIONS",
+    "AbsPos",
     "AnyPosition",
     "BlockShape",
     "ConditionalPos",

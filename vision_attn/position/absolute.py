@@ -1,4 +1,4 @@
-"""Absolute positions, added to the map before it is projected: sinusoidal, or a depthwise convolution (CPVT)."""
+"""Absolute positions: added to the map before it is projected, as waves or a convolution (CPVT), or learned by keys."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
+from vision_attn.patterns import Partition
 from vision_attn.position.rotary import check_temperature
-from vision_attn.position.term import BlockShape, PositionTerm
+from vision_attn.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
 
-__all__ = ["CONVOLUTIONS", "ConditionalPos", "SinCos"]
+__all__ = ["CONVOLUTIONS", "AbsPos", "ConditionalPos", "SinCos"]
 
 #: The convolution for maps with one, two and three axes.
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -112,3 +114,68 @@ class ConditionalTerm(PositionTerm):
 
     def add_to_map(self, x: Tensor) -> Tensor:
         return x + self.conv(x)
+
+
+@dataclass(frozen=True)
+class AbsPos:
+    """The logit of query ``i`` and key ``j`` grows by ``scale · q_i · (H[y_j] + W[x_j])``: keys learn where they are.
+
+    Parameters: ``position.height (h, d)`` and ``position.width (w, d)``, shared by the heads. On a map of another size
+    they are stretched linearly.
+
+    Args:
+        feat_size: size of the map that they are learned on, in positions; one for all axes or one for each.
+
+    Raises:
+        ValueError: ``feat_size`` is no size, or not one for each axis of the map (when the block is made).
+
+    Source: the absolute positions that Srinivas et al., *Bottleneck Transformers*, 2021, compare with,
+    https://arxiv.org/abs/2101.11605
+
+    >>> AbsPos(feat_size=(14, 14))
+    AbsPos(feat_size=(14, 14))
+    """
+
+    feat_size: int | tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        check_feat_size("AbsPos", self.feat_size)
+
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
+        return AbsTerm(self, shape, device, dtype)
+
+
+class AbsTerm(PositionTerm):
+    def __init__(self, specification: AbsPos, shape: BlockShape, device: Any, dtype: Any) -> None:
+        super().__init__(specification)
+        size = specification.feat_size
+        lengths = size if isinstance(size, tuple) else (size,) * shape.rank
+        if len(lengths) != shape.rank or None in lengths:
+            raise ValueError(f"AbsPos: feat_size must be a size for each of {shape.rank} axes; got {size!r}")
+        self.names = AXIS_NAMES[-shape.rank :]
+        for name, length in zip(self.names, lengths, strict=True):
+            table = torch.randn(length or 0, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+            self.register_parameter(name, nn.Parameter(table))
+
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
+    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        here = k.new_zeros((1,) * len(keys.size) + k.shape[-1:])
+        for axis, (name, length) in enumerate(zip(self.names, keys.size, strict=True)):
+            table = stretched(getattr(self, name), length).to(k.dtype)
+            here = here + table.view([length if other == axis else 1 for other in range(len(keys.size))] + [-1])
+        here = here.flatten(0, -2)
+        if keys.is_global:
+            return q, k + here, scale, None
+        index = keys.index()[1]
+        here = here[index] * (index >= 0)[..., None]  # what is beyond the map is nowhere
+        return q, (k.unflatten(0, (-1, len(index))) + here[:, None]).flatten(0, 1), scale, None
+
+    def resampled(self, name: str, saved: Tensor) -> Tensor | None:
+        table = getattr(self, name)
+        return stretched(saved, len(table)) if saved.dim() == 2 and saved.shape[1] == table.shape[1] else None
+
+
+def stretched(table: Tensor, length: int) -> Tensor:
+    """A table by place, ``(places, d)``, for another number of places."""
+    return table if len(table) == length else interpolate(table.T[None], size=length, mode="linear")[0].T
