@@ -67,6 +67,11 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
     inside = torch.zeros(6, 7, dtype=torch.bool)
     inside[3:6, 0:3] = True
     assert torch.equal(maps["attn"].weights[0, 0, 0] > 0, inside)
+    block, x = va.Attention2d(8, 2, pattern=va.Halo((2, 3), 1)), torch.randn(1, 8, 6, 7)
+    with va.capture(block) as maps, va.capture(block, queries=[(5, 6), (2, 3)]) as some:
+        block(x)
+    torch.testing.assert_close(some[""].weights, maps[""].weights[:, :, [41, 17]])
+    assert (some[""].weights[0, 0, 1] > 0).nonzero().tolist() == [[r, c] for r in range(1, 5) for c in range(2, 7)]
     block = va.Attention2d(8, 2, kv_stride=2)
     with va.capture(block, queries=[(0, 0)]) as maps:
         block(torch.randn(1, 8, 6, 7))

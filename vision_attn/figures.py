@@ -203,9 +203,15 @@ def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> F
             axis.plot(across, values, "o", color="tab:blue", markersize=5)
             for x, y, name in zip(across, values, one.heads, strict=True):
                 axis.annotate(
-                    name.removeprefix("head "), (x, y), (0, 5), textcoords="offset points", fontsize=7, ha="center"
+                    name.removeprefix("head "),
+                    (x, y),
+                    (0, 5),
+                    textcoords="offset points",
+                    fontsize=7,
+                    ha="center",
+                    path_effects=[withStroke(linewidth=2, foreground="white")],
                 )
-            axis.hlines(alike, place - 0.35, place + 0.35, color="tab:red", linestyle="--", linewidth=1.5)
+            axis.hlines(alike, place - 0.35, place + 0.35, color="tab:red", linestyle="--", linewidth=1.5, zorder=0)
     widely.set_ylabel("cells looked at\nas a share of the map")
     widely.set_ylim(0, 1.12)
     far.set_ylabel("mean distance\nin pixels")

@@ -456,7 +456,7 @@ def weights_on_map(
             q = q[:, :, queries]
             mask, reachable = (x if x is None or x.shape[3] == 1 else x[:, :, :, queries] for x in (mask, reachable))
         return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
-    group, row = part.places(queries)
+    group, row = part.group_and_row(queries)
     if queries is None:
         weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
         weights = weights.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 2)

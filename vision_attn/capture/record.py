@@ -212,18 +212,20 @@ class Recording:
 @contextmanager
 def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iterator[None]:
     """Keep what a block hands to its kernel in the forward pass."""
-    prepare = module.prepare
+    own = vars(module)
+    prepare, outer = module.prepare, own.get("prepare")  # the outer one of two captures
 
     def look(*args: Any) -> Prepared:
         found = prepare(*args)
         seen[:] = [(args[3], found)]
         return found
 
-    vars(module)["prepare"] = look
+    own["prepare"] = look
     try:
         yield
     finally:
-        del vars(module)["prepare"]
+        own.pop("prepare")
+        own.update({} if outer is None else {"prepare": outer})
 
 
 def in_groups_of(prepared: Prepared, groups: int) -> Prepared:

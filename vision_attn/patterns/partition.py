@@ -106,7 +106,7 @@ class Partition:
         columns = keys if mask.shape[3] > 1 else torch.zeros_like(keys)
         return mask[:, :, rows[:, :, None], columns[:, None, :]].transpose(1, 2)
 
-    def places(self, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    def group_and_row(self, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         """The group of each wanted query of the map, row-major, and which of its queries it is; of all when None."""
         queries, _ = self.index()
         tokens = product(self.size)
