@@ -34,6 +34,7 @@ ROOMS = (
     "figures",
     "explorer",
     "training",
+    "comparison",
     "export",
     "benchmark",
     "cli",

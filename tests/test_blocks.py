@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from vision_attn.blocks.projection import POINTWISE
 
 DOUBLE = {"dtype": torch.float64}
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-RESIDUAL = pytest.mark.parametrize("block", [va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d])
+RESIDUAL = pytest.mark.parametrize(
+    "block", [va.AttentionBlock2d, va.ConvBlock2d, va.NormBlock2d, va.SqueezeExciteBlock2d]
+)
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
 
 
@@ -463,6 +466,7 @@ def test_a_new_block_is_the_identity_bit_for_bit(block):
         (lambda: va.AttentionBlock2d(16, gate_init=0.0), {"gate"}),
         (lambda: va.ConvBlock2d(16, gate_init=0.0), {"gate"}),
         (lambda: va.SqueezeExciteBlock2d(16), {"gate"}),
+        (lambda: va.NormBlock2d(16), {"gate"}),
     ],
 )
 def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
@@ -479,15 +483,31 @@ def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
 
 def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     for channels in (8, 16, 32, 64, 256, 1024):
-        blocks = (va.AttentionBlock2d, va.ConvBlock2d, va.SqueezeExciteBlock2d)
+        kernels = [partial(va.ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
+        blocks = (va.AttentionBlock2d, va.SqueezeExciteBlock2d, *kernels)
         attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
-        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1.
-        assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls)
+        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1, or 2c + 171.
+        assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls[:-1])
+        assert channels < 16 or abs(attention - controls[-1]) <= (2 * channels + 171) / 2 + 1
     block, x = va.SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
     y = torch.stack([F.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2).unflatten(2, (3, 4))
     hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
     scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
     torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
+    torch.testing.assert_close(va.NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
+
+
+def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
+    block, x = va.ConvBlock2d(8, kernel_size=None, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    added = block(x) - x
+    pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
+    torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
+    with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
+        block, x = va.ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
+        other = x.clone()
+        other[..., 0] += torch.randn(8, 1)
+        changed = (block(x) != block(other)).any(1)[0, 0]
+    assert changed.tolist() == [True] * 7 + [False] * 13
 
 
 @pytest.mark.parametrize(
@@ -602,6 +622,7 @@ def augmented(**options):
         (lambda: va.AttentionBlock2d(0, 2), "channels must"),
         (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must"),
         (lambda: va.SqueezeExciteBlock2d(8, gate_init=None), "gate_init must"),
+        (lambda: va.ConvBlock2d(8, kernel_size=4), "kernel_size must be odd"),
         (transformer(out_channels=4), "out_channels must"),
         (transformer(mlp_ratio=0), "mlp_ratio must"),
         (transformer(activation="silu"), "activation must"),

@@ -406,9 +406,10 @@ def test_two_processes_score_the_network_that_they_save(capsys, image_folder, tm
 
 @pytest.mark.parametrize("package", ["accelerate", "matplotlib"])
 def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, tmp_path):
-    importlib.import_module("vision_attn.training.demo")  # all of the room, so that all is as it was afterwards
-    monkeypatch.setattr(vision_attn, "training", vision_attn.training, raising=False)
-    for name in [name for name in sys.modules if name.startswith("vision_attn.training")]:
+    importlib.import_module("vision_attn.comparison.demo")  # all of the rooms, so that all is as it was afterwards
+    for room in ("training", "comparison"):
+        monkeypatch.setattr(vision_attn, room, getattr(vision_attn, room), raising=False)
+    for name in [name for name in sys.modules if name.startswith(("vision_attn.training", "vision_attn.comparison"))]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,6 +1,7 @@
 """The demo, as a user runs it: it shows its point, and leaves what it promises."""
 
 import json
+import re
 
 import pytest
 import timm
@@ -8,7 +9,8 @@ import torch
 from PIL import Image
 
 from vision_attn import IMPLS, cli
-from vision_attn.training import digits
+from vision_attn.comparison import demo
+from vision_attn.training import digits, run_folder
 
 
 def run(tmp_path, *arguments):
@@ -20,13 +22,18 @@ def run(tmp_path, *arguments):
 def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(digits, "TRAIN_CANVASES", 256)
     monkeypatch.setattr(digits, "EVAL_CANVASES", 64)
-    results = run(tmp_path, "--epochs", "1")
+    monkeypatch.setattr(demo, "ARMS", demo.ARMS[-3:])
+    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+    results = run(tmp_path, "--epochs", "1", "--jobs", "1")
     out = capsys.readouterr().out
     arms, agreement = results["arms"], results["implementations"]
-    assert list(arms) == ["plain", "convolution", "attention"]
+    assert list(arms) == ["pooled-mlp", "averaging", "attention"]
     for arm, found in arms.items():
-        assert f"{arm:<14}{found['parameters']:>11,}{found['top1']:>10.2f}" in out
-    assert abs(arms["attention"]["parameters"] - arms["convolution"]["parameters"]) < 40
+        assert f"| {arm} | {found['parameters']:,} |" in out
+        assert re.search(
+            rf"{'B' if found['top1'] > 50 + 196 / 16 else 'Not b'}etter: .*{arm} \({found['top1']:.1f}\)", out
+        )
+    assert abs(arms["attention"]["parameters"] - arms["pooled-mlp"]["parameters"]) < 40
     assert list(agreement) == list(IMPLS)
     assert all(found["largest_logit_difference"] < 1e-4 for found in agreement.values())
     assert {found["top1"] for found in agreement.values()} == {arms["attention"]["top1"]}
@@ -34,15 +41,22 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
     with Image.open(tmp_path / "demo" / "attention.png") as picture:
         assert picture.width > 1000
     assert "the network says" in (tmp_path / "demo" / "explorer.html").read_text()
-    names = {"plain", "convolution", "attention", "network", "attention.png", "explorer.html", "results.json"}
-    assert {path.name for path in (tmp_path / "demo").iterdir()} == names
+    names = {
+        "network",
+        "attention.png",
+        "explorer.html",
+        "results.json",
+        *(f"comparison.{kind}" for kind in ("md", "json", "png")),
+    }
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == names | {f"{arm}-0" for arm in arms}
     network = timm.create_model(f"local-dir:{tmp_path / 'demo' / 'network'}", pretrained=True)
-    best = torch.load(tmp_path / "demo" / "attention" / "last.pth", weights_only=True)["model"]
+    best = torch.load(tmp_path / "demo" / "attention-0" / "last.pth", weights_only=True)["model"]
     assert all(torch.equal(value, best[key]) for key, value in network.state_dict().items())
 
 
 @pytest.mark.thorough
-def test_attention_solves_what_the_others_cannot(tmp_path):
+def test_attention_solves_what_convolution_cannot(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "ARMS", ("plain", "convolution", "attention"))
     arms = run(tmp_path, "--epochs", "2")["arms"]
     assert arms["attention"]["top1"] > 85
     assert 40 < arms["plain"]["top1"] < 60

@@ -1,8 +1,7 @@
 """Every script that trains runs, as its header says, on small data."""
 
-import csv
 import functools
-import importlib.util
+import importlib
 import os
 import re
 import runpy
@@ -12,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -23,13 +23,12 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
 from vision_attn import cli
+from vision_attn.comparison import runs
 from vision_attn.models import create_model
 from vision_attn.training import digits, network, run_folder, settings
 from vision_attn.training.data import open_image
 from vision_attn.training.images import prepare
-from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
-from vision_attn.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,11 +37,10 @@ EXAMPLES = {
     "train_cifar.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
                       "--device", "cpu"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
-    "compare_blocks.py": ["--dataset", "digit-pairs", "--epochs", "2", "--warmup-epochs", "0",
-                          "--block-options", "gate_init=0.1", "--attention-options", "position=Rope2d()"],
-    "compare_openings.py": ["--dataset", "digit-pairs", "--epochs", "1", "--warmup-epochs", "0", "--seeds", "0"],
     "trainer_throughput.py": ["--dataset", "digit-pairs", "--model", "digit_pairs", "--epochs", "3", "--device", "cpu"],
     "classify.py": [],
+    "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
+    "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
 }  # fmt: skip
 
 
@@ -224,161 +222,84 @@ def test_finetune_folder_says_what_it_cannot_train_on(image_folder, zoo, run_her
     assert (code, err) == (1, "val must have the classes of train, blue, green, red; it has green, red, violet\n")
 
 
-# --- compare_blocks.py ------------------------------------------------------------------------------------------------
+# --- evidence.py and denoise.py ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def compare_blocks():
-    spec = importlib.util.spec_from_file_location("compare_blocks", ROOT / "examples" / "compare_blocks.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_blocks"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["compare_blocks"]
-
-
-def rows(path):
-    """The table's cells by arm."""
-    lines = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
-    shares = ["branch/stream after epochs", "changed when closed %"]
-    assert lines[0] == ["block", "parameters", "multiply-adds", "top-1 %", *shares, "by seed"]
-    return {name: cells for name, *cells in lines[1:]}
-
-
-@pytest.mark.usefixtures("small_digit_pairs")
-def test_comparing_blocks_goes_on_where_it_was_interrupted(compare_blocks, tmp_path, monkeypatch):
-    def with_another_best(*arguments):
-        result = train(*arguments)
-        return replace(result, best=replace(result.best, top1=12.3))
-
-    monkeypatch.setattr(compare_blocks, "train", with_another_best)
-    arguments = EXAMPLES["compare_blocks.py"]
-    compare_blocks.main([*arguments, "--seeds", "0", "--output", str(tmp_path / "whole")])
-    whole = rows(tmp_path / "whole" / "table.md")
-    assert list(whole) == ["plain", "convolution", "squeeze and excitation", "attention"]
-    assert [cells[0] for cells in whole.values()] == ["25,650", "29,978", "29,938", "29,970"]
-    work = [int(cells[1].replace(",", "")) for cells in whole.values()]
-    assert work[3] - work[0] == 121_088  # as insert_ reports it
-    assert [cells[3] != "—" for cells in whole.values()] == [False, True, True, True]  # how far blocks have come
-    # The accuracy is that of the last epoch, not of the best one.
-    for name, cells in whole.items():
-        with open(tmp_path / "whole" / f"{name.replace(' ', '-')}-0" / "metrics.csv") as file:
-            scores = [float(row["eval_top1"]) for row in csv.DictReader(file)]
-        assert float(cells[2]) == float(cells[5]) == pytest.approx(scores[-1], abs=0.01)
-    note = (tmp_path / "whole" / "table.md").read_text()
-    assert "Seeds 0; " in note
-    assert "--lr 0.006" in note
-    assert "--insert stage3 --num-heads 4 --block-options gate_init=0.1 position=Rope2d()" in note
-
-    saved, save = [], RunFolder.save
-
-    def interrupted(folder, name, content):
-        if name == "last.pth":
-            saved.append(folder.path.name)
-            if len(saved) == 6:  # the second epoch of the second arm is not saved
-                raise KeyboardInterrupt
-        return save(folder, name, content)
-
-    monkeypatch.setattr(RunFolder, "save", interrupted)
-    arguments = [*arguments, "--arms", "plain", "convolution", "--seeds", "0", "--output", str(tmp_path / "parts")]
-    with pytest.raises(KeyboardInterrupt):
-        compare_blocks.main(arguments)
-    compare_blocks.main(arguments)
-    parts = rows(tmp_path / "parts" / "table.md")
-    assert parts == {name: whole[name] for name in ("plain", "convolution")}
-    assert saved.count("plain-0") == 3, "what is complete is not trained again"
-    assert saved.count("convolution-0") == 4, "what was saved of it is gone on from"
-    log = (tmp_path / "parts" / "convolution-0" / "log.txt").read_text()
-    assert "resumed after epoch 1" in log
-    assert log.count("epoch 2/2: ") == 2
-    with pytest.raises(ValueError, match="lr differ"):
-        compare_blocks.main([*arguments, "--lr", "0.1"])
-
-
-def test_the_table_has_means_and_spreads_and_the_recipe_without_where_the_data_lies(compare_blocks):
-    outcomes = [compare_blocks.Outcome(1000, 2000, top1, [0.1, top1 / 100], 0.5) for top1 in (60.0, 64.0)]
-    settings = Settings(data="/home/me/images", output="/home/me/runs", insert=("layer3",), lr=0.3, amp=True)
-    lines = compare_blocks.table({"attention": outcomes, "plain": outcomes[:1]}, settings, (0, 1)).splitlines()
-    assert lines[2] == (
-        "| attention | 1,000 | 2,000 | 62.00 ± 2.83 | 0.1000 (1), 0.6200 (2) | 50.0 | 60.00, 64.00 |"
-    )  # fmt: skip
-    assert "| 60.00 |" in lines[3]  # one seed has no spread
-    assert "`--dataset folder --model resnet20 --insert layer3 --lr 0.3 --amp`" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--arms", "attention", "conv"], "--arms must be among 'plain', 'convolution', 'squeeze and excitation', "),
-        (["--seed", "1"], "--seed does not apply to a comparison: give --seeds"),
-        (["--block", "se"], "--block does not apply to a comparison: each arm has its own"),
-        (["--resume", "auto"], "--resume does not apply to a comparison: the same command goes on"),
-        (["--overwrite"], "--overwrite does not apply to a comparison: to begin anew, give another --output"),
-        (["--test-only"], "--test-only does not apply to a comparison: what is complete is only evaluated"),
-    ],
-)
-def test_comparing_blocks_refuses_what_it_decides_itself(run_here, tmp_path, flags, message):
-    code, _, err = run_here("compare_blocks.py", "--dataset", "digit-pairs", *flags, "--output", tmp_path / "runs")
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"compare_blocks: error: {message}")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_settings_of_blocks_go_to_the_arms_that_have_them(compare_blocks):
-    common = {
-        "data": "",
-        "weights": "net.pth",
-        "attention_lr": 0.1,
-        "freeze_backbone": True,
-        "at": "before",
-        "impl": "bmm",
-    }
-    common |= {"lr": 0.2}
-    chosen = compare_blocks.arms(common, "layer3", ("position=Rope2d()",))
-    arms = {name: Settings(**common, **alone) for name, alone in chosen.items()}
-    assert {name: (arm.block, arm.attention_lr, arm.freeze_backbone, arm.lr) for name, arm in arms.items()} == {
-        "plain": ("attention", None, False, 0.2),
-        "convolution": ("conv", 0.1, True, 0.2),
-        "squeeze and excitation": ("se", 0.1, True, 0.2),
-        "attention": ("attention", 0.1, True, 0.2),
-    }
-    assert [arm.impl for arm in arms.values()] == ["sdpa", "sdpa", "sdpa", "bmm"]
-    # What a new head is trained with is common to all.
-    common = {"data": "", "weights": "net.pth", "freeze_epochs": 2, "reset_head": True}
-    compare_blocks.arms(common, "layer3", ())
-    assert common["freeze_epochs"] == 2
-
-
-@pytest.mark.usefixtures("small_digit_pairs")
-def test_beginnings_of_a_block_are_compared(compare_blocks, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def evidence(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    compare_openings = importlib.import_module("compare_openings")
     monkeypatch.setitem(settings.CHOICES, "block", settings.CHOICES["block"])
     monkeypatch.setattr(network, "BLOCKS", dict(network.BLOCKS))
-    arguments = [*EXAMPLES["compare_openings.py"], "--output", str(tmp_path)]
-    compare_blocks.main(arguments, arms=compare_openings.arms)
-    shares = [cells[3] for cells in rows(tmp_path / "table.md").values()]
-    assert shares[0] == "—"
-    faster, slower, begun, zeroed = (float(shares[arm].partition(" ")[0]) for arm in (2, 1, 3, 4))
-    assert slower < faster < 1
-    assert slower < zeroed < 1
-    assert 5 * slower < begun < 1.5
-
-    two = ("gate 0", "projection 0 behind gate 1")
-    monkeypatch.setattr(compare_openings, "LOOPS", {"SGD": compare_openings.LOOPS["SGD 0.01"]})
-    monkeypatch.setattr(compare_openings, "ARMS", {name: compare_openings.ARMS[name] for name in two})
-    capsys.readouterr()
-    compare_openings.digits(seeds=[0])
-    lines = capsys.readouterr().out.splitlines()
-    cells = {name: cell for _, name, cell, _ in (map(str.strip, line.split("|")) for line in lines[2:])}
-    slower, zeroed = (float(cells[name].partition(",")[0]) for name in two)
-    assert zeroed > 0.01 > slower
+    return importlib.import_module("evidence")
 
 
-def test_comparing_blocks_says_what_is_missing(run_here, tmp_path):
-    code, _, err = run_here("compare_blocks.py", "--data", tmp_path, "--output", tmp_path / "runs")
-    assert code == 1
-    assert err.startswith("compare_blocks: error: cifar100 cannot be read in")
+@pytest.mark.parametrize("plan", ["cifar", "positions", "adapters"])
+def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, monkeypatch, plan):
+    """Each network is made and takes an image; none is trained."""
+    made = {}
+
+    def outcome(settings):
+        source = SimpleNamespace(classes=("a", "b", "c"), channels=3, size=None)
+        settings = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
+        built = network.build_network(settings, source, lambda line: None)
+        made[settings.folder.name] = settings, [type(block).__name__ for block in va.inserted(built.model).values()]
+        return runs.Outcome(50.0, 1.0, built.parameters, 0, 1.0, 1.0, None)
+
+    monkeypatch.setattr(runs, "run", outcome)
+    (tmp_path / "data").mkdir()
+    for half in ("train", "test"):
+        (tmp_path / "data" / half).symlink_to(image_folder / "train")
+    arguments = [plan, "--data", str(tmp_path / "data"), "--weights", "net.pth", "--output", str(tmp_path / "runs")]
+    evidence.main([*arguments, *EXAMPLES["evidence.py"]])
+    ways, seeds = {name: blocks for name, (_, blocks) in made.items()}, {one.seed for one, _ in made.values()}
+    if plan == "cifar":
+        assert {name: len(blocks) for name, blocks in ways.items() if name.endswith("-0")} == {
+            "in the last stage-0": 3, "at two ends-0": 2, "botnet-0": 3, "augmented-0": 6, "beside se-0": 10,
+            "gating-0": 3, "attention pool-0": 0, "at the end-0": 1,
+        }  # fmt: skip
+        held_out = {one.seed: one.hold_out for one, _ in made.values()}
+        assert held_out == {0: 0.1, 10: None}  # what is chosen by is not what is reported
+        assert [name for name in ways if name.endswith("-10")][:2] == ["plain-10", "convolution-10"]
+        assert ways["gating-0"] == ["Gating"] * 3
+    else:
+        assert len(ways) == 9
+        assert seeds == {0}
+    if plan == "positions":
+        canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
+        assert len(canvases) == 72
+        with Image.open(canvases[0]) as image:
+            assert image.size == (64, 64)
+
+
+def test_a_canvas_shows_what_its_class_says(evidence, image_folder, tmp_path):
+    (tmp_path / "test").symlink_to(image_folder / "train")
+    evidence.make_canvases(tmp_path, tmp_path / "canvases")
+    pairs = {"row": (0, 1), "column": (0, 2), "diagonal": (0, 3)}
+    for path in (tmp_path / "canvases").glob("*/*/*.png"):
+        with Image.open(path) as image:
+            pixels = np.asarray(image).astype(float).reshape(2, 32, 2, 32, 3).transpose(0, 2, 1, 3, 4)
+        colours = pixels.reshape(4, -1, 3).mean(1).argmax(1)  # of the photographs; their class is their colour
+        assert [(one, other) for one in range(4) for other in range(4) if one < other and colours[one] == colours[other]
+                and one == 0] == [pairs[path.parent.name]]  # fmt: skip
+        assert len(set(colours)) == 2
+
+
+def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    denoise = importlib.import_module("denoise")
+    monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
+    arms = {arm: denoise.network(arm, 0) for arm in denoise.ARMS}
+    x, level = torch.rand(1, 1, 48, 48), torch.full((1, 1, 1, 1), 0.2)
+    assert {tuple(model(x, level).shape) for model in arms.values()} == {(1, 1, 48, 48)}
+    sizes = {arm: sum(p.numel() for p in model.parameters()) for arm, model in arms.items()}
+    assert all(abs(size - sizes["attention"]) < 150 for arm, size in sizes.items() if arm != "plain")
+    arguments = [*EXAMPLES["denoise.py"], "--arms", "plain", "convolution", "--output", str(tmp_path)]
+    denoise.main(arguments)
+    text = (tmp_path / "denoise.md").read_text()
+    assert "| convolution − plain |" in text
+    monkeypatch.setattr(denoise, "run", None)  # all is noted already
+    denoise.main(arguments)
+    assert (tmp_path / "denoise.md").read_text() == text
 
 
 # --- the five commands ------------------------------------------------------------------------------------------------
@@ -437,8 +358,8 @@ def exported(tmp_path_factory):
     """A network, and the file that is exported of it with these flags, once for all tests."""
     folder = tmp_path_factory.mktemp("classify")
     torch.manual_seed(0)
-    model, settings = with_attention(), Settings(data="", insert=("layer3",)).as_dict()
-    about = {"settings": settings, "classes": CLASSES, "input_size": [3, 32, 32], **STATISTICS}
+    model, of_run = with_attention(), Settings(data="", insert=("layer3",)).as_dict()
+    about = {"settings": of_run, "classes": CLASSES, "input_size": [3, 32, 32], **STATISTICS}
     torch.save({"model": model.state_dict(), **about}, folder / "best.pth")
 
     @functools.cache

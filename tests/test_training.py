@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import LoggerType
 from PIL import Image
-from timm.layers import DropPath
+from timm.layers import DropPath, SqueezeExcite
 
 import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
@@ -478,6 +478,8 @@ def test_what_is_inserted_is_what_the_settings_say(base):
 
     assert isinstance(block(block="conv"), va.ConvBlock2d)
     assert isinstance(block(block="se"), va.SqueezeExciteBlock2d)
+    assert isinstance(block(block="norm"), va.NormBlock2d)
+    assert isinstance(block(block="excite"), SqueezeExcite)
     assert block(num_heads=4, impl="bmm").attn.num_heads == 4
     assert block(num_heads=4, impl="bmm").attn.impl == "bmm"
     assert block(model="rexnet_100", insert=("features.3",), img_size=32).attn.num_heads == 5  # of 50 channels

@@ -246,7 +246,7 @@ def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(one_hal
 
 
 def test_a_folder_that_cannot_be_halved_is_refused(one_half, image_folder, tmp_path):
-    with pytest.raises(DataError, match=r"no folder val, and val_split=0\.01 .* held out .*classes = 2.*--val-split"):
+    with pytest.raises(DataError, match=r"0\.01 of the images cannot be held out .*classes = 2.*--val-split"):
         open_data(Settings(data=str(one_half), val_split="0.01"), train=True)
     (tmp_path / "nested").mkdir()
     for name in ("Train", "Val"):
@@ -277,6 +277,35 @@ def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp
     assert saved["val_split"] == "0.1"
     assert train(Settings(**saved), lines.append).final == first.final
     assert lines.count(held_out) == 3
+
+
+def test_a_part_of_the_training_images_is_held_out_to_choose_by(image_folder, one_half, cifar, monkeypatch):
+    """Those for evaluation stay unseen, wherever they are."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *file: True)
+
+    def halves(**options):
+        settings = Settings(**options, hold_out=0.25)
+        return [open_data(settings, train=train) for train in (True, False)]
+
+    training, evaluation = halves(data=str(image_folder))
+    assert (len(training), len(evaluation)) == (54, 18)
+    whole = open_folder(image_folder / "train")
+    assert sorted(names(training) + names(evaluation)) == sorted(names(whole))
+    assert torch.bincount(torch.tensor(evaluation.dataset.targets)).tolist() == [6, 6, 6]
+    assert names(halves(data=str(image_folder))[1]) == names(evaluation)
+    # Of a folder without val, a share of what is left for training.
+    training, evaluation = halves(data=str(one_half))
+    tested = open_data(Settings(data=str(one_half)), train=False)
+    assert (len(training), len(evaluation), len(tested)) == (34, 12, 6)
+    assert len({*names(training), *names(evaluation), *names(tested)}) == 52
+    # Of images that come as tensors.
+    training, evaluation = halves(dataset="cifar10", data=str(cifar), seed=3)
+    assert (len(training), len(evaluation)) == (37, 13)
+    both = torch.cat([half.read((32, 32)).images for half in (training, evaluation)]).flatten(1)
+    expected = open_data(Settings(dataset="cifar10", data=str(cifar)), train=True).read((32, 32)).images.flatten(1)
+    assert sorted(both.tolist()) == sorted(expected.tolist())
+    with pytest.raises(ValueError, match="hold_out applies to dataset folder or"):
+        Settings(dataset="digit-pairs", hold_out=0.1)
 
 
 # --- how far it has come ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 IN_ASCII = str.maketrans({"×": "x", "–": "-", "—": "-", "±": "+-", "→": "->", "·": ".", "≤": "<=", "≥": ">="})
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "matplotlib", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "matplotlib", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     take_any_encoding()  # also of what --help prints
     options = parser().parse_args(arguments)
     goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is run_train else ""
+    goes_on = "; the same command goes on from here" if "candidates" in options else goes_on
     return run_program(
         "vision-attn",
         lambda: options.command(options),

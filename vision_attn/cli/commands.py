@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from vision_attn.cli.looking import add_explore, add_maps
@@ -33,6 +36,10 @@ def given(settings: type, options: argparse.Namespace) -> dict[str, Any]:
     """
     values = {field.name: getattr(options, field.name) for field in fields(settings) if hasattr(options, field.name)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if ":" in values.get("block", ""):
+        from vision_attn.training.network import add_block
+
+        add_block(values["block"])
     if "config" not in options:
         return values
     from vision_attn.training.run_folder import read_config
@@ -93,28 +100,27 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
-    """The flags of :func:`vision_attn.training.demo.demo`."""
+    """The flags of :func:`vision_attn.comparison.demo.demo`."""
     command.set_defaults(command=run_demo)
     command.add_argument("--output", default="demo-output", help="folder for what it makes (default: %(default)s)")
     command.add_argument("--epochs", type=int, default=5, help="epochs of each arm (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="seed of each arm (default: %(default)s)")
+    command.add_argument("--jobs", type=int, metavar="N", help="arms side by side (default: as many as cores)")
 
 
 def run_demo(options: argparse.Namespace) -> None:
-    from vision_attn.training.demo import demo
+    from vision_attn.comparison.demo import demo
 
-    demo(options.output, epochs=options.epochs, seed=options.seed)
+    demo(options.output, epochs=options.epochs, seed=options.seed, jobs=options.jobs)
 
 
 def add_train(command: argparse.ArgumentParser) -> None:
     """A flag for each of :class:`vision_attn.training.settings.Settings`; one not given keeps its default there."""
-    from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
-
     command.set_defaults(command=run_train)
-    command.argument_default = argparse.SUPPRESS
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.usage = "vision-attn train --data FOLDER [FLAG ...]"
     command.description = TRAIN
+    command.argument_default = argparse.SUPPRESS
     command.add_argument(
         "run",
         nargs="?",
@@ -122,6 +128,14 @@ def add_train(command: argparse.ArgumentParser) -> None:
         help="with --test-only: folder, best.pth, last.pth or adapter of a run, whose network is evaluated, by default "
         "on the data of the run; of an adapter --weights are those of the network that it was trained on",
     )
+    add_settings(command)
+
+
+def add_settings(command: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """A flag for each of the settings but some."""
+    from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
+
+    command.argument_default = argparse.SUPPRESS
     command.add_argument(
         "--config",
         metavar="SETTINGS.YAML",
@@ -134,11 +148,15 @@ def add_train(command: argparse.ArgumentParser) -> None:
         about, (kind, many), flag = field.metadata, type_of(name), name.replace("_", "-")
         if about["group"]:
             group = command.add_argument_group(about["group"])
+        if name in leave_out:
+            continue
         if kind is bool:
             add(group, f"--{flag}", about["text"], action="store_true")
             group.add_argument(f"--no-{flag}", dest=name, action="store_false", help=argparse.SUPPRESS)
         else:
             how = {"nargs": "+" if many else None, "choices": CHOICES.get(name) or None, "metavar": about["metavar"]}
+            if name == "block":  # one may name one's own
+                how |= {"choices": None, "metavar": "BLOCK"}
             add(group, f"--{flag}", about["text"], type=kind, **how)
 
 
@@ -180,6 +198,70 @@ def leave_process_group() -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+#: What a comparison decides for each of its runs.
+DECIDED = ("seed", "output", "resume", "overwrite", "test_only")
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """The flags of :func:`vision_attn.comparison.compare.compare`, and those of the runs."""
+    from vision_attn.comparison.arms import ARMS
+
+    of_an_arm = type(command)(prog="vision-attn compare --arms NAME=…", add_help=False, allow_abbrev=False)
+    add_settings(of_an_arm, leave_out=DECIDED)
+    command.set_defaults(command=partial(run_compare, of_an_arm))
+    command.usage = "vision-attn compare --data FOLDER [--arms ARM ...] [--seeds N ...] [--jobs N] [FLAG ...]"
+    command.description = (
+        "Train a network with one block and with others, by one recipe, over seeds, and say what the differences are "
+        "worth. The same command goes on where it was interrupted. Flags of train are for all arms that they suit."
+    )
+    add = command.add_argument_group("comparison").add_argument
+    text = (
+        f"{', '.join(ARMS)}; or one of yours, NAME=ARM FLAGS with flags of train, such as 'rope=attention "
+        "--block-options position=Rope2d()'; the last is compared with the others (default: plain convolution se "
+        "attention)"
+    )
+    add("--arms", nargs="+", default=["plain", "convolution", "se", "attention"], metavar="ARM", help=text)
+    text = "arms of which the best on images held out from training becomes the last of --arms; see --hold-out"
+    add("--candidates", nargs="+", default=[], metavar="ARM", help=text)
+    text = "of each arm (default: 0 1 2 3 4)"
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="N", help=text)
+    add("--jobs", type=int, metavar="N", help="runs side by side (default: as many as GPUs, or as cores)")
+    text = "compare the last arm with the others, or each with each (default: %(default)s)"
+    add("--pairs", choices=("last", "all"), default="last", help=text)
+    add("--output", default="runs/compare", help="folder of the runs and the tables (default: %(default)s)")
+    add_settings(command, leave_out=(*DECIDED, "block"))
+
+
+def run_compare(of_an_arm: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    from vision_attn.comparison.arms import recipe, settings_of_arm
+    from vision_attn.comparison.compare import compare
+    from vision_attn.training.settings import Settings
+
+    common = recipe(
+        {name: value for name, value in given(Settings, options).items() if name not in (*DECIDED, "block")}
+    )
+    share = common.pop("hold_out", 0.1) if options.candidates else None
+
+    def arms(words: list[str], **further: Any) -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, sign, text in (word.partition("=") for word in words):
+            flags = shlex.split(text)
+            base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
+            if not name or "/" in name or name in found:
+                raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
+            found[name] = {**settings_of_arm(base, given(Settings, of_an_arm.parse_args(flags)), common), **further}
+        return found
+
+    chosen = arms([*options.arms, *options.candidates])
+    how = {"seeds": options.seeds, "jobs": options.jobs, "command": shlex.join(["vision-attn", *sys.argv[1:]])}
+    if options.candidates:
+        folder = f"{options.output}/candidates"
+        best = compare(arms(options.candidates, hold_out=share), output=folder, pairs="all", **how).best
+        print(f"\nThe best of the candidates, on images held out from training: {best}\n")
+        chosen = {**arms(options.arms), best: chosen[best]}
+    compare(chosen, output=options.output, pairs=options.pairs, **how)
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
@@ -319,6 +401,7 @@ COMMANDS = {
     "inspect": ("what attention would cost at each stage of a network, and where to put it", add_inspect),
     "demo": ("what attention is for, in minutes", add_demo),
     "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", add_train),
+    "compare": ("does a block help? arms by seeds, with intervals", add_compare),
     "predict": ("what a trained network takes images for", add_predict),
     "explore": ("where every head of a network looks on images, as a page to explore in a browser", add_explore),
     "maps": ("the same as pictures, with a page on how widely and how far each head looks", add_maps),

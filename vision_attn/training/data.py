@@ -80,6 +80,9 @@ class Source:
 
 def open_data(settings: Settings, *, train: bool) -> Source:
     """The training or the evaluation half of the data that settings name; looks, but reads no image yet."""
+    if settings.hold_out is not None:
+        whole = open_data(replace(settings, hold_out=None), train=True)
+        return half_of_images(whole, settings, train, settings.hold_out)
     if settings.dataset == "digit-pairs":
         half, count = ("training", digits.TRAIN_CANVASES) if train else ("held-out", digits.EVAL_CANVASES)
         tensors = partial(digits.digit_pairs, train)
@@ -152,25 +155,33 @@ def half_of_folder(settings: Settings, train: bool) -> Source:
             return image_folder(root)
         if any(one.is_dir() for one in root.glob("[!.]*/[!.]*")):
             raise DataError(f"{root} has folders in class folders: expected CLASS/IMAGE, or train/CLASS/IMAGE, in it")
-    return half_of_images(image_folder(training or root), settings, train)
+    whole = image_folder(training or root)
+    return replace(half_of_images(whole, settings, train, settings.val_share), held_out=True)
 
 
-def half_of_images(source: Source, settings: Settings, train: bool) -> Source:
+def half_of_images(source: Source, settings: Settings, train: bool, share: float) -> Source:
     """All images but a share of each class, drawn by the seed, or that share."""
     from sklearn.model_selection import train_test_split
 
-    rows, share = range(len(source)), settings.val_share
+    dataset = source.dataset
+    images = next((name for name in ("samples", "data") if hasattr(dataset, name)), None)
+    if images is None or not hasattr(dataset, "targets"):
+        raise ValueError(f"hold_out: {source.name} does not say what the classes of its images are: leave it out")
     try:
-        halves = train_test_split(rows, test_size=share, stratify=source.dataset.targets, random_state=settings.seed)
+        halves = train_test_split(
+            range(len(source)), test_size=share, stratify=dataset.targets, random_state=settings.seed
+        )
     except ValueError as error:
         raise DataError(
-            f"{source.name}: there is no folder val, and val_split={share:g} of the images cannot be held out to "
-            f"evaluate on ({error}): give more, or another --val-split"
+            f"{source.name}: {share:g} of the images cannot be held out to evaluate on ({error}): give more images, or "
+            "another share, by --hold-out, or by --val-split where there is no folder val"
         ) from error
-    chosen = [source.dataset.samples[row] for row in sorted(halves[0 if train else 1])]
-    source.dataset.samples, source.dataset.targets = chosen, [label for _, label in chosen]
+    rows = sorted(halves[0 if train else 1])
+    pixels = getattr(dataset, images)
+    setattr(dataset, images, [pixels[row] for row in rows] if isinstance(pixels, list) else pixels[rows])
+    dataset.targets = [dataset.targets[row] for row in rows]
     what = "without those" if train else f"{100 * share:.3g} % of each class, held out by seed {settings.seed}"
-    return replace(source, name=f"{source.name}, {what}", count=len(chosen), held_out=True)
+    return replace(source, name=f"{source.name}, {what}", count=len(rows))
 
 
 class Folder(ImageFolder):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
-from timm.layers import convert_sync_batchnorm
+from timm.layers import SqueezeExcite, convert_sync_batchnorm
 from torch import nn
 
-from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, SqueezeExciteBlock2d
+from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from vision_attn.checkpoints.load import load_file
 from vision_attn.checkpoints.read import CheckpointFile, find_weights, read_file
 from vision_attn.checkpoints.specification import from_word
@@ -21,9 +24,9 @@ from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, inse
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.text import shorten
 from vision_attn.training.data import Source
-from vision_attn.training.settings import FIELDS, Settings
+from vision_attn.training.settings import CHOICES, FIELDS, Settings
 
-__all__ = ["Network", "build_network", "lines_of", "refuse_other_classes"]
+__all__ = ["BLOCKS", "Network", "add_block", "build_network", "lines_of", "refuse_other_classes"]
 
 
 #: What a checkpoint of one of our runs says of itself.
@@ -33,6 +36,8 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "attention": AttentionBlock2d,
     "conv": ConvBlock2d,
     "se": SqueezeExciteBlock2d,
+    "excite": SqueezeExcite,
+    "norm": NormBlock2d,
 }
 
 
@@ -57,6 +62,23 @@ class Network:
     def parameters(self) -> int:
         """How many there are."""
         return sum(p.numel() for p in self.model.parameters())
+
+
+def add_block(name: str) -> None:
+    """Let settings name a block of one's own, ``MODULE:CLASS``.
+
+    Settings out of files cannot do that by themselves: a file imports nothing.
+    """
+    if ":" not in name or name in BLOCKS:
+        return
+    module, _, attribute = name.partition(":")
+    sys.path.append(os.getcwd())  # as with python -m, but at the end, where it hides nothing
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"block must be a class that can be imported, MODULE:CLASS ({error}); got {name!r}") from error
+    BLOCKS[name] = found
+    CHOICES["block"] = (*CHOICES["block"], name)
 
 
 def build_network(

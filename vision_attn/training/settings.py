@@ -29,6 +29,8 @@ HUB, STREAMS, TORCH = ("hfds/…",), ("hfids/…", "tfds/…", "wds/…"), ("cif
 NAMED = {"dataset": ("torch/…", *HUB, *STREAMS)}
 #: All but streams have images that can be kept; all but the embedded data set have images to decode.
 KEPT = {"dataset": ("folder", *TORCH, *HUB)}
+#: Those of which a part can be held out.
+SPLIT = {"dataset": ("folder", *TORCH)}
 IMAGES = {"dataset": (*KEPT["dataset"], *STREAMS)}
 #: Schedules that end at a rate of their own.
 FALLING = ("cosine", "tanh", "poly", "wsd", "rsqrt")
@@ -79,6 +81,12 @@ class Settings:
         "the part to evaluate on; of a folder without val/ the share of each class, 0.1 if none is given",
         needs={"dataset": ("folder", *NAMED["dataset"])},
     )
+    hold_out: float | None = setting(
+        None,
+        "share of the training images of each class to evaluate on, to choose by: those for evaluation stay unseen",
+        (1e-6, 1 - 1e-6),
+        needs=SPLIT,
+    )
     num_classes: int | None = setting(None, "of data that does not name its classes, as shards", SIZE, needs=NAMED)
     img_size: int | None = setting(
         None, "side of the images in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES
@@ -121,7 +129,12 @@ class Settings:
     )
     insert: tuple[str, ...] = setting((), "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index")
     at: str = setting("after", "of these sites", ("after", "before", "branch"), needs=INSERTED)
-    block: str = setting("attention", "what is inserted", ("attention", "conv", "se"), needs=INSERTED)
+    block: str = setting(
+        "attention",
+        "attention; conv; norm, their shortcut alone; se, as such a block; excite, SE proper; or yours, MODULE:CLASS",
+        ("attention", "conv", "norm", "se", "excite"),
+        needs=INSERTED,
+    )
     num_heads: int = setting(
         8, "heads of the attention; 8 are fewer where they do not divide the channels", SIZE, needs=ATTENTION
     )
@@ -387,7 +400,7 @@ def checked_part(name: str, kind: type, value: Any) -> Any:
         what = f"a {'whole ' if kind is int else ''}number from {least:,} to {largest:,}"
     elif allowed:
         fits = fits and value in allowed
-        what = f"one of {', '.join(allowed)}"
+        what = f"one of {', '.join(allowed)}{', or yours after add_block' if name == 'block' else ''}"
     if not fits:
         raise ValueError(f"{name} must be {what}; got {reprlib.repr(value)}")
     return kind(value)

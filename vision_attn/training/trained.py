@@ -17,7 +17,7 @@ from vision_attn.checkpoints.read import CheckpointFile, read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.models.registry import create_model
 from vision_attn.training.data import Source
-from vision_attn.training.network import Network, build_network
+from vision_attn.training.network import BLOCKS, Network, build_network
 from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.version import __version__
 
@@ -120,7 +120,8 @@ def with_adapter(path: Path, weights: str | None) -> Trained:
     )
     if not pretrained:
         load_checkpoint(model, base, ema=settings.weights_ema and weights is None, fresh=adapter.also)
-    report = load_adapter(model, path)
+    foreign = settings.block == "excite" or ":" in settings.block  # no blocks of this library's own
+    report = load_adapter(model, path, block=BLOCKS[settings.block] if foreign else None)
     size = source.size or (0, 0)
     network = Network(model.eval(), size, tuple(about["mean"]), tuple(about["std"]), report.insertion)
     return Trained(settings, network, source.classes)

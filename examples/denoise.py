@@ -1,0 +1,168 @@
+"""Blocks in an image-to-image network: photographs with noise, and a small network that takes it out.
+
+    python examples/denoise.py                     # the plan: both noises, six arms, three seeds, 2,000 steps each
+    python examples/denoise.py --sigmas 50 --arms plain attention --steps 200
+
+The plan, made before the runs: grey photographs that ship in scikit-image and scikit-learn, noise of σ 25 and 50 (of
+255), a network as FFDNet's of about 130,000 parameters on maps of half the size, and one block in its middle, all of as
+many parameters: convolution, a large depthwise kernel, squeeze and excitation, attention to a neighbourhood of 13×13,
+and the same with `scale=0`. A textured photograph (a brick wall) is reported beside the others, since attention should
+gain where an image repeats. If it is told apart from no control there after 2,000 steps, that is the result. A first
+trial, with 750 of 1,500 steps, had plain at 24.14 dB of σ 50 and attention at 23.99, in 3.8 times the time.
+
+Each run is noted in --output as it ends, and the same command goes on from there. On one core the plan takes some three
+hours, nearly all of them for the two arms of attention; it needs `pip install scikit-image`.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vision_attn as va
+from vision_attn import cli
+from vision_attn.checkpoints import write_atomically
+from vision_attn.comparison.compare import markdown, said_of
+from vision_attn.comparison.statistics import compare_scores
+
+#: Blocks and their options; the last arm is compared with the others.
+NEAR = {"num_heads": 4, "pattern": va.Neighborhood(13)}
+ARMS = {
+    "plain": None,
+    "convolution": (va.ConvBlock2d, {}),
+    "large-kernel": (va.ConvBlock2d, {"kernel_size": 13}),
+    "se": (va.SqueezeExciteBlock2d, {"gate_init": 1.0}),
+    "averaging": (va.AttentionBlock2d, {**NEAR, "scale": 0.0}),
+    "attention": (va.AttentionBlock2d, NEAR),
+}
+TRAINING = ("astronaut", "camera", "coffee", "chelsea", "rocket", "gravel", "grass", "china")
+TEXTURED, OTHERS = ("brick",), ("moon", "flower")
+
+
+def photograph(name):
+    """One that ships with a library, grey in 0…1, ``(1, 1, h, w)``."""
+    if name in ("china", "flower"):
+        from sklearn.datasets import load_sample_image
+
+        image = load_sample_image(f"{name}.jpg")
+    else:
+        import skimage.data
+
+        image = getattr(skimage.data, name)()
+    grey = torch.from_numpy(image.copy()).float().div(255)
+    return (grey.mean(-1) if grey.ndim == 3 else grey)[None, None]
+
+
+class Denoiser(nn.Module):
+    """The noise of an image, from maps of half its size, as in FFDNet."""
+
+    def __init__(self, width=64, depth=5):
+        super().__init__()
+        inner = [nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(depth - 2)]
+        self.body = nn.Sequential(
+            nn.Sequential(nn.Conv2d(5, width, 3, padding=1), nn.ReLU()), *inner, nn.Conv2d(width, 4, 3, padding=1)
+        )
+
+    def forward(self, x, sigma):
+        small = F.pixel_unshuffle(x, 2)
+        level = sigma.expand(len(x), 1, *small.shape[2:])
+        return x - F.pixel_shuffle(self.body(torch.cat([small, level], 1)), 2)
+
+
+def network(arm, seed):
+    torch.manual_seed(seed)
+    model = Denoiser()
+    if ARMS[arm] is not None:
+        block, options = ARMS[arm]
+        va.insert_(model, block, names="body.2", example_input=(torch.zeros(1, 1, 48, 48), torch.zeros(1, 1, 1, 1)),
+                   **options)  # fmt: skip
+    return model
+
+
+def decibels(model, images, sigma):
+    """The mean peak signal-to-noise ratio; the noise is the same for all."""
+    found = []
+    model.eval()
+    with torch.no_grad():
+        for image in images:
+            image = image[..., : image.shape[2] // 2 * 2, : image.shape[3] // 2 * 2]
+            noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(0)) * sigma / 255
+            restored = model(image + noise, torch.tensor(sigma / 255).view(1, 1, 1, 1)).clamp(0, 1)
+            found.append(-10 * F.mse_loss(restored, image).log10().item())
+    return sum(found) / len(found)
+
+
+def run(arm, seed, sigma, steps, batch=16, side=48):
+    """Train one network, and measure it on photographs that it has not seen."""
+    model, draw = network(arm, seed), torch.Generator().manual_seed(seed)
+    images = [photograph(name) for name in TRAINING]
+    optimizer = torch.optim.AdamW(va.parameter_groups(model, 1e-3, weight_decay=0.0))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, max(steps, 2), pct_start=0.05)
+    begin, level = time.perf_counter(), torch.tensor(sigma / 255).view(1, 1, 1, 1)
+    for _ in range(steps):
+        crops = []
+        for chosen in torch.randint(len(images), (batch,), generator=draw).tolist():
+            image = images[chosen]
+            top, left = (int(torch.randint(size - side, (), generator=draw)) for size in image.shape[2:])
+            crops.append(image[..., top : top + side, left : left + side])
+        clean = torch.cat(crops)
+        noisy = clean + torch.randn(clean.shape, generator=draw) * sigma / 255
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(model(noisy, level), clean)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    milliseconds = 1000 * (time.perf_counter() - begin) / steps
+    textured, others = (decibels(model, [photograph(n) for n in names], sigma) for names in (TEXTURED, OTHERS))
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"textured": textured, "others": others, "parameters": parameters, "milliseconds": milliseconds}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), help="some alone")
+    parser.add_argument("--sigmas", type=int, nargs="+", default=(25, 50), help="standard deviations of the noise")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of each arm")
+    parser.add_argument("--steps", type=int, default=2000, help="of training")
+    parser.add_argument("--output", default="runs/denoise", help="folder of the results")
+    options = parser.parse_args(arguments)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "runs.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    found = {sigma: {arm: [] for arm in options.arms} for sigma in options.sigmas}
+    for seed in options.seeds:
+        for sigma in options.sigmas:
+            for arm in options.arms:
+                name = f"{arm}, σ {sigma}, seed {seed}, {options.steps} steps"
+                if name not in known:
+                    known[name] = run(arm, seed, sigma, options.steps)
+                    write_atomically(file, json.dumps(known, indent=1).encode())
+                print(
+                    f"{name}: {known[name]['textured']:.2f} dB textured, {known[name]['others']:.2f} dB others",
+                    flush=True,
+                )
+                found[sigma][arm].append(known[name])
+    parts = []
+    for sigma, arms in found.items():
+        rows = [("arm", "parameters", "ms a step", "textured dB", "other dB")]
+        for arm, runs in arms.items():
+            means = [sum(one[key] for one in runs) / len(runs) for key in ("milliseconds", "textured", "others")]
+            rows.append((arm, f"{runs[0]['parameters']:,}", f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.2f}"))
+        parts += [f"## σ {sigma}", markdown(rows)]
+        for key in ("textured", "others") if len(arms) > 1 else ():
+            scores = {arm: [one[key] for one in runs] for arm, runs in arms.items()}
+            parts += [f"dB of the {key}:", said_of(scores, compare_scores(scores))]
+    text = "\n\n".join(parts) + "\n"
+    write_atomically(folder / "denoise.md", text.encode())
+    print(f"\n{text}\nin {folder}/denoise.md")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("denoise", main, interrupted="interrupted: the same command goes on from here"))
