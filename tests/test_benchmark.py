@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from timm.layers import Attention as TimmAttention
 
 from vision_attn import Attention2d, RelPosDecomposed, cli
 from vision_attn.benchmark import contestants, measure, run
@@ -16,6 +17,7 @@ from vision_attn.benchmark.contestants import CASES, Case, Contestant, contestan
 from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
 from vision_attn.benchmark.plan import COMPARISONS, Plan
 from vision_attn.benchmark.run import BEST, ResultTable, as_text, chart, written
+from vision_attn.convert import timing
 from vision_attn.errors import BenchmarkError
 
 CPU = torch.device("cpu")
@@ -182,7 +184,7 @@ def test_all_rows_but_the_compiled_ones_and_each_once():
 
 def test_every_flag_sets_what_it_names():
     arguments = {
-        "--only": "rope full", "--markdown": "all.md",
+        "--only": "rope full", "--markdown": "all.md", "--swap": "test_vit torchvision:swin_t",
         "--rows": "calls", "--shapes": "1,8,4,4 2,8,4,4", "--heads": "4", "--layouts": "nchw", "--device": "cpu",
         "--dtype": "float16", "--threads": "3", "--rounds": "2", "--output": "all.json", "--chart": "all.png",
     }  # fmt: skip
@@ -224,7 +226,53 @@ def test_bad_usage_exits_with_2(capsys, arguments, message):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [["--rows", "speed"], ["--dtype", "float8"], ["--layouts", "nhwc"]])
+def test_a_network_before_and_after_the_exchange(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "time_ratio", lambda *arguments: 0.5)
+    monkeypatch.setattr(contestants, "network_of", lambda name: NETWORKS[name]())
+    file = tmp_path / "all.json"
+    chosen = "--swap", "tokens", "--shapes", "1,3,8,8", "2,3,8,16", "--device", "cpu", "--rounds", 2
+    code, out, err = bench(capsys, *chosen, "--output", file, "--markdown", tmp_path / "all.md")
+    assert (code, err) == (0, "")
+    title = "tokens, 1 of 1 modules exchanged"
+    assert [line[4:] for line in (tmp_path / "all.md").read_text().splitlines() if line.startswith("### ")] == [
+        f"{title}: batch {size}, nchw" for size in ("1, 3 channels, 8×8", "2, 3 channels, 8×16")
+    ]
+    assert "exchanged ÷ it" in out
+    for result in json.loads(file.read_text())["results"]:
+        assert (result["comparison"], result["title"]) == ("swap", title)
+        assert tuple(result["rows"]) == COMPARISONS["swap"].contestants[:2]
+        for what in ("forward", "gradients"):
+            seconds = result["details"]["seconds"][what]
+            expected = np.median(np.array(seconds["exchanged"]) / seconds["as it was"])
+            assert result["rows"]["as it was"][f"{what} ratio"][1] == pytest.approx(expected)
+            assert result["rows"]["exchanged"][f"{what} MiB"] > 0
+    code, _, err = bench(capsys, "--swap", "plain", "--shapes", "1,3,8,8", "--device", "cpu")
+    assert code == 2
+    assert "nothing of plain can be exchanged" in err
+    code, _, err = bench(capsys, "--swap", "tokens", "--shapes", "1,4,8,8", "--device", "cpu")
+    assert code == 2
+    assert "the model does not run on an example of shape (1, 4, 8, 8)" in err
+    monkeypatch.setattr(timing, "time_ratio", lambda *arguments: 1.5)
+    (case,) = contestants.swap(make_map((1, 3, 8, 8), "nchw", CPU, torch.float32), ["tokens"])
+    assert tuple(case.contestants) == COMPARISONS["swap"].contestants
+    assert case.title == "tokens, 0 of 1 modules exchanged"
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = TimmAttention(3, 1)
+
+    def forward(self, x):
+        return self.attn(x.flatten(2).transpose(1, 2))
+
+
+NETWORKS = {"tokens": Tokens, "plain": lambda: torch.nn.Conv2d(3, 8, 1)}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rows", "speed"], ["--rows", "swap"], ["--dtype", "float8"], ["--layouts", "nhwc"]]
+)
 def test_what_argparse_refuses_exits_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench", *arguments])

@@ -432,12 +432,21 @@ def test_timms_features_only_and_gradient_checkpointing(family):
     assert all(gradient.any() for gradient in gradients[1])
 
 
+def network_or_exchanged(family):
+    if family != "exchanged":
+        return network(family)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.Linear(36, 16), timm.layers.Attention(16, 4)).eval()
+    assert len(va.swap_(model)) == 1
+    return model, torch.randn(2, 3, 8, 8)
+
+
 def work(rank, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    for family in FAMILIES:
-        model, x = network(family)
+    for family in (*FAMILIES, "exchanged"):
+        model, x = network_or_exchanged(family)
         wrapped = nn.parallel.DistributedDataParallel(model)  # which has to outlive the backward pass
         wrapped(x[rank : rank + 1]).sum().backward()
         torch.save({key: parameter.grad for key, parameter in model.named_parameters()}, f"{folder}/{family}-{rank}.pt")
@@ -447,8 +456,8 @@ def work(rank, folder):
 @pytest.mark.slow
 def test_two_processes_share_the_gradients(tmp_path):
     mp.spawn(work, (str(tmp_path),), nprocs=2)
-    for family in FAMILIES:
-        model, x = network(family)
+    for family in (*FAMILIES, "exchanged"):
+        model, x = network_or_exchanged(family)
         (model(x).sum() / 2).backward()
         one, other = (torch.load(tmp_path / f"{family}-{rank}.pt") for rank in range(2))
         for key, parameter in model.named_parameters():

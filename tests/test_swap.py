@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 
+import families
 import pytest
 import timm
 import torch
@@ -20,7 +22,7 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
 from vision_attn.blocks import EXCHANGED
-from vision_attn.convert import swap
+from vision_attn.convert import swap, timing
 
 # --- small models of every family -------------------------------------------------------------------------------------
 
@@ -219,6 +221,46 @@ def test_copies_and_pickles_of_a_model_run_their_own_weights():
         assert not torch.equal(other(x), y)
 
 
+def test_averages_of_weights_are_those_of_a_model_that_is_not_exchanged():
+    results = []
+    for exchanged in (True, False):
+        model = made("vit").train()
+        if exchanged:
+            va.swap_(model)
+        averages = [
+            timm.utils.ModelEmaV3(model, decay=0.5),
+            torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)),
+        ]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            averages[0].update(model)
+            averages[1].update_parameters(model)
+        with calls_counted(averages[1]) as calls, torch.no_grad():
+            results.append([*(average.module.eval()(x) for average in averages), model.eval()(x)])
+        assert len(calls) == 2 * exchanged
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert not torch.allclose(results[0][0], results[0][2])
+
+
+def test_ddp_reduces_the_gradients_of_an_exchanged_model():
+    model, twin = made("vit"), made("vit")
+    va.swap_(model)
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:  # two processes are in test_capabilities.py
+        for each in (model, twin):
+            nn.parallel.DistributedDataParallel(each)(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+
+
 def test_the_model_follows_its_mode_type_and_hooks():
     model = made("torchvision vit")
     attention = model.encoder.layers[0].self_attention
@@ -319,6 +361,25 @@ def test_maps_of_windows_and_grids_that_the_network_cuts():
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
+def test_maps_of_shifted_windows_that_the_network_cuts():
+    model = timm.models.SwinTransformer((32, 64), 4, 3, 5, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4)
+    model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    assert len(va.swap_(model)) == 2
+    seen = []
+    for block in model.layers[0].blocks:
+        block.norm1.register_forward_hook(lambda module, args, y: seen.append(y))
+        block.drop_path1.register_forward_hook(lambda module, args, y: seen.append(args[0]))
+    with va.capture(model) as maps, torch.no_grad():
+        model(torch.randn(2, 3, 32, 64, dtype=torch.float64))
+        for block, y, expected, found in zip(model.layers[0].blocks, seen[::2], seen[1::2], maps.values(), strict=True):
+            v = block.attn.qkv(y).unflatten(3, (3, 2, -1))[..., 2, :, :].flatten(1, 2).transpose(1, 2)
+            got = block.attn.proj((found.weights.flatten(3) @ v).transpose(1, 2).flatten(2))
+            torch.testing.assert_close(got.view_as(expected), expected)
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("vit", 1), ("deit", 2), ("torchvision vit", 1)])
 def test_maps_of_tokens(name, prefix):
     model = made(name)
@@ -354,13 +415,37 @@ def test_a_dry_run_says_it_all_and_changes_nothing():
     classes = [type(module) for module in model.modules()]
     report = va.swap_(model, dry_run=True)
     assert [type(module) for module in model.modules()] == classes
-    first, header, row, second, left, note = str(report).splitlines()
+    first, header, row, second, left, note, last = str(report).splitlines()
     assert first == "1 module would be exchanged"
     assert header.split() == ["where", "module", "attended", "to", "by", "difference"]
     assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
     assert second == "2 left as they are"
     assert left.startswith("1, 2: MultiQueryAttention2d.kv_stride cannot be carried over: got 2; ")
     assert note == "MultiQueryAttention2d does by itself, as before: calls with a mask"
+    assert last == "Time was not measured: with example_input what would be slower is left."
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_would_be_slower_is_left_where_time_is_measured(monkeypatch, training):
+    monkeypatch.setattr(timing, "SHORTEST", 1e-6)
+    forward = TimmAttention.forward
+    monkeypatch.setattr(TimmAttention, "forward", lambda self, *args: time.sleep(0.01) or forward(self, *args))
+    model = nn.Sequential(*(TimmAttention(8, heads, proj_drop=0.1) for heads in (2, 4, 4))).train(training)
+    x, state = torch.randn(1, 3, 8), torch.get_rng_state()
+    report = va.swap_(model, example_input=(x,), dry_run=True)
+    times = [one.time for one in report.swapped]
+    assert max(times) < 0.9
+    assert times[0] != times[1] == times[2]  # which is of the same kind
+    assert str(report).splitlines()[1].split()[-2:] == ["difference", "time"]
+    assert "not measured" not in str(report)
+    monkeypatch.setattr(timing, "time_ratio", lambda module, *rest: 1.06 if module is model[0] else 1.04)
+    assert len(va.swap_(model, example_input=(x,), slower=True, dry_run=True)) == 3
+    report = va.swap_(model, example_input=(x,))
+    assert [one.path for one in report.swapped] == ["1", "2"]
+    assert "0: a block would take 1.06 of its time: slower=True exchanges it all the same" in str(report)
+    assert [EXCHANGED in vars(module) for module in model] == [False, True, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
@@ -418,6 +503,37 @@ def test_a_wrong_mapping_is_caught(monkeypatch, name):
     report = va.swap_(model)
     assert not report.swapped
     assert all("does not compute what it does" in one.reason for one in report.left)
+
+
+# --- the table of families ---
+
+
+@pytest.mark.parametrize("family", ["vit", "edgenext"])  # exchanged, and left
+def test_a_row_of_the_table_is_what_is_measured(family):
+    text = families.TABLE.read_text()
+    if f"timm {timm.__version__}" not in text:
+        pytest.skip("the table is of another version of timm")
+    entry = next(one for one in families.ENTRIES if one.family == family)
+    row = families.measure(entry, dtypes=("float32",))
+    assert row.agrees
+    (line,) = (line for line in text.splitlines() if f"| `{entry.model}` |" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert [cells[i] for i in (0, 1, 2, 3, 4, -1)] == [row.cells()[i] for i in (0, 1, 2, 3, 4, -1)]
+
+
+def test_every_family_of_the_table_agrees():
+    lines = [line for line in families.TABLE.read_text().splitlines() if line.startswith("| ")]
+    assert [line.split("|")[3].strip(" `") for line in lines[2:]] == [entry.model for entry in families.ENTRIES]
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        count, single, double = cells[4:7]
+        assert count.startswith("0 of") == (not single)
+        single, _, rounding = single.partition("; its own rounding ")
+        for dtype, numbers in (("float32", single), ("float64", double)):
+            most = families.limit(dtype, float(rounding or 0))
+            assert all(float(number) <= most for number in numbers.split(", ") if number)
+        swapped, known = count.split(" of ")
+        assert swapped == known or cells[-1]
 
 
 # --- calls that the module serves itself ------------------------------------------------------------------------------
@@ -504,6 +620,42 @@ def test_a_module_that_is_changed_since_runs_by_itself(change):
             results.append(each(x))
     assert not calls
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("layer", ["vit", "heads first"])
+def test_a_forward_has_the_weights_of_the_moment_however_they_were_written(layer):
+    attention, x = (
+        (TimmAttention(8, 2), torch.randn(2, 5, 8))
+        if layer == "vit"
+        else (timm.models.maxxvit.AttentionCl(8, dim_head=4), torch.randn(2, 3, 4, 8))
+    )
+    twin = copy.deepcopy(attention)
+    va.swap_(attention)
+    state = {key: torch.randn_like(value) for key, value in attention.state_dict().items()}
+    changes = [
+        lambda module: module.qkv.weight.data.mul_(2),  # of which a tensor's version knows nothing
+        lambda module: setattr(module.proj.weight, "data", module.proj.weight.data.flip(0)),
+        lambda module: setattr(module.qkv, "weight", nn.Parameter(module.qkv.weight.detach().flip(1))),
+        lambda module: module.load_state_dict(state),
+        lambda module: module.load_state_dict({k: 2 * v for k, v in state.items()}, assign=True),
+        lambda module: module.double(),
+        lambda module: module.float(),
+    ]
+    for change in (lambda module: None, *changes):
+        for each in (attention, twin):
+            change(each)
+        like = x.to(attention.qkv.weight.dtype)
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):  # the last asks for gradients, too
+            with mode(), calls_counted(attention) as calls:
+                torch.testing.assert_close(attention(like), twin(like))
+            assert calls
+    found, expected = (torch.autograd.grad(each(x).sum(), list(each.parameters())) for each in (attention, twin))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    other = {key: 2 * value for key, value in attention.state_dict().items()}
+    with torch.no_grad():
+        torch.testing.assert_close(*(torch.func.functional_call(each, other, x) for each in (attention, twin)))
+        torch.testing.assert_close(attention(x), twin(x))
 
 
 def test_threads_do_not_mix_their_weights():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +27,13 @@ from vision_attn.convert import (
     from_torch_mha,
     from_torchvision_swin,
 )
+from vision_attn.convert.swap import swap_
 from vision_attn.insertion import insert_
+from vision_attn.inspection.inspect import network_of
 from vision_attn.patterns import Neighborhood, Window
 from vision_attn.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
 
-__all__ = ["CASES", "Case", "Contestant", "Step", "contestant", "make_map"]
+__all__ = ["CASES", "Case", "Contestant", "Step", "contestant", "make_map", "swap"]
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,21 @@ def backbone(x: Tensor, heads: int) -> Iterator[Case]:
     rows = {"ours inserted": contestant(ours, x), "timm by hand": contestant(by_hand, x, ours)}
     rows["plain network"] = contestant(plain, x)
     yield Case("blocks at the last two stages of resnet50", rows, gradients=False, base="plain network")
+
+
+def swap(x: Tensor, names: Sequence[str]) -> Iterator[Case]:
+    """Networks as they were, with what of their attention is exchanged and not slower, and with all of it."""
+    for name in names:
+        plain = network_of(name).to(x.device, x.dtype).eval()
+        ours = copy.deepcopy(plain)
+        report = swap_(ours, example_input=x.detach())
+        rows = {"exchanged": contestant(ours, x), "as it was": contestant(plain, x, ours)}
+        if any(module.time is not None for module in report.left):
+            swap_(forced := copy.deepcopy(plain), example_input=x.detach(), slower=True)
+            rows["with slower ones"] = contestant(forced, x, ours)
+        elif not report.swapped:
+            raise ValueError(f"swap: nothing of {name} can be exchanged:\n{report}")
+        yield Case(f"{name}, {len(report)} of {len(report.modules)} modules exchanged", rows)
 
 
 def variants(x: Tensor, heads: int) -> Iterator[Case]:

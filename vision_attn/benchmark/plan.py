@@ -77,11 +77,16 @@ COMPARISONS = {
         VARIANTS,
         {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
     ),
+    "swap": Comparison(
+        "networks before and after swap_", ("exchanged", "as it was", "with slower ones"), {(4, 3, 224, 224): 1}
+    ),
     "calls": Comparison("Python calls of ours in a forward of these", VARIANTS, {(2, 64, 14, 14): 4}),
 }
 #: What ``--rows`` takes; compiling takes minutes, and is done only where it is asked for by name.
-ROWS = (*COMPARISONS, "all")
-IN_ALL = tuple(name for name in COMPARISONS if name != "compiled")
+ROWS = (*(name for name in COMPARISONS if name != "swap"), "all")
+IN_ALL = tuple(name for name in COMPARISONS if name not in ("compiled", "swap"))
+#: Those whose shapes are of images.
+OF_IMAGES = ("backbone", "swap")
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Plan:
 
     #: names of comparisons
     rows: tuple[str, ...] = ("implementations",)
+    #: networks to measure before and after :func:`vision_attn.swap_`, by their names, in place of the rows
+    swap: tuple[str, ...] = ()
     #: parts of the names of those contestants that run; all where there are none
     only: tuple[str, ...] = ()
     #: shapes of the maps, for one comparison; None for its own
@@ -126,7 +133,7 @@ class Plan:
             raise ValueError(f"only: no contestant's name has {lost[0]!r} in it; there are {', '.join(names)}")
         for name in self.comparisons:
             for _, shape, heads in self.maps_of(name):
-                if name != "backbone":  # whose shapes are those of images
+                if name not in OF_IMAGES:
                     check_divides("heads", heads, "channels", shape[1])
         tables = {(name, layout, *shape[:2]) for name in self.comparisons for layout, shape, _ in self.maps_of(name)}
         if self.chart and (len(tables) > 1 or self.rows == ("calls",)):
@@ -138,6 +145,8 @@ class Plan:
     @property
     def comparisons(self) -> tuple[str, ...]:
         """What is measured, in order."""
+        if self.swap:
+            return ("swap",)
         return tuple(dict.fromkeys(name for row in self.rows for name in (IN_ALL if row == "all" else (row,))))
 
     def maps_of(self, name: str) -> list[tuple[str, Shape, int]]:

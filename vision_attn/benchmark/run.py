@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vision_attn.benchmark.contestants import CASES, Case, make_map
+from vision_attn.benchmark.contestants import CASES, Case, make_map, swap
 from vision_attn.benchmark.measure import (
     OtherWork,
     Progress,
@@ -68,7 +68,8 @@ class ResultTable:
     @property
     def heading(self) -> str:
         b, c, h, w = self.shape
-        return f"{self.title}: batch {b}, {c} channels, {h}×{w}, {self.heads} heads, {self.layout}"
+        heads = "" if self.comparison == "swap" else f" {self.heads} heads,"
+        return f"{self.title}: batch {b}, {c} channels, {h}×{w},{heads} {self.layout}"
 
     @property
     def tokens(self) -> int:
@@ -99,7 +100,7 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
                 progress.enter(place := f"{name} at {','.join(map(str, shape))}")
                 with enough_memory(place):
                     x = make_map(shape, layout, device, getattr(torch, plan.dtype))
-                    for case in CASES[name](x, heads):
+                    for case in swap(x, plan.swap) if name == "swap" else CASES[name](x, heads):
                         if not (case := only(case, plan.only)).contestants:
                             continue
                         measure, others = python_calls if name == "calls" else times, OtherWork()

@@ -340,7 +340,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=run_bench)
     command.argument_default = argparse.SUPPRESS
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    rows = {name: comparison.text for name, comparison in COMPARISONS.items()}
+    rows = {name: comparison.text for name, comparison in COMPARISONS.items() if name in ROWS}
     rows["all"] = "all of these but compiled, which takes minutes"
     who = [f"  {name:<16} {' | '.join(row.contestants)}" for name, row in COMPARISONS.items()]
     command.epilog = "\n".join(
@@ -348,9 +348,11 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     )
     add = adder(Plan())
     add(command, "--rows", "what is measured, by name; see below", nargs="+", choices=ROWS, metavar="NAME")
+    text = "networks before and after swap_, in place of rows: names that timm knows, or torchvision:swin_t"
+    add(command, "--swap", text, nargs="+", metavar="MODEL")
     text = "contestants, by parts of their names such as sdpa, floor or timm (default: all); see below"
     add(command, "--only", text, nargs="+", metavar="NAME")
-    text = "batch,channels,height,width of the maps; of the images for backbone (default: some for each of the rows)"
+    text = "batch,channels,height,width of maps; of images for backbone and --swap (default: some for each of the rows)"
     add(command, "--shapes", text, nargs="+", metavar="B,C,H,W")
     add(command, "--heads", "heads of every contestant (default: by the shape; 8 at those given)", type=int)
     text = "memory formats of the maps: nchw, channels-last (default: by the rows)"

@@ -65,6 +65,8 @@ class Partition:
         self.window_shape = tuple(window_shape)
         #: groups along each axis that :meth:`offsets` tell apart; as many ones where they are the same for all groups
         self.tiles: tuple[int, ...] = (1,) * len(self.size)
+        #: what terms make of the offsets once
+        self.kept: dict[Any, Tensor] = {}
 
     def offsets(self) -> tuple[Tensor, ...]:
         """Along each axis key's index less query's, ``(tiles, queries, keys)``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -73,21 +74,21 @@ class TableTerm(PositionTerm):
     def forward(
         self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        offsets = part.offsets()
-        rank = len(offsets)
         table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
-        # Of every group, query and key: tiles of every axis, then queries, then keys.
-        row = offsets[0].new_zeros(())
-        for axis, offset in enumerate(offsets):
+        for axis, length in enumerate(part.window_shape):
             if not self.fixed[axis]:
-                table = resample(table, 2 * offset.shape[2] - 1, axis)
-            width = table.shape[axis]
-            shape = [1] * (3 * rank)
-            shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
-            row = row * width + (width // 2 - offset).view(shape)
-        row = row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)  # groups, queries, keys
-        bias = table.flatten(0, -2)[row].permute(0, 3, 1, 2).contiguous()
-        return q, k, scale, bias[None]
+                table = resample(table, 2 * length - 1, axis)
+        sides = table.shape[:-1]
+        if torch.compiler.is_compiling():
+            rows = table_rows(part, sides)
+        else:
+            if sides not in part.kept:
+                with torch.inference_mode(False):  # so that it serves training too
+                    part.kept[sides] = table_rows(part, sides)
+            rows = part.kept[sides]
+        # Along the rows of the transposed table memory is read and written in order, and nothing is transposed after.
+        bias = table.flatten(0, -2).t().contiguous().index_select(1, rows.flatten())
+        return q, k, scale, bias.view(1, -1, *rows.shape).transpose(1, 2).contiguous()
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
         here = self.relative_position_bias_table
@@ -109,6 +110,19 @@ class TableTerm(PositionTerm):
             if product([2 * side - 1 for side in sides]) == rows:
                 return sides
         return None
+
+
+def table_rows(part: Partition, sides: Sequence[int]) -> Tensor:
+    """The row of a table of these sides for each query and key of each group, ``(groups, queries, keys)``."""
+    offsets = part.offsets()
+    rank = len(offsets)
+    # Of every group, query and key: tiles of every axis, then queries, then keys.
+    row = offsets[0].new_zeros(())
+    for axis, (offset, width) in enumerate(zip(offsets, sides, strict=True)):
+        shape = [1] * (3 * rank)
+        shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
+        row = row * width + (width // 2 - offset).view(shape)
+    return row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)
 
 
 @dataclass(frozen=True)

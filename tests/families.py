@@ -1,0 +1,288 @@
+"""Whose attention `va.swap_` exchanges, and what it changes: a model of each family of timm, torchvision, diffusers.
+
+    python tests/families.py                      # agreement: writes tests/families.md, times of before are kept
+    python tests/families.py --time               # and time and memory, on a machine that is idle
+    python tests/families.py --only maxvit swin   # prints these families' rows
+
+Each row is made by doing it: the model and a copy of it that is exchanged run side by side, outputs and all gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import re
+import sys
+import warnings
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from reach import as_after_training, tensors
+from torch import Tensor, nn
+
+import vision_attn as va
+from vision_attn.blocks import EXCHANGED
+
+TABLE = Path(__file__).with_suffix(".md")
+
+HEAD = """# Families
+
+What `va.swap_` exchanges in the smallest model of each family, as `python tests/families.py` found it with
+{versions}. A cell of *float32* or *float64* is the greatest difference of
+the exchanged model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
+each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
+those in float64 where that is more than 1e-5. *Time* and *memory* are those of the exchanged model in parts
+of the model's, forward and with gradients, where modules that would be slower are left (`example_input=`): by
+`python tests/families.py --time`, with two threads of a CPU.
+
+{table}
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The smallest model of a family."""
+
+    library: str
+    family: str
+    model: str
+    #: sides of images
+    sizes: tuple[tuple[int, int], ...]
+    #: for its maker
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.library == "timm":
+            return timm.create_model(self.model, **self.options)
+        if self.library == "torchvision":
+            return torchvision.models.get_model(self.model, weights=None, **self.options)
+        import diffusers
+
+        model = getattr(diffusers, self.model)(**self.options)
+        return Denoiser(model) if self.model.startswith("UNet") else model
+
+
+class Denoiser(nn.Module):
+    """One step of a denoiser, on images alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, 1).sample
+
+
+#: The second is no multiple of a window, or of other proportions, where the model takes two.
+BOTH, SQUARE = ((128, 128), (160, 128)), ((224, 224),)
+TOKENS = ((64, 64), (96, 64))
+SMALL = {"block_out_channels": (32, 64), "norm_num_groups": 8, "layers_per_block": 1}
+
+ENTRIES = (
+    Entry("timm", "coatnet", "coatnet_pico_rw_224", ((128, 128),), {"img_size": 128}),
+    Entry("timm", "coatnext", "coatnext_nano_rw_224", ((128, 128),), {"img_size": 128}),
+    Entry("timm", "maxvit", "maxvit_pico_rw_256", ((128, 192),), {"img_size": (128, 192)}),
+    Entry("timm", "maxxvit", "maxxvit_rmlp_nano_rw_256", ((128, 128),), {"img_size": 128}),
+    Entry("timm", "botnet", "botnet26t_256", ((128, 128),), {"img_size": 128}),
+    Entry("timm", "halonet", "halonet_h1", ((256, 256),)),
+    Entry("timm", "mobilenetv4_hybrid", "mobilenetv4_hybrid_medium_075", BOTH),
+    Entry("timm", "vit", "vit_tiny_patch16_224", TOKENS, {"dynamic_img_size": True, "img_size": 64}),
+    Entry("timm", "vit_srelpos", "vit_srelpos_small_patch16_224", TOKENS[:1], {"img_size": 64}),
+    Entry("timm", "deit", "deit_tiny_distilled_patch16_224", TOKENS, {"dynamic_img_size": True, "img_size": 64}),
+    Entry("timm", "beit", "beit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 2}),
+    Entry("timm", "eva", "eva02_tiny_patch14_224", ((70, 70),), {"img_size": 70}),
+    Entry("timm", "swin", "swin_tiny_patch4_window7_224", BOTH, {"strict_img_size": False, "img_size": 128}),
+    Entry("timm", "swinv2", "swinv2_tiny_window8_256", BOTH, {"strict_img_size": False, "img_size": 128}),
+    Entry("timm", "levit", "levit_128s", SQUARE),
+    Entry("timm", "efficientformer", "efficientformer_l1", SQUARE),
+    Entry("timm", "efficientformer_v2", "efficientformerv2_s0", SQUARE),
+    Entry("timm", "edgenext", "edgenext_xx_small", BOTH),
+    Entry("timm", "nextvit", "nextvit_small", BOTH),
+    Entry("timm", "caformer", "caformer_s18", BOTH),
+    Entry("timm", "visformer", "visformer_tiny", SQUARE),
+    Entry("timm", "fastvit", "fastvit_sa12", BOTH),
+    Entry("timm", "resnet_clip", "resnet50_clip", SQUARE),
+    Entry("torchvision", "swin", "swin_t", BOTH),
+    Entry("torchvision", "swin_v2", "swin_v2_t", BOTH),
+    Entry("torchvision", "maxvit", "maxvit_t", SQUARE),
+    Entry("torchvision", "vit", "vit_b_16", TOKENS[:1], {"image_size": 64}),
+    Entry("diffusers", "VAE", "AutoencoderKL", ((32, 32), (48, 32)), {
+        **SMALL, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }),
+    Entry("diffusers", "UNet2D", "UNet2DModel", ((32, 32), (48, 32)), {
+        **SMALL, "attention_head_dim": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }),
+)  # fmt: skip
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TIMES = ("time, forward", "time, gradients", "memory, forward", "memory, gradients")
+
+
+def limit(dtype: str, rounding: float = 0.0) -> float:
+    """The difference that is allowed; more where a model is so ill-conditioned that its own rounding is larger."""
+    digits = torch.finfo(DTYPES[dtype]).eps / torch.finfo(torch.float32).eps
+    return max({"float32": 1e-5, "float64": 1e-10}[dtype], 10 * rounding * digits)
+
+
+@dataclass
+class Row:
+    entry: Entry
+    report: va.SwapReport
+    #: of output and gradients, by type
+    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
+    #: likewise what the model itself differs by in the two types, where float32 differs by more than it should
+    rounding: float = 0.0
+    #: whether every block ran in every forward, and taking the exchange back left every module and key as it was
+    served: bool = True
+    restored: bool = True
+    times: tuple[str, ...] = ("",) * len(TIMES)
+
+    HEADER = ("library", "family", "model", "sizes", "exchanged", "float32", "float64", *TIMES, "left")
+
+    @property
+    def agrees(self) -> bool:
+        limits = {name: limit(name, self.rounding) for name in DTYPES}
+        return (
+            self.served
+            and self.restored
+            and all(max(found) <= limits[name] for name, found in self.differences.items())
+        )
+
+    def cells(self) -> list[str]:
+        sizes = ", ".join(f"{height}×{width}" for height, width in self.entry.sizes)
+        difference = (", ".join(f"{worst:.0e}" for worst in self.differences.get(name, ())) for name in DTYPES)
+        own = f"; its own rounding {self.rounding:.0e}" if self.rounding else ""
+        reasons = dict.fromkeys(
+            re.sub(r"got a tensor of shape \S.*?;", "got a tensor;", x.reason) for x in self.report.left
+        )
+        count = f"{len(self.report.swapped)} of {len(self.report.modules)}"
+        model = f"`{self.entry.model}`"
+        single, double = difference
+        why = "; ".join(reasons)
+        return [self.entry.library, self.entry.family, model, sizes, count, single + own, double, *self.times, why]
+
+
+def without_drops(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in {"Dropout": ("p",), "DropPath": ("drop_prob",), "StochasticDepth": ("p",)}.get(
+            type(module).__name__, ()
+        ):
+            setattr(module, name, 0.0)
+    return model
+
+
+def result(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """The output, and the gradients of the image and all parameters."""
+    images = images.to(next(model.parameters()).dtype, copy=True).requires_grad_()
+    torch.manual_seed(0)
+    (y, *_) = tensors(vars(out) if hasattr(out := model(images), "__dict__") and not isinstance(out, Tensor) else out)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    leaves = [images, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    return y.detach(), list(torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True))
+
+
+def compared(model: nn.Module, twin: nn.Module, sizes: tuple[tuple[int, int], ...]) -> tuple[float, float]:
+    """The greatest difference of output and gradients, relative to the largest number."""
+    worst = [0.0, 0.0]
+    for size in sizes:
+        images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+        for training in (False, True):
+            (y, grads), (other, others) = (result(one.train(training), images) for one in (model, twin))
+            pairs = [(a, b) for a, b in zip(grads, others, strict=True) if a is not None or b is not None]
+            worst[0] = max(worst[0], ((y - other).abs().max() / y.abs().max()).item())
+            off = max((a - b).abs().max().item() for a, b in pairs)
+            worst[1] = max(worst[1], off / max(a.abs().max().item() for a, _ in pairs))
+    return worst[0], worst[1]
+
+
+def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES), time: bool = False) -> Row:
+    model = without_drops(entry.make())
+    as_after_training(model)
+    report = va.swap_(twin := copy.deepcopy(model))
+    row = Row(entry, report)
+    if not report.swapped:
+        return row
+    calls: list[int] = []
+    for one in report.swapped:
+        vars(twin.get_submodule(one.path))[EXCHANGED].block.register_forward_hook(lambda *_: calls.append(1))
+    for name in dtypes:
+        pair = (copy.deepcopy(one).to(DTYPES[name]) for one in (model, twin))
+        row.differences[name] = compared(*pair, entry.sizes)
+    if max(row.differences["float32"]) > 1e-5:
+        row.rounding = max(compared(copy.deepcopy(model), copy.deepcopy(model).double(), entry.sizes))
+    row.served = len(calls) == 2 * len(report.swapped) * len(entry.sizes) * len(dtypes)
+    va.swap_back_(twin)
+    row.restored = [*map(type, twin.modules())] == [*map(type, model.modules())] and list(twin.state_dict()) == list(
+        model.state_dict()
+    )
+    if time and entry.library != "diffusers":
+        row.times = timed(entry)
+    return row
+
+
+def timed(entry: Entry) -> tuple[str, ...]:
+    """As `vision-attn bench --swap` measures it, on images of the model's own size."""
+    from vision_attn.benchmark.plan import Plan
+    from vision_attn.benchmark.run import run_benchmark
+
+    config = getattr(timm.create_model(entry.model), "pretrained_cfg", {}) if entry.library == "timm" else {}
+    side = config.get("input_size", (3, 224, 224))[-1]
+    name = entry.model if entry.library == "timm" else f"torchvision:{entry.model}"
+    plan = Plan(swap=(name,), shapes=((4, 3, side, side),), threads=2, device="cpu", rounds=7)
+    rows = run_benchmark(plan, say=lambda text: None)[0].rows
+    ours, theirs = rows["exchanged"], rows["as it was"]
+    time = [theirs[f"{what} ratio"][1] for what in ("forward", "gradients")]
+    memory = [ours[f"{what} MiB"] / theirs[f"{what} MiB"] for what in ("forward", "gradients")]
+    return tuple(f"{value:.2f}" for value in (*time, *memory))
+
+
+def kept_times() -> dict[str, tuple[str, ...]]:
+    """What the table says of time and memory, by model."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    first = Row.HEADER.index(TIMES[0])
+    return {row[2].strip("`"): tuple(row[first : first + len(TIMES)]) for row in rows}
+
+
+def table(rows: list[Row]) -> str:
+    cells = [list(Row.HEADER), ["---"] * len(Row.HEADER), *(row.cells() for row in rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="families to measure; the rows are then printed, not written")
+    parser.add_argument("--time", action="store_true", help="measure time and memory, too")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")  # small maps
+    rows, before = [], kept_times()
+    for entry in ENTRIES:
+        if (options.only and entry.family not in options.only) or not find_spec(entry.library):
+            continue
+        try:
+            rows.append(measure(entry, time=options.time))
+        except Exception as error:
+            raise RuntimeError(f"{entry.library} {entry.family}") from error
+        if not options.time:
+            rows[-1].times = before.get(entry.model, rows[-1].times)
+        print(*rows[-1].cells(), sep="  ", flush=True)
+    if not options.only:
+        names = ("torch", "timm", "torchvision", "diffusers")
+        versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names if find_spec(name))
+        partial = TABLE.with_suffix(".partial")
+        partial.write_text(HEAD.format(versions=versions, table=table(rows)))
+        os.replace(partial, TABLE)
+    sys.exit(not all(row.agrees for row in rows))
+
+
+if __name__ == "__main__":
+    main()
