@@ -11,7 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: The pages, and what they link to.
 SHOWN = (
-    *("*.md", "LICENSE", "docs/*.md", "docs/*.svg", "docs/api/*.md", "tests/reach.*", "tests/families.*"),
+    *(
+        "*.md",
+        "LICENSE",
+        "docs/*.md",
+        "docs/*.svg",
+        "docs/explorer/*",
+        "docs/api/*.md",
+        "tests/reach.*",
+        "tests/families.*",
+    ),
     *("examples/*.md", "examples/*.py", "examples/pictures/*.png", "examples/notebooks/*.ipynb"),
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attend/implementations.py"),
 )

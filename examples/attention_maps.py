@@ -93,6 +93,31 @@ print(f"with the block closed: {closed:.1f} %")
 assert 45 < closed < 55
 
 # %% [markdown]
+# **In numbers.** The entropy of a head's weights says how widely it looks: its exponential is the number of cells that
+# it would look at evenly, 22 at most here. The distance says how far, in pixels. And heads that look at the same cells
+# have a similarity of 1, those with no cell in common 0.
+
+# %%
+widely, far = attention.entropy().exp().mean((0, 2)), attention.distance().mean((0, 2))
+for head, (count, pixels) in enumerate(zip(widely, far, strict=True)):
+    print(f"head {head}: as widely as at {count:.1f} of 22 cells evenly, {pixels:.0f} pixels away")
+alike = attention.similarity().mean(0)
+print("similarity of heads, from", f"{alike.min():.2f} to {alike[~torch.eye(4, dtype=torch.bool)].max():.2f}")
+assert (widely < 11).all()
+
+# %% [markdown]
+# **To explore.** One page of HTML has all of it: where each head looks from each place, and what the network says with
+# its block closed. Open it in a browser and move the pointer over the image. `vision-attn explore` writes such a page
+# of image files.
+
+# %%
+page = va.explore(
+    model, images[chosen], OUTPUT / "attention_explorer.html", classes=CLASSES, titles=titles, title="Two digits"
+)
+print(f"wrote {page}, {page.stat().st_size / 1000:.0f} kB")
+assert page.stat().st_size < 300_000
+
+# %% [markdown]
 # **On photographs.** Another network of the library is a ResNet-20 with one block, trained on CIFAR-100. It gets two
 # photographs made small, and its maps are laid over the large ones. A cell that gets no more than an even share of the
 # attention stays as it is. The scale says how many shares the others get. Here it ends below 1.02: this block has

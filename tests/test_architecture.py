@@ -32,6 +32,7 @@ ROOMS = (
     "capture",
     "contribution",
     "figures",
+    "explorer",
     "training",
     "comparison",
     "export",

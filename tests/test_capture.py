@@ -1,5 +1,9 @@
 """Attention maps of any implementation."""
 
+import importlib
+import math
+import time
+
 import numpy as np
 import pytest
 import timm
@@ -72,6 +76,11 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
     inside = torch.zeros(6, 7, dtype=torch.bool)
     inside[3:6, 0:3] = True
     assert torch.equal(maps["attn"].weights[0, 0, 0] > 0, inside)
+    block, x = va.Attention2d(8, 2, pattern=va.Halo((2, 3), 1)), torch.randn(1, 8, 6, 7)
+    with va.capture(block) as maps, va.capture(block, queries=[(5, 6), (2, 3)]) as some:
+        block(x)
+    torch.testing.assert_close(some[""].weights, maps[""].weights[:, :, [41, 17]])
+    assert (some[""].weights[0, 0, 1] > 0).nonzero().tolist() == [[r, c] for r in range(1, 5) for c in range(2, 7)]
     block = va.Attention2d(8, 2, kv_stride=2)
     with va.capture(block, queries=[(0, 0)]) as maps:
         block(torch.randn(1, 8, 6, 7))
@@ -81,11 +90,156 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
 def test_capturing_ends_with_the_block():
     model, x = network(), torch.randn(1, 3, 32, 32)
     hooks = [len(module._forward_hooks) for module in model.modules()]
+    own = [set(vars(module)) for module in model.modules()]
     with pytest.raises(RuntimeError, match="on purpose"), va.capture(model) as maps:
         raise RuntimeError("on purpose")
     model(x)
     assert maps == {}
-    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert [set(vars(module)) for module in model.modules()] == own
+
+
+def test_sites_and_heads_are_chosen_and_reduced():
+    model, x = network(), torch.randn(2, 3, 32, 32)
+    points = [(0, 0), (31, 8.5)]
+    with torch.no_grad(), va.capture(model, points) as every:
+        model(x)
+    whole = every["layer3.2.inserted.attn"].weights
+    for sites in ("layer3", "layer3.*.inserted.attn", ["layer3.2"]):
+        with torch.no_grad(), va.capture(model, points, sites=sites, heads=[3, 1]) as maps:
+            model(x)
+        assert list(maps) == ["layer3.2.inserted.attn"]
+        assert maps["layer3.2.inserted.attn"].heads == ("head 3", "head 1")
+        torch.testing.assert_close(maps["layer3.2.inserted.attn"].weights, whole[:, [3, 1]])
+    for reduce, expected in (("mean", whole.mean(1, keepdim=True)), ("max", whole.amax(1, keepdim=True))):
+        with torch.no_grad(), va.capture(model, points, sites="layer3", reduce=reduce) as maps:
+            model(x)
+        (found,) = maps.values()
+        assert found.heads == (f"{reduce} of 4 heads",)
+        torch.testing.assert_close(found.weights, expected)
+    with pytest.raises(KeyError, match=r"no map of 'layer2': captured are 'layer3\.2\.inserted\.attn'"):
+        maps["layer2"]
+
+
+def test_a_compiled_model_is_captured_in_eager():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2)), torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        expected = model(x)
+        calls = []
+
+        def backend(graph, inputs):
+            return lambda *args: calls.append(1) or graph(*args)
+
+        compiled = torch.compile(model, backend=backend)
+        compiled(x)
+        before = len(calls)
+        with va.capture(compiled, [(5, 5)]) as maps:
+            torch.testing.assert_close(compiled(x), expected)
+        assert list(maps) == ["1.attn"]
+        assert len(calls) == before > 0
+        compiled(x)
+        assert len(calls) > before
+
+
+def test_what_a_kernel_gets_in_half_precision_is_what_is_captured():
+    torch.manual_seed(0)
+    block, x = va.Attention2d(16, 2, pattern=va.Window(3), position=va.RelPosTable()), torch.randn(1, 16, 6, 6)
+    with torch.no_grad(), va.capture(block) as exact:
+        block(x)
+    with torch.no_grad(), va.capture(block) as maps, torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+    weights = maps[""].weights
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum((-2, -1)), torch.ones(1, 2, 36))
+    assert 1e-5 < (weights - exact[""].weights).abs().max() < 2e-2
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # of the queries and keys that it had in bfloat16
+        v = block.qkv(x)[:, 32:].unflatten(1, (2, 8)).flatten(3).mT
+        again = block.proj((weights.flatten(3).to(v.dtype) @ v).mT.reshape(1, 16, 6, 6))
+    torch.testing.assert_close(again.float(), y.float(), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(("kind", "size", "point"), [("1d", (12,), (11,)), ("3d", (2, 6, 4), (1, 3, 2.5))])
+def test_maps_with_one_axis_and_three(kind, size, point):
+    block = getattr(va, f"Attention{kind}")(8, 2, pattern="full")
+    with va.capture(block) as every:
+        block(torch.randn(2, 8, *size, generator=torch.Generator().manual_seed(0)))
+    with va.capture(block, [point]) as maps:
+        block(torch.randn(2, 8, *size, generator=torch.Generator().manual_seed(0)))
+    assert every[""].weights.shape == (2, 2, math.prod(size), *size)
+    assert maps[""].cells == (tuple(map(int, point)),)
+    row = every[""].cells.index(maps[""].cells[0])
+    torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
+    with pytest.raises(ValueError, match=f"points of {len(size)} coordinates in pixels"), va.capture(block, [(0, 0)]):
+        block(torch.randn(1, 8, *size))
+    mixed = nn.Sequential(nn.Flatten(2), va.Attention1d(8, 2), nn.Unflatten(2, (3, 4)), va.Attention2d(8, 2))
+    with va.capture(mixed) as maps:
+        mixed(torch.randn(1, 8, 3, 4))
+    assert [one.map_size for one in maps.values()] == [(12,), (3, 4)]
+    with pytest.raises(ValueError, match="queries must be None for '1'"), va.capture(mixed, [(0, 0)]):
+        mixed(torch.randn(1, 8, 3, 4))
+
+
+def test_a_module_that_runs_twice_has_two_maps():
+    block = va.AttentionBlock2d(8, 2)
+    model, x = nn.Sequential(block, nn.Hardtanh(), block), torch.randn(1, 8, 3, 4)
+    with va.capture(model) as maps:
+        model(x)
+        model(x)
+    assert list(maps) == ["0.attn", "0.attn:2"]
+
+
+def test_large_maps_say_their_size_first(monkeypatch):
+    model, x = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)), torch.randn(1, 8, 16, 16)
+    monkeypatch.setattr(
+        importlib.import_module("vision_attn.capture.record"), "LARGEST", 600_000
+    )  # a map of all has 2 · 256 · 256 · 4 bytes
+    message = r"maps of '1' take 0\.00 GiB \(1 images × 2 heads × 256 queries × 256 cells\), with 0\.00 GiB of modules"
+    with pytest.raises(ValueError, match=message), va.capture(model, "all"):
+        model(x)
+    for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):
+        with va.capture(model, **options) as maps:
+            model(x)
+        assert maps
+
+
+def test_memory_of_a_query_is_its_row():
+    # All weights would be 4096 · 1024 numbers a head in windows, and 4096 · 4096 in the whole map: 64 and 256 MiB.
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            y = function(*args, **(kwargs or {}))
+            if isinstance(y, torch.Tensor) and y.untyped_storage().nbytes() == y.numel() * y.element_size():
+                largest = max(largest, y.numel())
+            return y
+
+    for pattern in ("full", va.Window(32)):
+        block, x = va.Attention2d(8, 4, pattern=pattern), torch.randn(1, 8, 64, 64)
+        with torch.no_grad(), Largest(), va.capture(block, [(0, 0), (63, 63)]):
+            block(x)
+        assert largest <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
+
+
+def test_ten_queries_cost_less_than_a_third_of_a_forward():
+    torch.manual_seed(0)
+    model = timm.create_model("resnet20").eval()
+    va.insert_(model, names="layer2", num_heads=4, gate_init=1.0)
+    x = torch.randn(1, 3, 64, 64)
+    points = [(6 * i, 6 * i) for i in range(10)]
+    plain, captured = [], []
+    with torch.no_grad():
+        for _ in range(5):
+            begin = time.process_time()
+            model(x)
+            plain.append(time.process_time() - begin)
+            begin = time.process_time()
+            with va.capture(model, points):
+                model(x)
+            captured.append(time.process_time() - begin)
+    assert min(captured) < 1.3 * min(plain), (captured, plain)
 
 
 def test_what_cannot_be_captured_is_refused():
@@ -97,5 +251,13 @@ def test_what_cannot_be_captured_is_refused():
             model(x)
     with pytest.raises(RuntimeError, match="call the model itself"), va.capture(model):
         model.forward_features(x)
-    with pytest.raises(ValueError, match="or None for every cell; got none"), va.capture(model, queries=[]):
-        pass
+    for arguments, message in (
+        ({"queries": []}, "or None for every cell; got "),
+        ({"queries": "each"}, "or None for every cell; got 'each'"),
+        ({"reduce": "sum"}, "reduce must be None or among 'mean', 'max'; got 'sum'"),
+        ({"heads": [4]}, r"heads must be from 0 to 3; got \[4\]"),
+        ({"sites": "layer9"}, "'layer9' matches no module"),
+        ({"sites": "layer1"}, "sites must have attention at or in them; got 'layer1', and there is layer2"),
+    ):
+        with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
+            pass

@@ -454,3 +454,67 @@ def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def run_folder():
+    return vision_attn.models.registry.weights_folder() / "resnet20_attention_cifar100"
+
+
+def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path, run_folder):
+    images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
+    code, out, err = run(capsys, "explore", *images, "--model", run_folder, "-o", tmp_path / "page.html", "--top", 3)
+    page = (tmp_path / "page.html").read_text()
+    assert (code, err) == (0, "")
+    assert f"wrote {tmp_path / 'page.html'}, 0.0 MB: open it in a browser" in out
+    assert all(
+        word in page for word in ("layer3.2.inserted.attn", "Where resnet20_attention looks", '"title": "0.png"')
+    )
+    code, out, err = run(
+        capsys, "maps", *images, "--model", run_folder, "-o", tmp_path / "maps", "--query", "4,4", "31,0",
+        "--heads", 0, 2, "--sites", "layer3",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert {path.name for path in (tmp_path / "maps").iterdir()} == {"layer3.2.inserted.attn.png", "summary.png"}
+
+
+def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
+    from vision_attn.cli.looking import classifier_of
+
+    torch.manual_seed(0)
+    model = create_model("resnet20", num_classes=10)
+    torch.manual_seed(0)
+    vision_attn.insert_(model, names="layer3", num_heads=2, gate_init=1.0, example_input=(1, 3, 32, 32))
+    adapter = tmp_path / "adapter.safetensors"
+    vision_attn.save_adapter(model, adapter, about={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
+    torch.manual_seed(0)
+    found = classifier_of("resnet20", False, str(adapter))
+    assert (found.classes[:2], found.input_size, list(vision_attn.inserted(found.model))) == (
+        *(("a", "b"), (3, 24, 24), ["layer3.2"]),
+    )
+    code, out, err = run(
+        capsys, "explore", image_folder / "val" / "red", "--model", "test_vit", "-o", tmp_path / "page.html"
+    )
+    assert (code, err) == (0, "")
+    assert "6 modules exchanged" in out
+    assert "blocks.5.attn" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explore", "IMAGE", "--model", "resnet20"], "model has no Attention2d to capture"),
+        (["explore", "IMAGE", "--model", "resnet-twenty"], "there is no 'resnet-twenty'"),
+        (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], "adapter goes with a name"),
+        (["explore", "IMAGE", "--model", "RUN", "--top", "0"], "top must be at least 1; got 0"),
+        (["maps", "IMAGE", "--model", "RUN", "--query", "middle"], "query must be y,x in pixels, such as 112,80"),
+        (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], "pixels of an image of 32×32; got (40.0, 0.0)"),
+        (["maps", "IMAGE", "--model", "RUN", "--heads", "4"], "heads must be from 0 to 3; got [4]"),
+        (["maps", "IMAGE", "--model", "RUN", "--sites", "layer1"], "sites must have attention at or in them"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_said(capsys, image_folder, tmp_path, run_folder, arguments, message):
+    given = {"IMAGE": image_folder / "val" / "red" / "0.png", "RUN": run_folder}
+    code, _, err = run(capsys, *(given.get(word, word) for word in arguments), "-o", tmp_path / "made")
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err

@@ -40,7 +40,14 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
 
     with Image.open(tmp_path / "demo" / "attention.png") as picture:
         assert picture.width > 1000
-    names = {"network", "attention.png", "results.json", *(f"comparison.{kind}" for kind in ("md", "json", "png"))}
+    assert "the network says" in (tmp_path / "demo" / "explorer.html").read_text()
+    names = {
+        "network",
+        "attention.png",
+        "explorer.html",
+        "results.json",
+        *(f"comparison.{kind}" for kind in ("md", "json", "png")),
+    }
     assert {path.name for path in (tmp_path / "demo").iterdir()} == names | {f"{arm}-0" for arm in arms}
     network = timm.create_model(f"local-dir:{tmp_path / 'demo' / 'network'}", pretrained=True)
     best = torch.load(tmp_path / "demo" / "attention-0" / "last.pth", weights_only=True)["model"]

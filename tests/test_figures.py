@@ -50,6 +50,45 @@ def test_heads_and_what_is_made_of_them_are_chosen():
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 3", "head 1"]
 
 
+def test_several_queries_have_a_row_each_and_their_numbers_on_the_images():
+    attention, images = seen(), torch.rand(2, 3, 32, 32)
+    figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
+    assert [axis.get_title(loc="left") for axis in figure.axes[:8:2]] == [
+        *("one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"),
+    ]
+    assert [axis.patches[0].get_xy() for axis in figure.axes[:8:2]] == [(20, 20), (4, 4)] * 2
+    assert [(text.get_text(), text.get_position()) for text in figure.axes[0].texts] == [
+        *(("1", (22, 22)), ("0", (6, 6))),
+    ]
+    expected = 64 * attention.weights.mean(1)[:, [1, 0]].flatten(0, 1)
+    np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
+
+
+def test_cells_are_those_of_the_queries_and_stay_cells():
+    weights = torch.rand(1, 1, 1, 4, 4)
+    attention = va.AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
+    figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
+    assert figure.axes[1].patches[0].get_xy() == (8, 28)
+    assert figure.axes[1].get_title(loc="left") == "where it looks, rollout"
+    assert figure.axes[1].images[1].get_interpolation() == "nearest"
+
+
+def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
+    even = va.AttentionMap(torch.full((2, 3, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (32, 32))
+    one = torch.zeros(2, 3, 4, 2, 2)
+    one[:, 0, :, 0, 0] = one[:, 1, :, 0, 1] = one[:, 2, :, 1, 1] = 1
+    widely, far = figures.summary_figure({"a": even, "b": va.AttentionMap(one, even.cells, (32, 32))}).axes
+    for axis, expected in ((widely, ([1, 1, 1], [0.25] * 3)), (far, ([(32 + 16 * 2**0.5) / 4] * 3,) * 2)):
+        for line, values in zip(axis.lines, expected, strict=True):
+            np.testing.assert_allclose(line.get_ydata(), values, rtol=1e-5)
+        dashes = [dash.get_segments()[0][0][1] for dash in axis.collections]
+        np.testing.assert_allclose(dashes, [expected[0][0]] * 2, rtol=1e-5)
+        assert [text.get_text() for text in axis.texts] == ["0", "1", "2"] * 2
+    assert [text.get_text() for text in far.get_xticklabels()] == ["a", "b"]
+    with pytest.raises(ValueError, match="maps must hold one at least"):
+        figures.summary_figure({})
+
+
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
     weights = torch.full((1, 1, 1, 4, 4), 1 / 16)
     image, cells = torch.rand(1, 3, 32, 32), ((0, 0),)
@@ -106,6 +145,8 @@ def test_it_shows_itself_in_a_notebook():
     [
         ({"titles": ["one"]}, "must be as many; got 2, 2 and 1"),
         ({"query": 2}, "query must be from 0 to 1; got 2"),
+        ({"query": [0, -1]}, r"query must be from 0 to 1; got \[0, -1\]"),
+        ({"query": []}, "query must be from 0 to 1; got "),
         ({"heads": [0, 4]}, r"heads must be from 0 to 3; got \[0, 4\]"),
         ({"heads": []}, "heads must be from 0 to 3; got "),
         ({"reduction": "sum"}, "reduction must be among 'mean', 'max', 'none'; got 'sum'"),

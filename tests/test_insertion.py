@@ -464,8 +464,6 @@ def test_a_model_that_ran_compiled_runs_its_new_blocks():
     expected = compiled(x)
     va.insert_(compiled, names="1", num_heads=2, gate_init=1.0, example_input=x)
     assert not torch.equal(compiled(x), expected)
-    with pytest.raises(ValueError, match="model is compiled"), va.capture(compiled):
-        pass
     va.remove_(compiled)
     assert torch.equal(compiled(x), expected)
 

@@ -220,6 +220,7 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         options = {name: bool(turn >> bit & 1) for bit, name in enumerate(FLAGS)}
         impl, widths = va.IMPLS[turn % len(va.IMPLS)], WIDTHS[turn % len(WIDTHS)]
         check_attention(case, impl, position, widths, {**options, "scale": None}, torch.float64, bool(turn % 3))
+        check_weights(case, impl, position, options["qk_norm"])
 
 
 def drawn(max_examples):
@@ -247,27 +248,51 @@ def test_attention_equals_the_definition_in_many_draws(**draw):
     check_attention(**draw)
 
 
-@settings(max_examples=25, deadline=None)
-@given(case=CASES, position=st.sampled_from([None, "decomposed", "table", "rotary"]), qk_norm=st.booleans())
+@settings(max_examples=15, deadline=None)
+@given(case=CASES, position=st.sampled_from(list(POSITIONS)), qk_norm=st.booleans())
 def test_weights_equal_the_definition(case, position, qk_norm):
-    # With the one-hot vectors of positions as values, and nothing after them, what comes out are the weights.
+    check_weights(case, "sdpa", position, qk_norm)
+
+
+def check_weights(case, impl, position, qk_norm):
+    """What a block says of its weights, and what is captured of its forward, against the definition."""
+    # With the one-hot vectors of places as values, and nothing after them, what comes out are the weights.
     case = {**case, "batch": case["batch"] or 1}
-    tokens, (heads, kv_heads) = case["size"][0] * case["size"][1], case["heads"]
-    widths = {"channels": 8 + tokens, "key_dim": 4, "value_dim": tokens, "out_channels": heads * tokens}
-    block, known = make(case, position, qkv_bias=False, proj_bias=False, qk_norm=qk_norm, **widths)
+    height, width = case["size"]
+    tokens, (heads, kv_heads) = height * width, case["heads"]
+    channels = 8 + tokens + -tokens % 4  # sines take fours of channels
+    widths = {"channels": channels, "key_dim": 4, "value_dim": tokens, "out_channels": heads * tokens}
+    block, known = make(case, position, impl=impl, qkv_bias=False, proj_bias=False, qk_norm=qk_norm, **widths)
+    x = torch.zeros(case["batch"], channels, height, width, dtype=torch.float64)
+    x[:, :8], x[:, 8 : 8 + tokens] = make_map(case, 8), torch.eye(tokens).view(tokens, height, width)
     with torch.no_grad():
         values = block.qkv.weight[-kv_heads * tokens :, :, 0, 0]
         values.zero_()
-        values[:, 8:] = torch.eye(tokens, dtype=torch.float64).repeat(kv_heads, 1)
+        values[:, 8 : 8 + tokens] = torch.eye(tokens, dtype=torch.float64).repeat(kv_heads, 1)
         block.proj.weight.copy_(torch.eye(heads * tokens)[:, :, None, None])
-    one_hot = torch.eye(tokens, dtype=torch.float64).view(1, tokens, *case["size"]).expand(case["batch"], -1, -1, -1)
-    x = torch.cat([make_map(case, 8), one_hot], dim=1)
+        if position == "convolution":
+            block.position.conv.weight[8:], block.position.conv.bias[8:] = 0, 0
+        if position == "waves":  # which are added again
+            places = np.indices(case["size"]).reshape(2, -1)
+            x[:, 8:] -= torch.from_numpy(reference.waves(channels, places, 100.0)[8:]).view(-1, height, width)
     expected = defined(x.numpy(), arrays_of(block), known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
-    with torch.no_grad():
-        found, some = block.attention_weights(x, mask), torch.tensor([tokens - 1, 0])
-        np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-11)
-        torch.testing.assert_close(block.attention_weights(x, mask, some), found[:, :, some], rtol=0, atol=1e-12)
+    corners = [(height - 1, width - 1), (0, 0)]  # an image as large as the map: its points are cells
+    for dtype, atol in ((torch.float64, 1e-11), (torch.float32, 1e-6)):
+        mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+        with torch.no_grad(), va.capture(block.to(dtype)) as all_cells:
+            block(x.to(dtype), mask)
+        with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as some:
+            block(x.to(dtype), mask)
+        found = all_cells[""].weights.flatten(3)
+        np.testing.assert_allclose(found.double().numpy(), expected, rtol=0, atol=atol)
+        np.testing.assert_allclose(
+            some[""].weights.flatten(3).double().numpy(), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=atol
+        )
+        sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
+        np.testing.assert_allclose(found.sum(3).double().numpy(), sums, rtol=0, atol=10 * atol)
+    tokens_of = torch.tensor([tokens - 1, 0])
+    torch.testing.assert_close(block.attention_weights(x.float(), mask, tokens_of), found[:, :, tokens_of])
 
 
 @settings(max_examples=25, deadline=None)

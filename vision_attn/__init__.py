@@ -38,7 +38,7 @@ from vision_attn.blocks import (
     set_impl,
     use_impl,
 )
-from vision_attn.capture import AttentionMap, capture
+from vision_attn.capture import AttentionMap, capture, rollout
 from vision_attn.checkpoints import AdapterReport, LoadReport, load_adapter, load_checkpoint, save_adapter, set_adapter
 from vision_attn.contribution import Contribution, closed, contribution
 from vision_attn.convert.swap import SwapReport, swap_, swap_back_
@@ -65,6 +65,7 @@ from vision_attn.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPo
 from vision_attn.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from vision_attn.explorer import explore
     from vision_attn.export.classifier import Classifier, load_run
     from vision_attn.models.folder import load_model, save_model
 
@@ -110,6 +111,7 @@ __all__ = [
     "closed",
     "contribution",
     "convert",
+    "explore",
     "figures",
     "freeze_backbone_",
     "freeze_gates_",
@@ -127,6 +129,7 @@ __all__ = [
     "register_impl",
     "remove_",
     "replace_",
+    "rollout",
     "save_adapter",
     "save_model",
     "set_adapter",
@@ -143,6 +146,7 @@ __all__ = [
 #: What is in rooms with heavy dependencies, by name.
 LATER = {
     "Classifier": "vision_attn.export.classifier",
+    "explore": "vision_attn.explorer",
     "load_model": "vision_attn.models.folder",
     "load_run": "vision_attn.export.classifier",
     "save_model": "vision_attn.models.folder",

@@ -10,6 +10,7 @@ from vision_attn.attend.registry import (
     attention_weights,
     check_impl,
     register_impl,
+    repeat_kv,
 )
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "combine_masks",
     "open_rows",
     "register_impl",
+    "repeat_kv",
     "upcast",
     "with_causal_mask",
 ]

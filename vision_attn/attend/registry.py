@@ -21,6 +21,7 @@ __all__ = [
     "attention_weights",
     "check_impl",
     "register_impl",
+    "repeat_kv",
     "without_autocast",
 ]
 

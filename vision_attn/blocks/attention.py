@@ -18,6 +18,7 @@ from vision_attn.attend import (
     check_mask,
     combine_masks,
     open_rows,
+    repeat_kv,
     upcast,
     with_causal_mask,
 )
@@ -35,6 +36,9 @@ AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 #: By how many axes a map has.
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+#: What a kernel is given: queries, keys and values, the scale, and masks.
+Prepared = tuple[Tensor, Tensor, Tensor, float, tuple[Tensor | None, Tensor | None, bool]]
 
 
 class Attention(Specified):
@@ -176,7 +180,7 @@ class Attention(Specified):
 
     def prepare(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, part: Partition, impl: Implementation
-    ) -> tuple[Tensor, Tensor, Tensor, float, tuple[Tensor | None, Tensor | None, bool]]:
+    ) -> Prepared:
         """Queries, keys and values ``(b·groups, heads, tokens, width)``, the scale, and what :meth:`masks` gives."""
         q, k, v, keys = self.project(x, context, part, impl)
         scale, bias = self.scale, None
@@ -294,18 +298,7 @@ class Attention(Specified):
         self.check_maps(x, context)
         part = partition_of(self.partitioner, x)
         check_queries(queries, product(part.size))
-        q, k, _, scale, (mask, reachable, causal) = self.prepare(x, mask, context, part, IMPLEMENTATIONS["sdpa"])
-        if not part.is_global:
-            weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
-            return part.weights_on_map(weights, queries)
-        if queries is not None:  # no other takes memory
-            if causal:
-                mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
-            q = q[:, :, queries]
-            mask, reachable = (
-                rows if rows is None or rows.shape[3] == 1 else rows[:, :, :, queries] for rows in (mask, reachable)
-            )
-        return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        return weights_on_map(part, self.prepare(x, mask, context, part, IMPLEMENTATIONS["sdpa"]), queries)
 
     def check_impl(self, impl: str) -> None:
         """Refuse what is no implementation."""
@@ -442,6 +435,42 @@ class Attention3d(Attention):
     """
 
     rank = 3
+
+
+def weights_on_map(
+    part: Partition, prepared: Prepared, queries: Tensor | None = None, heads: list[int] | None = None
+) -> Tensor:
+    """The weights that a kernel gives the keys, ``(b, n, i, j)`` with zeros outside of a query's group.
+
+    Of chosen queries (indices of tokens) and heads no other takes memory.
+    """
+    q, k, _, scale, (mask, reachable, causal) = prepared
+    if heads is not None:
+        k = repeat_kv(q, k)[:, heads]
+        q = q[:, heads]
+        mask, reachable = (x if x is None or x.shape[2] == 1 else x[:, :, heads] for x in (mask, reachable))
+    if queries is not None and causal:
+        mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
+    if part.is_global:
+        if queries is not None:
+            q = q[:, :, queries]
+            mask, reachable = (x if x is None or x.shape[3] == 1 else x[:, :, :, queries] for x in (mask, reachable))
+        return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+    group, row = part.group_and_row(queries)
+    if queries is None:
+        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        weights = weights.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 2)
+    else:  # each query as a group of its own
+        q = q.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
+        k = k.unflatten(0, (-1, part.groups))[:, group].flatten(0, 1)
+        mask, reachable = (
+            x if x is None else x.expand(-1, part.groups, -1, part.cut.tokens, -1)[:, group, :, row].movedim(0, 1)
+            for x in (mask, reachable)
+        )
+        mask, reachable = (x if x is None else x[:, :, :, None] for x in (mask, reachable))
+        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        weights = weights[:, :, 0].unflatten(0, (-1, len(queries))).transpose(1, 2)
+    return part.on_map(weights, group)
 
 
 def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:

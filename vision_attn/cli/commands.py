@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from vision_attn.cli.looking import add_explore, add_maps
 from vision_attn.text import escaped
 
 __all__ = ["COMMANDS", "given", "run_train"]
@@ -410,6 +411,8 @@ COMMANDS = {
     "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", add_train),
     "compare": ("does a block help? arms by seeds, with intervals", add_compare),
     "predict": ("what a trained network takes images for", add_predict),
+    "explore": ("where every head of a network looks on images, as a page to explore in a browser", add_explore),
+    "maps": ("the same as pictures, with a page on how widely and how far each head looks", add_maps),
     "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", add_export),
     "convert": ("the attention in a file of weights from another library's layout to ours", add_convert),
     "bench": ("time and memory of attention beside other libraries'", add_bench),

@@ -15,6 +15,7 @@ from vision_attn.capture import capture
 from vision_attn.checkpoints import write_atomically
 from vision_attn.comparison.arms import recipe, settings_of_arm
 from vision_attn.comparison.compare import compare
+from vision_attn.explorer import explore
 from vision_attn.figures import attention_figure, save_figure
 from vision_attn.insertion import quiet_eval
 from vision_attn.models.folder import save_model
@@ -50,8 +51,8 @@ def demo(output: str, *, epochs: int = 5, seed: int = 0, jobs: int | None = None
     folder, found = Path(output), {arm: by_seed[seed] for arm, by_seed in outcomes.items()}
     network = open_trained(folder / f"attention-{seed}" / "last.pth").network
     images, labels = digit_pairs(train=False)
-    inputs = Normalize(network.mean, network.std, channels=1)(images)
-    agreements = compare_implementations(network.model, inputs, labels)
+    normalize = Normalize(network.mean, network.std, channels=1)
+    agreements = compare_implementations(network.model, normalize(images), labels)
 
     chance = 196 * (0.25 / len(labels)) ** 0.5  # in percent, of 95 % of those who guess
     beyond = [f"{arm} ({one.top1:.1f})" for arm, one in found.items() if one.top1 > 50 + chance]
@@ -65,11 +66,13 @@ def demo(output: str, *, epochs: int = 5, seed: int = 0, jobs: int | None = None
             f"{agreement['largest_logit_difference']:.1e}"
         )
     save_model(network.model, folder / "network", architecture="digit_pairs_attention")
-    draw(network.model, images, inputs, labels, folder / "attention.png")
+    draw(network.model, normalize, images, labels, folder)
     ends = {arm: {**asdict(one), "training_seconds": one.seconds} for arm, one in found.items()}
     summary = {"epochs": epochs, "seed": seed, "arms": ends, "implementations": agreements}
     write_atomically(folder / "results.json", json.dumps(summary, indent=2).encode())
-    print(f"\nIn {folder} too: attention.png (look at it), results.json, network (the trained one).")
+    print(
+        f"\nIn {folder} too: attention.png and explorer.html (look at them), results.json, network (the trained one)."
+    )
 
 
 def compare_implementations(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
@@ -87,12 +90,15 @@ def compare_implementations(model: nn.Module, inputs: Tensor, labels: Tensor) ->
     }
 
 
-def draw(model: nn.Module, images: Tensor, inputs: Tensor, labels: Tensor, path: Path) -> None:
-    """Three pairs of either kind, looked at from the middle of the left digit; such as are got right, if there are."""
-    images, inputs, labels = images[:500], inputs[:500], labels[:500]
+def draw(model: nn.Module, normalize: Normalize, images: Tensor, labels: Tensor, folder: Path) -> None:
+    """Three pairs of either kind, looked at from the middle of the left digit, and as a page to explore.
+
+    Such as are got right, if there are.
+    """
+    images, labels = images[:500], labels[:500]
     query = (CANVAS[0] / 2, PLAY + CANVAS[0] / 2)
     with capture(model, queries=[query]) as maps, quiet_eval(model):
-        answers = model(inputs).argmax(1)
+        answers = model(normalize(images)).argmax(1)
     rightly = (answers != labels).argsort(stable=True)  # those first
     chosen = torch.cat([rightly[labels[rightly] == label][:EXAMPLES] for label in (1, 0)])
     titles = [
@@ -101,4 +107,14 @@ def draw(model: nn.Module, images: Tensor, inputs: Tensor, labels: Tensor, path:
     ]
     (attention,) = maps.values()
     attention = replace(attention, weights=attention.weights[chosen])
-    save_figure(attention_figure(images[chosen] / 255, attention, titles=titles, width=9.0), path)
+    pixels = images[chosen] / 255
+    save_figure(attention_figure(pixels, attention, titles=titles, width=9.0), folder / "attention.png")
+    explore(
+        model,
+        pixels,
+        folder / "explorer.html",
+        normalize=lambda image: normalize(255 * image),
+        classes=CLASSES,
+        titles=titles,
+        title="Two digits: are they of the same class?",
+    )

@@ -108,22 +108,26 @@ class Partition:
         columns = keys if mask.shape[3] > 1 else torch.zeros_like(keys)
         return mask[:, :, rows[:, :, None], columns[:, None, :]].transpose(1, 2)
 
-    def weights_on_map(self, weights: Tensor, wanted: Tensor | None) -> Tensor:
-        """Weights ``(b·groups, n, queries, keys)`` of the wanted queries on the whole map, ``(b, n, wanted, tokens)``.
-
-        ``wanted`` are indices of queries on the map, row-major; all when None. Outside of its group a query has zeros.
-        """
-        queries, keys = self.index()
-        groups, per_group = queries.shape
+    def group_and_row(self, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The group of each wanted query of the map, row-major, and which of its queries it is; of all when None."""
+        queries, _ = self.index()
         tokens = product(self.size)
-        weights = weights.unflatten(0, (-1, groups)).transpose(1, 2).flatten(2, 3)  # b n (groups queries) keys
-        # Where each token of the map is among the groups' queries. Padding (-1) goes to an index beyond the map.
-        order = torch.arange(groups * per_group, device=queries.device)
-        row = queries.new_zeros(tokens + 1).index_put((queries.flatten() % (tokens + 1),), order)
-        row = row[:tokens] if wanted is None else row[:tokens][wanted]
-        columns = (keys % (tokens + 1))[row // per_group]
-        dense = weights.new_zeros(*weights.shape[:2], len(row), tokens + 1)
-        return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights[:, :, row])[..., :tokens]
+        # Padding (-1) goes to an index beyond the map.
+        order = torch.arange(queries.numel(), device=queries.device)
+        place = queries.new_zeros(tokens + 1).index_put((queries.flatten() % (tokens + 1),), order)[:tokens]
+        place = place if wanted is None else place[wanted]
+        return place // queries.shape[1], place % queries.shape[1]
+
+    def on_map(self, weights: Tensor, group: Tensor) -> Tensor:
+        """Weights ``(b, n, i, j)`` of queries for the keys of their groups, on the whole map, ``(b, n, i, tokens)``.
+
+        Outside of its group a query has zeros.
+        """
+        _, keys = self.index()
+        tokens = product(self.size)
+        columns = (keys % (tokens + 1))[group]  # padding (-1) beyond the map
+        dense = weights.new_zeros(*weights.shape[:3], tokens + 1)
+        return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights)[..., :tokens]
 
 
 @dataclass(frozen=True)
