@@ -109,7 +109,7 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     """The flags of :func:`vision_attn.comparison.demo.demo`."""
     command.set_defaults(command=run_demo)
     command.add_argument("--output", default="demo-output", help="folder for what it makes (default: %(default)s)")
-    command.add_argument("--epochs", type=int, default=5, help="epochs of each arm (default: %(default)s)")
+    command.add_argument("--epochs", type=int, default=3, help="epochs of each arm (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="seed of each arm (default: %(default)s)")
     command.add_argument("--jobs", type=int, metavar="N", help="arms side by side (default: as many as cores)")
 

@@ -127,7 +127,9 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
     note = (
         f"Top-1 after the last epoch{' on held-out training images' * (settings.hold_out is not None)}, mean ± "
-        f"standard deviation; {machine}, torch {torch.__version__}, vision_attn {__version__}. `{command}`"
+        f"standard deviation; {machine}, torch {torch.__version__}, vision_attn {__version__}."
+        + f" `{command}`"
+        * bool(command)
     )
     differences = compare_scores(scores, pairs)
     return Comparison(outcomes, differences, "\n\n".join([markdown(rows), note, said_of(scores, differences)]) + "\n")
@@ -145,6 +147,9 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
     def between(interval: Sequence[float | None] | None, p: str = "") -> str:
         return " to ".join(f"{end:+.2f}" for end in interval or () if end is not None) + p or "—"
 
+    spread, freedom = pooled_spread(scores)
+    if not freedom:
+        return "One seed shows no spread to measure differences by, so nothing is told apart: give more seeds."
     rows = [("difference", "mean", "95 % interval", "p", "Welch's interval, p", "bootstrap", "verdict")]
     for one in differences:
         student = "—" if one.p is None else f"{one.p:.3f}"
@@ -154,9 +159,8 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
     alike = [" and ".join(one.arms) for one in differences if one.verdict == "not told apart"]
     lines = [f"{one.arms[0]} is {one.verdict} {one.arms[1]}." for one in differences if one.verdict != "not told apart"]
     lines += [f"Not told apart: {'; '.join(alike)}."] if alike else []
-    spread, freedom = pooled_spread(scores)
     fewest = min(map(len, scores.values()))
-    if freedom and spread > 1e-9:
+    if spread > 1e-9:
         counts = [count for count in sorted({fewest, 3, 5, 8, 16}) if count >= max(fewest, 2)]
         shown = (f"{count} seeds {detectable(spread, count, len(scores), len(rows) - 1):.2g}" for count in counts)
         lines.append(

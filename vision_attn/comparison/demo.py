@@ -42,7 +42,7 @@ to all places alike. The same recipe for all, evaluated on held-out digits:
 """
 
 
-def demo(output: str, *, epochs: int = 5, seed: int = 0, jobs: int | None = None) -> None:
+def demo(output: str, *, epochs: int = 3, seed: int = 0, jobs: int | None = None) -> None:
     """Train the arms, compare them, and leave what they made in a folder."""
     print(TASK)
     common = recipe({"dataset": "digit-pairs", "epochs": epochs})
