@@ -40,7 +40,7 @@ the exchanged model, relative to the largest number, in evaluation and in traini
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
 those in float64 where that is more than 1e-5. *Time* and *memory* are those of the exchanged model in parts
 of the model's, forward and with gradients, where modules that would be slower are left (`example_input=`): by
-`python tests/families.py --time`, with two threads of a CPU.
+`python tests/families.py --time`, with two threads of a CPU; — was not measured.
 
 {table}
 """
@@ -144,7 +144,7 @@ class Row:
     #: whether every block ran in every forward, and taking the exchange back left every module and key as it was
     served: bool = True
     restored: bool = True
-    times: tuple[str, ...] = ("",) * len(TIMES)
+    times: tuple[str, ...] = ("—",) * len(TIMES)  # was not measured
 
     HEADER = ("library", "family", "model", "sizes", "exchanged", "float32", "float64", *TIMES, "left")
 
