@@ -71,7 +71,7 @@ def run_explore(options: argparse.Namespace) -> None:
         top=options.top,
         title=f"Where {run.architecture or Path(options.model).name} looks",
     )
-    print(f"wrote {page}, {page.stat().st_size / 1e6:.1f} MB: open it in a browser")
+    print(f"wrote {page}, {page.stat().st_size / 1e3:,.0f} kB: open it in a browser")
 
 
 def run_maps(options: argparse.Namespace) -> None:
