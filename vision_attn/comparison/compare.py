@@ -125,12 +125,13 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
             )
         )
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
+    held_out = " on held-out training images" if settings.hold_out is not None else ""
     note = (
-        f"Top-1 after the last epoch{' on held-out training images' * (settings.hold_out is not None)}, mean ± "
-        f"standard deviation; {machine}, torch {torch.__version__}, vision_attn {__version__}."
-        + f" `{command}`"
-        * bool(command)
+        f"Top-1 after the last epoch{held_out}, mean ± standard deviation; {machine}, torch {torch.__version__}, "
+        f"vision_attn {__version__}."
     )
+    if command:
+        note += f" `{command}`"
     differences = compare_scores(scores, pairs)
     return Comparison(outcomes, differences, "\n\n".join([markdown(rows), note, said_of(scores, differences)]) + "\n")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.blocks import Attention
 from vision_attn.convert.family import OWN, Family, random_map
 from vision_attn.convert.proof import check_carried, check_kind, check_parts, check_source, drop_of, proven, shapes_for
-from vision_attn.convert.timm_layers import fused_rows
+from vision_attn.convert.timm_layers import check_unpooled, fused_rows
 from vision_attn.convert.weights import (
     Rows,
     attention,
@@ -53,8 +53,7 @@ def from_timm_halo_attn(module: nn.Module) -> Attention:
     torch.Size([2, 64, 14, 21])
     """
     check_kind("module", module, "timm.layers.halo_attn.HaloAttn")
-    remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
-    check_carried(module, ("pool", isinstance(module.pool, nn.Identity), remedy))
+    check_unpooled(module)
     check_halo(module)
     return proven(module, halo)
 

@@ -261,6 +261,12 @@ def multi_query(module: Any) -> Attention:
     )
 
 
+def check_unpooled(module: Any) -> None:
+    """Refuse a layer that averages what it gives, as those with a stride of 2 do."""
+    remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
+    check_carried(module, ("pool", isinstance(module.pool, nn.Identity), remedy))
+
+
 def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
     """The block that computes what ``timm.layers.bottleneck_attn.BottleneckAttn``, of BoTNet, does.
 
@@ -286,8 +292,7 @@ def from_timm_bottleneck_attn(module: nn.Module) -> Attention:
     """
     check_kind("module", module, "timm.layers.bottleneck_attn.BottleneckAttn")
     check_source(module, "qkv")
-    remedy = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
-    check_carried(module, ("pool", isinstance(module.pool, nn.Identity), remedy))
+    check_unpooled(module)
     return proven(module, bottleneck)
 
 
