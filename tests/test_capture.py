@@ -55,6 +55,16 @@ def test_queries_are_points_of_the_image():
         torch.testing.assert_close(found.weights.sum((-2, -1)), torch.ones(2, 4, 2))
 
 
+def test_points_keep_their_order_where_they_are_as_many_as_the_cells():
+    block, x = va.AttentionBlock2d(8, 2, gate_init=1.0), torch.randn(1, 8, 1, 2)
+    with va.capture(block) as everything:
+        block(x)
+    with va.capture(block, queries=[(0, 1), (0, 0)]) as maps:
+        block(x)
+    assert maps["attn"].cells == ((0, 1), (0, 0))
+    assert torch.equal(maps["attn"].weights, everything["attn"].weights[:, :, [1, 0]])
+
+
 def test_queries_may_be_an_array_or_a_tensor():
     model, x = network(), torch.randn(1, 3, 32, 32)
     for points in (np.array([[0, 0], [31, 8]]), torch.tensor([[0, 0], [31, 8]])):

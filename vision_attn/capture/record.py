@@ -189,7 +189,7 @@ class Recording:
             return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
 
         tokens = torch.tensor([prefix + row_major(cell, part.size) for cell in cells], device=x.device)
-        every = len(tokens) == product(part.size) and not prefix
+        every = self.points is None and len(tokens) == product(part.size) and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
             first = looked(torch.arange(prefix, device=x.device)) if prefix else None
