@@ -236,7 +236,7 @@ def test_inspecting_takes_sites_and_options_of_the_block(capsys):
     ("arguments", "message"),
     [
         (["resnet21"], "model: there is no 'resnet21'; close to it"),
-        (["torchvision:resnet19"], "torchvision has no classifier 'resnet19'; close to it: resnet18"),
+        (["torchvision:resnet19"], "Unknown model resnet19"),
         (["resnet20", "--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1'"),
         (["resnet20", "--insert", "layer9"], "names: 'layer9' matches no module"),
         (["resnet20", "--insert", "fc"], "'fc' returns a tensor of shape"),

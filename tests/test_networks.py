@@ -158,8 +158,8 @@ def test_a_head_is_no_stage_and_a_dilated_stage_is_one(case):
 
 
 SMALL = {
-    "a U-Net": (UNet, IMAGES, ["enc1", "enc2", "enc3", "mid", "dec3", "dec2", "dec1"], "AttentionBlock2d"),
-    "a U-Net in a wrapper": (Inside, IMAGES, [f"net.{index}" for index in range(5)], "AttentionBlock2d"),
+    "a U-Net": (UNet, (1, 3, 32, 32), ["enc1", "enc2", "enc3", "mid", "dec3", "dec2", "dec1"], "AttentionBlock2d"),
+    "a U-Net in a wrapper": (Inside, (1, 3, 32, 32), [f"net.{index}" for index in range(5)], "AttentionBlock2d"),
     "a generator": (generator, (1, 100, 1, 1), ["2", "5", "8"], "AttentionBlock2d"),
     "a generator of vectors": (generator_of_vectors, (2, 100), ["3", "5"], "AttentionBlock2d"),
     "a discriminator": (discriminator, IMAGES, ["2", "5", "8"], "AttentionBlock2d"),
@@ -170,7 +170,7 @@ SMALL = {
         ["first", "down", "up"],
         "AttentionBlock2d",
     ),
-    "sound": (sound, (1, 1, 16_000), ["1", "2", "4", "5", "7", "8"], "AttentionBlock1d"),
+    "sound": (sound, (1, 1, 4_000), ["1", "2", "4", "5", "7", "8"], "AttentionBlock1d"),
     "video": (small_video, (1, 3, 8, 16, 16), ["2", "5"], "AttentionBlock3d"),
     "lines of text": (text_lines, (1, 1, 32, 64), ["1", "4", "7", "8"], "AttentionBlock2d"),
 }
@@ -254,19 +254,18 @@ def test_a_pyramid_is_a_part_of_its_own():
 
 @pytest.mark.filterwarnings("ignore:the map at")
 def test_heads_fit_the_channels_where_none_are_asked_for():
-    model = timm.create_model("rexnet_100")
+    with torch.device("meta"):
+        model = timm.create_model("rexnet_100")
     report = va.insert_(model, stages=[-2, -1], example_input=IMAGES)
     assert [(block.channels, dict(block.options)) for block in report.blocks] == [(128, {}), (185, {"num_heads": 5})]
     assert "num_heads=5 at 'features.15', as fits its 185 channels\n" in str(report)
     assert "'features.10', as fits" not in str(report)
-    model = timm.create_model("dpn68")
-    report = va.insert_(model, names=["features.conv1_1", "features.conv5_3"], example_input=IMAGES)
-    assert [(block.channels, dict(block.options)) for block in report.blocks] == [(10, {"num_heads": 5}), (832, {})]
-    asked = va.insert_(timm.create_model("rexnet_100"), stages=-1, num_heads=5, example_input=IMAGES)
-    assert "as fits" not in str(asked)
+    va.remove_(model)
+    assert "as fits" not in str(va.insert_(model, stages=-1, num_heads=5, example_input=IMAGES))
+    va.remove_(model)
     # What is asked for is not changed, and a layer that is made by hand says what it cannot have.
     with pytest.raises(ValueError, match="num_heads must divide channels"):
-        va.insert_(timm.create_model("rexnet_100"), stages=-1, num_heads=8, example_input=IMAGES)
+        va.insert_(model, stages=-1, num_heads=8, example_input=IMAGES)
     with pytest.raises(ValueError, match="num_heads must divide channels"):
         va.Attention2d(185)
 

@@ -303,15 +303,23 @@ def test_before_a_module_that_is_called_by_keyword():
 BRANCHES = {
     "torchvision resnet18": (lambda: torchvision.models.resnet18(), "layer2.0", "layer2.0.bn2"),
     "timm resnet50, with drop path": (
-        lambda: timm.create_model("resnet50", drop_path_rate=0.1),
+        lambda: timm.create_model("resnet50", drop_path_rate=0.1, layers=(1, 2, 1, 1)),
         "layer2.1",
         "layer2.1.drop_path",
     ),
     "timm convnext": (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
     "pre-activation": (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
-    "inverted residual": (lambda: torchvision.models.mobilenet_v2(), "features.3", "features.3.conv.3"),
+    "inverted residual": (
+        lambda: torchvision.models.mobilenet_v2(inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]),
+        "features.3",
+        "features.3.conv.3",
+    ),
     "cifar, padded shortcut": (lambda: timm.create_model("resnet20_a"), "layer2.0", "layer2.0.bn2"),
-    "vision transformer": (lambda: timm.create_model("vit_tiny_patch16_224"), "blocks.3", "blocks.3.drop_path2"),
+    "vision transformer": (
+        lambda: timm.create_model("vit_tiny_patch16_224", depth=2),
+        "blocks.1",
+        "blocks.1.drop_path2",
+    ),
 }
 
 
@@ -678,7 +686,7 @@ MISTAKES = {
 def test_mistakes_are_named(case):
     arguments, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
-        va.insert_(torchvision.models.resnet18(), **{"example_input": (1, 3, 64, 64), **arguments})
+        va.insert_(timm.create_model("resnet20"), **{"example_input": (1, 3, 64, 64), **arguments})
 
 
 def test_one_block_for_two_sites_is_refused():

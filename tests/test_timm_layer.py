@@ -39,7 +39,11 @@ def with_random_norms(model):
         ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),
         ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, va.AttentionBlock2d),  # the class itself
         ("resnet14t", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),  # bottlenecks
-        ("res2net50_14w_8s", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),
+        (
+            "res2net50_14w_8s",
+            lambda layer: {"layers": (1, 1, 1, 1), "block_args": {"attn_layer": layer}},
+            timm_layer(num_heads=4),
+        ),
         ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, timm_layer(num_heads=4)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

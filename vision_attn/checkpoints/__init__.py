@@ -2,7 +2,8 @@
 
 from vision_attn.checkpoints.adapter import AdapterReport, load_adapter, save_adapter
 from vision_attn.checkpoints.adapters import set_adapter
-from vision_attn.checkpoints.load import LoadReport, load_checkpoint
+from vision_attn.checkpoints.load import load_checkpoint
+from vision_attn.checkpoints.load_report import LoadReport
 from vision_attn.checkpoints.read import read_checkpoint
 from vision_attn.checkpoints.write import save_weights, write_atomically
 from vision_attn.errors import CheckpointError

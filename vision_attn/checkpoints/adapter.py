@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vision_attn import blocks
-from vision_attn.blocks import use_impl
-from vision_attn.checkpoints.adapter_file import Adapter, Placement, fingerprint, read_adapter, write_adapter
+from vision_attn.checkpoints.adapter_file import Adapter, fingerprint, read_adapter, write_adapter
 from vision_attn.checkpoints.adapters import ADAPTERS, named_adapters, set_adapter
-from vision_attn.checkpoints.load import matching, refuse_meta
+from vision_attn.checkpoints.load import matching, refuse_without_values
+from vision_attn.checkpoints.placements import makers_of, place, placements_of
 from vision_attn.checkpoints.write import copy_to_write
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
-    REPLACED,
-    InsertedBlock,
     InsertionReport,
     changeable,
-    insert_,
     inserted,
     inserted_keys,
     plain_network,
     records,
     remove_,
-    replace_,
 )
 from vision_attn.text import Report, Table, escaped, shorten
 from vision_attn.version import __version__
-
-__all__ = ["AdapterReport", "load_adapter", "makers_of", "place", "placements_of", "save_adapter"]
-
-#: The blocks that a file may name by themselves.
-BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    name: made
-    for name, made in vars(blocks).items()
-    if name in blocks.__all__ and isinstance(made, type) and issubclass(made, nn.Module)
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,7 +92,7 @@ def save_adapter(
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     model = plain_network(model)
-    refuse_meta(model)
+    refuse_without_values(model)
     placements = placements_of(model)
     if not placements:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
@@ -162,20 +146,18 @@ def load_adapter(
     ('0', 2)
     """
     model = changeable(model)
-    refuse_meta(model)
+    refuse_without_values(model)
     named = named_adapters(model)
     if name in named.blocks or (name is None and named.blocks):
         raise ValueError(
             f"name must be one that none of the model's adapters has ({', '.join(named.blocks)}); got {name!r}"
         )
     active = named.active
-    if active is not None:
-        set_adapter(model, None)
+    set_adapter(model, None)
     try:
         report, before = load(model, path, strict=strict, block=block, example_input=example_input)
     except BaseException:
-        if active is not None:
-            set_adapter(model, active)
+        set_adapter(model, active)
         raise
     if name is not None:
         named.active, named.blocks[name], named.also[name] = name, [], before
@@ -184,19 +166,12 @@ def load_adapter(
 
 
 def load(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    strict: bool,
-    block: Callable[..., nn.Module] | None,
-    example_input: Any,
+    model: nn.Module, path: str | Path, *, strict: bool, block: Callable[..., nn.Module] | None, example_input: Any
 ) -> tuple[AdapterReport, dict[str, Tensor]]:
     """:func:`load_adapter` into a network without others; with the report come the values that it took the place of."""
-    if inserted(model):
-        raise ValueError(
-            f"model must have nothing inserted; it has blocks at {shorten(map(repr, inserted(model)))}: remove_(model) "
-            "first"
-        )
+    if blocks := inserted(model):
+        sites = shorten(map(repr, blocks))
+        raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
     adapter = read_adapter(path)
     makers = makers_of(adapter.placements, adapter.tensors, path, block)
     own = model.state_dict()
@@ -257,92 +232,3 @@ def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Pa
             "changed with also=, or save the whole model. strict=False loads the adapter all the same"
         )
     return tuple(changed)
-
-
-def placements_of(model: nn.Module) -> tuple[Placement, ...]:
-    """Where the blocks of a model are and how they are made, if that can be written down."""
-    blocks = inserted(model)
-    for record in records(model):
-        refuse_unknown_make(record, blocks[record.site])
-    return tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in records(model))
-
-
-def place(
-    model: nn.Module,
-    placements: Iterable[Placement],
-    makers: Mapping[str, Callable[..., nn.Module]],
-    example_input: Any = None,
-) -> None:
-    """Replace and insert, those together that are alike but for their site."""
-    groups: dict[str, list[Placement]] = {}
-    # Replaced first: no block is held by a module that goes.
-    for placement in sorted(placements, key=lambda placement: placement.at != "instead"):
-        groups.setdefault(repr(replace(placement, site="")), []).append(placement)
-    for group in groups.values():
-        first, sites = group[0], [placement.site for placement in group]
-        make, shape = makers[first.block], first.input_shape if example_input is None else example_input
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
-            if first.at == "instead":
-                replace_(model, make, names=sites, example_input=shape, **first.options)
-            else:
-                insert_(model, make, names=sites, at=first.at, example_input=shape, **first.options)
-
-
-def makers_of(
-    placements: Iterable[Placement],
-    tensors: Mapping[str, Tensor],
-    path: str | Path,
-    block: Callable[..., nn.Module] | None,
-) -> dict[str, Callable[..., nn.Module]]:
-    """What makes the blocks of a file that has these tensors, by the name of their class."""
-    names = sorted({placement.block for placement in placements})
-    foreign = [name for name in names if name not in BLOCKS]
-    if block is None:
-        if foreign:
-            raise CheckpointError(
-                f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
-                f"block={foreign[0]}"
-            )
-    elif not foreign:
-        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
-    makers: dict[str, Callable[..., nn.Module]] = BLOCKS | (dict.fromkeys(foreign, block) if block else {})
-    parts = [(key.split("."), value.shape) for key, value in tensors.items()]
-    saved = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
-    return {name: only_as_saved(makers[name], saved) for name in names}
-
-
-def only_as_saved(
-    make: Callable[..., nn.Module], saved: Collection[tuple[str, tuple[int, ...]]]
-) -> Callable[..., nn.Module]:
-    """Makes a block only if the file holds tensors of its names and shapes: options can ask for any size."""
-
-    @wraps(make)
-    def made(channels: int, **given: Any) -> nn.Module:
-        state = make(channels, **{**given, "device": "meta"}).state_dict()
-        other = [f"{key} {tuple(value.shape)}" for key, value in state.items() if (key, value.shape) not in saved]
-        if other:
-            raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
-        return make(channels, **given)
-
-    return made
-
-
-def refuse_unknown_make(record: InsertedBlock, block: nn.Module) -> None:
-    """A block of ours that a function made may be other than its options say, and would come back as another."""
-    if record.block not in BLOCKS:
-        return
-    old = vars(block).get(REPLACED)
-    given = {"stride": old.stride[0], "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
-    try:
-        again = BLOCKS[record.block](record.channels, device="meta", **given, **record.options)
-        with use_impl(block, "bmm"), use_impl(again, "bmm"):
-            same = type(block) is type(again) and str(block) == str(again)
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        options = ", ".join(f"{name}={value!r}" for name, value in record.options.items()) or "no options"
-        raise ValueError(
-            f"the {record.block} at {record.site!r} is not what its class makes of {options}: give insert_ the class "
-            "and its options, not a function that makes it"
-        )

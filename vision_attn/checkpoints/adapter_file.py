@@ -9,7 +9,6 @@ blocks     ``[{site, at, block, options: {name: code}, input_shape}, …]``
 also       names of its tensors that replace the network's own
 about      what else its writer said, as plain values, if anything
 base       fingerprint of the network: ``{name: [shape, type, hash]}``
-base_hash  one hash over it
 file_hash  one hash over all of the above and the fingerprint of the file's own tensors
 =========  ==============================================================================================
 """
@@ -18,8 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,49 +26,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from vision_attn.checkpoints.placements import Placement, placements_in, said_of
 from vision_attn.checkpoints.read import read_file
-from vision_attn.checkpoints.specification import from_code, to_code
 from vision_attn.checkpoints.write import write_atomically
 from vision_attn.errors import CheckpointError
-
-__all__ = [
-    "ENTRY",
-    "LARGEST_IMAGES",
-    "Adapter",
-    "Fingerprint",
-    "Placement",
-    "fingerprint",
-    "placements_in",
-    "read_adapter",
-    "said_of",
-    "write_adapter",
-]
 
 #: What in a file's metadata makes it an adapter.
 ENTRY = "vision_attn_adapter"
 FORMAT = 1
 
-#: Numbers in the images of a dry run, which is what a file can make a network work on: 100 images of 3×224×224.
-LARGEST_IMAGES = 2**24
-
 #: name -> (shape, type, beginning of the SHA-256 of its bytes)
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One block: where it goes and what it is."""
-
-    #: path of its module
-    site: str
-    #: "after", "before", "branch" or "instead"
-    at: str
-    #: name of its class
-    block: str
-    #: what it was made with
-    options: Mapping[str, Any]
-    #: the images that its site was looked at with: batch, channels, rows, columns
-    input_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -121,36 +87,10 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
         "blocks": said_of(adapter.placements),
         "also": adapter.also,
         "base": adapter.base,
-        "base_hash": hash_of(adapter.base),
         **({"about": adapter.about} if adapter.about else {}),
     }
     said["file_hash"] = hash_of([said, fingerprint(adapter.tensors)])
     write_atomically(path, save(dict(adapter.tensors), {ENTRY: json.dumps(said)}))
-
-
-def said_of(placements: Iterable[Placement]) -> list[dict[str, Any]]:
-    """Blocks as plain values, their options as code."""
-    return [
-        vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
-        for block in placements
-    ]
-
-
-def placements_in(said: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
-    """The blocks that such values say."""
-    placements = tuple(
-        Placement(
-            site=str(block["site"]),
-            at=str(block["at"]),
-            block=str(block["block"]),
-            options={str(name): from_code(code) for name, code in block["options"].items()},
-            input_shape=tuple(map(int, block["input_shape"])),
-        )
-        for block in said
-    )
-    if any(math.prod(placement.input_shape) > LARGEST_IMAGES for placement in placements):
-        raise ValueError(f"the network was looked at with images of more than {LARGEST_IMAGES:,} numbers")
-    return placements
 
 
 def read_adapter(path: str | Path) -> Adapter:

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vision_attn.insertion import REPLACED, InsertedBlock, changeable, inserted
-from vision_attn.insertion.attach import CHILD, HELD, RECORD, attach, exchange, take_out
+from vision_attn.insertion import changeable, inserted
+from vision_attn.insertion.attach import RECORD, as_now, attach, detach
 from vision_attn.insertion.insert import forget_compiled_graphs
-from vision_attn.insertion.maps import Form, Map
-
-__all__ = ["ADAPTERS", "NamedAdapters", "named_adapters", "set_adapter"]
 
 #: The attribute in which a network keeps its named adapters.
 ADAPTERS = "named_adapters"
-
-
-@dataclass
-class Aside:
-    """A block that is not in its network at the moment."""
-
-    block: nn.Module
-    record: InsertedBlock
-    #: path of the module that it is a child of, and what it is called there
-    owner: tuple[str, str]
-    #: the module that it replaces
-    old: nn.Module | None
 
 
 @dataclass
@@ -37,8 +20,8 @@ class NamedAdapters:
 
     #: the one that is in the network; None while it is as its checkpoint has it
     active: str | None = None
-    #: of each adapter the blocks, while it is aside
-    blocks: dict[str, list[Aside]] = field(default_factory=dict)
+    #: of each adapter the blocks, while it is aside; where they go is in their records
+    blocks: dict[str, list[nn.Module]] = field(default_factory=dict)
     #: of each adapter the values of what else it has of its own: while it is in the network, the network's values of it
     also: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -87,43 +70,19 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
         return
     if adapters.active is not None:
         exchange_values(model, adapters.also[adapters.active])
-        adapters.blocks[adapters.active] = put_aside(model)
+        blocks = inserted(model)
+        for site, block in blocks.items():
+            detach(model, site, block)
+        adapters.blocks[adapters.active] = list(blocks.values())
         adapters.active = None
     if name is not None:
-        for one in sorted(adapters.blocks[name], key=lambda one: one.old is None):  # what replaces a module first
-            put_in(model, one)
+        for block in adapters.blocks[name]:
+            target = model.get_submodule(vars(block)[RECORD].site)
+            as_now(block, target if any(True for _ in target.parameters()) else model)
+            attach(model, block)
         exchange_values(model, adapters.also[name])
         adapters.blocks[name], adapters.active = [], name
     forget_compiled_graphs()
-
-
-def put_aside(model: nn.Module) -> list[Aside]:
-    """Take the blocks out of a network, and keep what brings them back."""
-    found = []
-    for site, block in inserted(model).items():
-        held = f"{site}.{vars(model.get_submodule(site)).get(HELD, CHILD)}".removeprefix(".")
-        owner, _, child = held.rpartition(".")
-        found.append(Aside(block, vars(block)[RECORD], (owner, child), vars(block).get(REPLACED)))
-    for one in sorted(found, key=lambda one: one.old is not None):  # those at a module before that module goes
-        take_out(model, one.record.site, one.block)
-    return found
-
-
-def put_in(model: nn.Module, one: Aside) -> None:
-    """Undo :func:`put_aside`: where, and of the type and mode that, the network is now."""
-    like = one.old if one.old is not None else model.get_submodule(one.record.site)
-    now = next((p for p in (*like.parameters(), *model.parameters()) if p.is_floating_point()), None)
-    if now is not None:
-        one.block.to(device=now.device, dtype=now.dtype)
-    one.block.train(like.training)
-    vars(one.block)[RECORD] = one.record
-    if one.old is not None:
-        exchange(model, one.old, one.block)
-        vars(one.block)[REPLACED] = one.old
-        return
-    nowhere: Any = Form((), torch.float32, torch.device("cpu"))
-    record = one.record
-    attach(model, Map(record.site, record.at, record.element, nowhere, record.layout, owner=one.owner), one.block)
 
 
 def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from vision_attn.checkpoints.pickled import NotAllowedError, PickleReader, as_key
 
-__all__ = ["LONGEST_LIST", "ShortReads", "read_archive"]
-
 #: Bytes of the longest list of what a file holds: that of 80,000 tensors or so.
 LONGEST_LIST = 2**23
 #: Bytes of the longest pickle.

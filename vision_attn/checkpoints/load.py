@@ -2,102 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vision_attn.checkpoints.adapter_file import ENTRY
-from vision_attn.checkpoints.read import AVERAGED, CheckpointFile, find_weights, read_file
+from vision_attn.checkpoints.load_report import LoadReport, Shapes, remedies
+from vision_attn.checkpoints.read import CheckpointFile, find_weights, read_file
 from vision_attn.checkpoints.specification import blocks_of, other_blocks
 from vision_attn.errors import CheckpointError
-from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
+from vision_attn.insertion import keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
-from vision_attn.text import Report, escaped, shorten
-
-__all__ = ["LoadReport", "load_checkpoint", "load_file", "matching", "refuse_meta"]
-
-#: key -> (shape in the model, shape in the checkpoint)
-Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-@dataclass(frozen=True, repr=False)
-class LoadReport(Report):
-    """What of a checkpoint went into a model, key by key; prints as a summary.
-
-    ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
-    purpose; ``missing`` are those it should know. A block that the checkpoint has in part is one that it should know.
-
-    >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
-    1 tensor loaded from net.pth
-    1 missing in the checkpoint: fc.bias
-    """
-
-    #: the file
-    path: str
-    #: which part of the file held the weights; "" when the file is nothing but weights
-    entry: str
-    #: keys that went into the model
-    loaded: tuple[str, ...]
-    #: the model's keys that the checkpoint cannot know
-    new: tuple[str, ...]
-    #: the model's keys that the checkpoint should have and has not
-    missing: tuple[str, ...]
-    #: keys of the checkpoint that the model has not
-    unexpected: tuple[str, ...]
-    #: key -> (shape in the model, shape in the checkpoint)
-    mismatched: Shapes
-    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
-    resampled: Shapes = field(default_factory=dict)
-    #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
-    replaced: tuple[str, ...] = ()
-    #: other parts of the file that hold weights, and were not taken
-    others: tuple[str, ...] = ()
-    #: what was taken off the names of all weights: ``"backbone."``
-    prefix: str = ""
-    #: keys left aside because they do not begin with the prefix that was asked for
-    aside: tuple[str, ...] = ()
-    #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
-    verified: str = ""
-    #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
-    differing: tuple[str, ...] = ()
-    #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
-    trusted: tuple[str, ...] = ()
-
-    def parts(self) -> list[str]:
-        source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
-        lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
-        if self.verified:
-            lines.append(f"its SHA-256 begins with {self.verified}, as its name says")
-        if self.others:
-            average = self.entry not in AVERAGED and not set(self.others).isdisjoint(AVERAGED)
-            hint = " (ema=True takes the moving average)" if average else ""
-            lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
-        if self.prefix:
-            lines.append(f"prefix {self.prefix!r} taken off")
-        for title, keys in (
-            ("for modules that are replaced, loaded for when they come back", self.replaced),
-            ("left aside", self.aside),
-            ("new by design", self.new),
-            ("missing in the checkpoint", self.missing),
-            ("unexpected in the checkpoint", self.unexpected),
-            ("resampled for the model's size of map", described(self.resampled)),
-            ("of another shape", described(self.mismatched)),
-            ("made otherwise", self.differing),
-        ):
-            if keys:
-                lines.append(f"{len(keys)} {title}: {shorten(keys)}")
-        if self.trusted:
-            lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
-        return lines
-
-
-def described(shapes: Shapes) -> list[str]:
-    return [f"{key} (model {model}, checkpoint {checkpoint})" for key, (model, checkpoint) in shapes.items()]
+from vision_attn.text import shorten
 
 
 def load_checkpoint(
@@ -137,8 +56,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device, has a tensor that nothing can be copied into (sparse, nested,
-            expanded, not made yet), or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device or lazy, or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -162,7 +80,7 @@ def load_file(
 ) -> LoadReport:
     """:func:`load_checkpoint`, of a file that is read already."""
     model = plain_network(model)
-    refuse_meta(model)
+    refuse_without_values(model)
     state, kept = model.state_dict(), kept_modules(model)
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
@@ -176,7 +94,6 @@ def load_file(
             "load_adapter(model, path)"
         )
     found = find_weights(file, ema=ema, own=own, prefix=prefix)
-    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
     stretched = stretched_tables(model, found.tensors)
     weights = {**found.tensors, **stretched}
     refuse_other_kinds(weights, own, file.path)
@@ -230,23 +147,13 @@ def load_file(
     return report
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Refuse a model that has no values."""
-    if any(isinstance(value, Tensor) and value.is_meta for value in model.state_dict().values()):
-        raise ValueError("model is on the meta device, where nothing can be loaded: model.to_empty(device=…) first")
-
-
-def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of a model that torch copies nothing into, before it has copied into others."""
-    for key, value in tensors.items():
-        lazy, nested = is_lazy(value), value.is_nested
-        what = "not made yet" if lazy else "nested" if nested else "sparse" if value.layout != torch.strided else ""
-        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
-            what = "expanded, several of its numbers are one in memory"
-        if what:
-            raise ValueError(
-                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
-            )
+def refuse_without_values(model: nn.Module) -> None:
+    """Refuse a model on the meta device, or one that a first forward has still to make."""
+    if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
+        raise ValueError(
+            "model has tensors without values, in which nothing can be loaded: model.to_empty(device=…) makes those on "
+            "the meta device, and a first forward those of lazy modules"
+        )
 
 
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
@@ -306,54 +213,3 @@ def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor],
 
 def kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
-
-
-def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
-    """What to do about a checkpoint that does not fit a model of these modules."""
-    sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
-    lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
-    instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
-    heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
-    if report.differing:
-        yield (
-            "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
-            "strict=False loads the weights all the same, where they mean something else."
-        )
-        return
-    if sites:
-        yield (
-            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "
-            f"line: --insert {sites.replace(',', '').replace(chr(39), '')})."
-        )
-    if instead:
-        yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
-    if sites or instead:
-        return
-    if any(".position." in f".{key}" for key in report.mismatched):
-        yield (
-            "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
-            'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'
-        )
-    elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
-        (own, other), *_ = report.mismatched.values()
-        yield (
-            f"It was trained for {other[0]} classes and the model has {own[0]}: make a model of {other[0]} classes, or "
-            f'keep a new head with fresh=["{heads.pop()}.*"] (on the command line: --reset-head).'
-        )
-    else:
-        yield "If it is the right file for this model, load_checkpoint with strict=False loads what fits."
-
-
-def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules that blocks were inserted at, by the keys of a state dict.
-
-    A module that cannot hold its block has it held by another one, under a name that says for which.
-    """
-    spelled = {name.replace(".", "_"): name for name in modules}
-    sites: dict[str, None] = {}
-    for key in keys:
-        host, child, rest = f".{key}".partition(f".{CHILD}")
-        if child:
-            held_for = rest.partition(".")[0].removeprefix("_")
-            sites[spelled.get(held_for) or host.removeprefix(".")] = None
-    return list(sites)

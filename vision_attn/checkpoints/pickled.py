@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotAllowedError", "PickleReader", "as_key"]
-
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
 BUDGET = 1_000_000
 

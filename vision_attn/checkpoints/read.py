@@ -18,8 +18,6 @@ from vision_attn.checkpoints.specification import Blocks, blocks_in, blocks_of
 from vision_attn.errors import CheckpointError
 from vision_attn.text import escaped, shorten
 
-__all__ = ["AVERAGED", "CheckpointFile", "Weights", "find_weights", "read_checkpoint", "read_file"]
-
 #: Files with a network's weights in a folder of Hugging Face's form, the safer one first.
 IN_FOLDERS = ("model.safetensors", "pytorch_model.bin")
 

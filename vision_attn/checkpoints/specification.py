@@ -15,8 +15,6 @@ from vision_attn.blocks.specified import TOLD
 from vision_attn.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
-__all__ = ["BLOCKS", "Blocks", "blocks_in", "blocks_of", "from_code", "from_word", "other_blocks", "to_code"]
-
 #: The only names that stand for something.
 SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     made.__name__: made

@@ -2,7 +2,6 @@
 
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import (
-    CHILD,
     REPLACED,
     inserted,
     inserted_keys,
@@ -19,6 +18,7 @@ from vision_attn.insertion.freezing import (
     set_gates_,
 )
 from vision_attn.insertion.insert import insert_, remove_, replace_
+from vision_attn.insertion.maps import CHILD
 from vision_attn.insertion.parameter_groups import check_optimizer, parameter_groups
 from vision_attn.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
 from vision_attn.insertion.sites import parse_sites

@@ -1,12 +1,13 @@
 """Blocks in a model: how one is held and run, put in and taken out again, and which there are.
 
-A block becomes a child of its owner, and a hook at its target applies it to the map that the target gives or takes. No
-module of the model is renamed or wrapped. A block that replaces a module is in its place, and keeps it.
+A block becomes a child of its target, or of a module inside that, and a hook at the target applies it to the map that
+the target gives or takes. No module of the model is renamed or wrapped. A block that replaces a module is in its place,
+and keeps it. Where it goes, a block says in its record: :func:`attach` and :func:`detach` need nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,32 +15,13 @@ from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
 from vision_attn.insertion.backbone import Example, modules_around, plain_network, run_quietly
-from vision_attn.insertion.maps import Map, change
+from vision_attn.insertion.maps import CHILD, Map, change
 from vision_attn.insertion.report import InsertedBlock
-
-__all__ = [
-    "CHILD",
-    "RECORD",
-    "REPLACED",
-    "attach",
-    "exchange",
-    "inserted",
-    "inserted_keys",
-    "is_target",
-    "keys_of_blocks",
-    "records",
-    "replaced",
-    "take_out",
-    "with_owners",
-]
-
-#: The name under which a block becomes a child of its owner, and so the part of its keys that tells it.
-CHILD = "inserted"
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
 RECORD = "insertion"
 
-#: The attribute in which a target that is not the owner of its block keeps the block's path from itself.
+#: The attribute in which a target whose block is no child of it keeps the block's path from itself.
 HELD = "inserted_at"
 
 #: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
@@ -84,9 +66,10 @@ def run_block(block: nn.Module, value: Any) -> Any:
     return change(value, record.element, run_on)
 
 
-def is_target(module: nn.Module) -> bool:
-    """Whether a block runs at this module."""
-    return run_after in module._forward_hooks.values() or run_before in module._forward_pre_hooks.values()
+def is_site(module: nn.Module) -> bool:
+    """Whether a block runs at this module, or is in its place."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return REPLACED in vars(module) or run_after in hooks or run_before in hooks
 
 
 class Probe(nn.Module):
@@ -101,64 +84,101 @@ class Probe(nn.Module):
         return args[0] if args else None
 
 
-def with_owners(model: nn.Module, maps: Sequence[Map], example: Example) -> list[Map]:
-    """The same maps with the module that the block of each can be a child of, and the name of the child.
+def with_holders(model: nn.Module, maps: Sequence[Map], example: Example) -> list[Map]:
+    """The same maps, each with the place inside its target where a block can be held.
 
-    That is the target, unless it loops over its children and would run the block as one of them, as a dense block does.
-    Then it is the first module inside it that does not.
+    That is a child of the target, unless the target loops over its children and would run the block as one of them, as
+    a dense block does. Then it is a child of the first module inside it that does not.
     """
-    owners = {one.target: (one.target, CHILD) for one in maps}
-    if disturbs(model, owners.values(), example):
-        for target in owners:
-            free = (owner for owner in owners_at(model, target) if not disturbs(model, [owner], example))
-            owner = next(free, None)
-            if owner is None:
-                raise SiteError(
-                    f"{target!r} takes no child, since it loops over or counts those it has, or calls something of its "
-                    f"own {CHILD!r}: choose another module"
-                )
-            owners[target] = owner
-    return [replace(one, owner=owners[one.target]) for one in maps]
+    if disturbs(model, [f"{one.target}.{CHILD}" for one in maps], example):
+        return [replace(one, held=place_inside(model, one.target, example)) for one in maps]
+    return list(maps)
 
 
-def owners_at(model: nn.Module, target: str) -> Iterator[tuple[str, str]]:
-    """A module at or inside a target, and what a block of this target is called there."""
-    yield target, CHILD
-    for name, module in model.get_submodule(target).named_modules(prefix=target):
+def place_inside(model: nn.Module, target: str, example: Example) -> str:
+    """The path from a target to where its block can be."""
+    module = model.get_submodule(target)
+    paths = [CHILD]
+    for name, inner in module.named_modules():
         # What replaced a module goes when that module comes back, and its parts with it.
-        temporary = any(REPLACED in vars(model.get_submodule(part)) for part in (*modules_around(name), name))
-        if name != target and not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and not temporary:
-            yield name, f"{CHILD}_{target.replace('.', '_')}"
+        temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*modules_around(name), name))
+        if name and not temporary and not isinstance(inner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
+    for path in paths:
+        if not disturbs(model, [f"{target}.{path}"], example):
+            return path
+    raise SiteError(
+        f"{target!r} takes no child, since it loops over or counts those it has, or calls something of its own "
+        f"{CHILD!r}: choose another module"
+    )
 
 
-def disturbs(model: nn.Module, owners: Iterable[tuple[str, str]], example: Example) -> bool:
-    """Whether the model calls children of these owners that it does not know, fails with them, or has its own."""
-    probe, owners = Probe(), list(owners)
-    if any(hasattr(model.get_submodule(owner), child) for owner, child in owners):
+def disturbs(model: nn.Module, paths: Iterable[str], example: Example) -> bool:
+    """Whether the model calls modules at these paths that it does not know, fails with them, or has its own."""
+    probe = Probe()
+    places = [(model.get_submodule(owner), child) for owner, _, child in (path.rpartition(".") for path in paths)]
+    if any(hasattr(owner, child) for owner, child in places):
         return True
     try:
-        for owner, child in owners:
-            model.get_submodule(owner).add_module(child, probe)
+        for owner, child in places:
+            owner.add_module(child, probe)
         run_quietly(model, example)
     except SiteError:
         return True
     finally:
-        for owner, child in owners:
-            model.get_submodule(owner)._modules.pop(child, None)
+        for owner, child in places:
+            owner._modules.pop(child, None)
     return probe.calls > 0
 
 
-def attach(model: nn.Module, one: Map, block: nn.Module) -> None:
-    """Let a block that has its record run on a map."""
-    target = model.get_submodule(one.target)
-    path, child = one.owner
-    model.get_submodule(path).add_module(child, block)
-    if path != one.target:
-        vars(target)[HELD] = f"{path.removeprefix(f'{one.target}.')}.{child}"
-    if one.at == "before":
+def attach(model: nn.Module, block: nn.Module) -> None:
+    """Let a block run where its record says; :func:`detach` undoes it."""
+    record: InsertedBlock = vars(block)[RECORD]
+    target = model.get_submodule(record.site)
+    if record.at == "instead":
+        vars(block)[REPLACED] = target
+        exchange(model, target, block)
+        return
+    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
+    model.get_submodule(owner).add_module(child, block)
+    if record.held != CHILD:
+        vars(target)[HELD] = record.held
+    if record.at == "before":
         target.register_forward_pre_hook(run_before, with_kwargs=True)
     else:
         target.register_forward_hook(run_after)
+
+
+def detach(model: nn.Module, site: str, block: nn.Module) -> None:
+    """Take a block out, or put back what it replaced: where, and of the type and in the mode that, the model is now.
+
+    The block keeps its record, which says where it was.
+    """
+    vars(block)[RECORD] = replace(vars(block)[RECORD], site=site)
+    if REPLACED in vars(block):
+        old: nn.Module = vars(block).pop(REPLACED)
+        as_now(old, block)
+        exchange(model, block, old)
+        return
+    target = model.get_submodule(site)
+    owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
+    del model.get_submodule(owner)._modules[child]
+    for hooks, with_kwargs in (
+        (target._forward_hooks, target._forward_hooks_with_kwargs),
+        (target._forward_pre_hooks, target._forward_pre_hooks_with_kwargs),
+    ):
+        for key in [key for key, hook in hooks.items() if hook in (run_after, run_before)]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
+
+
+def as_now(module: nn.Module, like: nn.Module) -> None:
+    """Give a module that was aside the device, type and mode of one that was in the model."""
+    now, before = next(like.parameters(), None), next(module.parameters(), None)
+    if now is not None and before is not None and (before.device, before.dtype) != (now.device, now.dtype):
+        module.to(device=now.device, dtype=now.dtype)
+    if module.training != like.training:
+        module.train(like.training)
 
 
 def exchange(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -167,32 +187,6 @@ def exchange(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in module._modules.items():
             if child is old:
                 module._modules[name] = new
-
-
-def take_out(model: nn.Module, site: str, block: nn.Module) -> None:
-    """Undo :func:`attach`, or put back what the block replaced: where, and of the type that, the model is now."""
-    del vars(block)[RECORD]
-    if REPLACED in vars(block):
-        old: nn.Module = vars(block).pop(REPLACED)
-        now, before = next(block.parameters(), None), next(old.parameters(), None)
-        if now is not None and before is not None and (before.device, before.dtype) != (now.device, now.dtype):
-            old.to(device=now.device, dtype=now.dtype)
-        if old.training != block.training:
-            old.train(block.training)
-        exchange(model, block, old)
-        return
-    target = model.get_submodule(site)
-    for hooks, flags, ours in (
-        (target._forward_hooks, (target._forward_hooks_with_kwargs, target._forward_hooks_always_called), run_after),
-        (target._forward_pre_hooks, (target._forward_pre_hooks_with_kwargs,), run_before),
-    ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            for entries in (hooks, *flags):
-                entries.pop(key, None)
-    vars(target).pop(HELD, None)
-    for module in model.modules():
-        for child in [name for name, other in module._modules.items() if other is block]:
-            del module._modules[child]
 
 
 def inserted(model: nn.Module) -> dict[str, nn.Module]:
@@ -214,16 +208,17 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     ['0']
     """
     modules = list(plain_network(model).named_modules())
-    found = {name: block_at(module) for name, module in modules if is_target(module)}
-    found |= {name: module for name, module in modules if REPLACED in vars(module)}
-    run = {id(block) for block in found.values()}
+    blocks = {
+        name: module if REPLACED in vars(module) else block_at(module) for name, module in modules if is_site(module)
+    }
+    run = set(map(id, blocks.values()))
     for name, module in modules:
         if RECORD in vars(module) and id(module) not in run:
             raise SiteError(
                 f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
                 "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
             )
-    return {name: found[name] for name, _ in modules if name in found}
+    return blocks
 
 
 def replaced(model: nn.Module) -> dict[str, nn.Module]:

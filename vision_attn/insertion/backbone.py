@@ -16,20 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.errors import SiteError
 
-__all__ = [
-    "Example",
-    "Hook",
-    "changeable",
-    "declared_stages",
-    "end_of_sequential",
-    "example_of",
-    "modules_around",
-    "plain_network",
-    "quiet_eval",
-    "run_quietly",
-    "shown",
-]
-
 #: A forward hook that is given keyword arguments, too.
 Hook = Callable[[nn.Module, Any, Any, Any], Any]
 
@@ -125,14 +111,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 def shown(value: object) -> str:
     """An argument in a message: of a tensor its shape."""
-    if isinstance(value, Tensor):
-        return str(tuple(value.shape))
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(map(shown, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in value.items())}}}"
-    return repr(value)
+    return repr(tree_map_only(Tensor, lambda tensor: tuple(tensor.shape), value))
 
 
 def example_of(model: nn.Module, given: Any = None) -> Example:
@@ -221,35 +200,27 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, attributes and hooks are as they were: what a forward counts, keeps or sets up is gone."""
-    before = [
-        (module, type(module), [(held, dict(held)) for held in held_in(module)], clones_of(module))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
+    before = []
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            # Its attributes, and those of them that are plain dictionaries, as its buffers and hooks are.
+            held = [vars(module), *(value for value in vars(module).values() if type(value) in (dict, OrderedDict))]
+            buffers = [buffer for buffer in module._buffers.values() if buffer is not None and not buffer.is_meta]
+            copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+            before.append((module, type(module), [(one, dict(one)) for one in held], copies))
     try:
         yield
     finally:
-        for module, kind, all_held, clones in before:
+        for module, kind, attributes, copies in before:
             if type(module) is not kind:  # a lazy module, which is made now
                 continue
-            for held, attributes in all_held:
-                for name in held.keys() - attributes.keys():
-                    del held[name]
-                held.update(attributes)
-            for buffer, clone in clones:
-                if not torch.equal(buffer, clone):
+            for held_now, held_before in attributes:
+                held_now.clear()
+                held_now.update(held_before)
+            for buffer, copy in copies:
+                if not torch.equal(buffer, copy):
                     with torch.no_grad():
-                        buffer.copy_(clone)
-
-
-def held_in(module: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of a module, and those of them that are plain dictionaries, as its buffers and hooks are."""
-    return [vars(module), *(value for value in vars(module).values() if type(value) in (dict, OrderedDict))]
-
-
-def clones_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """The buffers that hold numbers, and copies of them."""
-    return [(x, x.detach().clone()) for x in module._buffers.values() if x is not None and not x.is_meta]
+                        buffer.copy_(copy)
 
 
 @contextmanager

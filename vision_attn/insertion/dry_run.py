@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,6 @@ from vision_attn.insertion.maps import (
     misaligned,
 )
 
-__all__ = ["DryRun", "leaves"]
-
 
 @dataclass(frozen=True)
 class Call:
@@ -59,10 +58,23 @@ class DryRun:
     def __init__(self, model: nn.Module, example: Example) -> None:
         self.model = model
         self.example = example
-        #: by path of the module, in order; and the shapes of what the model gives
-        self.calls, self.given = calls_of(model, example)
+        #: by path of the module, in order
+        self.calls: dict[str, list[Call]] = {}
         #: the same on an example whose images are twice as long along an axis; None if the network takes none
         self.others: dict[int, DryRun | None] = {}
+        order = count()
+
+        def note(name: str) -> Hook:
+            def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+                taken = {**forms_in(args), **forms_in(kwargs)}
+                call = Call(taken, forms_in(output), type(output).__name__, next(order))
+                self.calls.setdefault(name, []).append(call)
+
+            return hook
+
+        output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
+        #: the shapes of what the model gives
+        self.given = [tuple(tensor.shape) for tensor in leaves(output)]
 
     def grown(self, axis: int) -> DryRun | None:
         """The same on images twice as long along one of their axes; None if the network takes one size only."""
@@ -74,21 +86,15 @@ class DryRun:
                 self.others[axis] = None
         return self.others[axis]
 
-    @property
-    def has_one_size(self) -> bool:
-        """Whether the network takes no wider images."""
-        return self.grown(-1) is None
-
-    def form(self, target: str, at: str, element: Element) -> Form | None:
-        """A tensor among what a module that is called once gives, or takes."""
+    def tensors(self, target: str, at: str) -> dict[Element, Form]:
+        """What a module that is called once gives, or takes."""
         calls = self.calls.get(target, [])
-        return calls[0].side(at).get(element) if len(calls) == 1 else None
+        return calls[0].side(at) if len(calls) == 1 else {}
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
-        """The maps among what a module that is called once gives, or takes."""
-        calls = self.calls.get(target, [])
+        """The maps among that."""
         found = []
-        for element, form in calls[0].side(at).items() if len(calls) == 1 else ():
+        for element, form in self.tensors(target, at).items():
             layouts = self.layouts_at(target, at, element, form)
             if len(layouts) > 1:
                 layouts &= self.usual_layouts
@@ -100,29 +106,29 @@ class DryRun:
         """The layouts in which what a module gives or takes can be a map, by all sizes of image that are tried."""
         if self.holds_none(target, form):
             return set()
-        dims = len(form.shape)
-        if self.example.image.dim() == 2 and (dims > 3 or self.has_one_size):
-            return set(layouts_of(dims)[:1]) if form.shape[0] == self.example.shape[0] else set()
-        kept, wide = self.layouts(target, form), self.grown(-1)
+        flat = len(self.example.size) != 2  # of one or three axes
+        first, wide = set(layouts_of(len(form.shape))[:1]), self.grown(-1)
+        if self.example.image.dim() == 2 and (len(form.shape) > 3 or wide is None):
+            return first if form.shape[0] == self.example.shape[0] else set()
+        kept = self.layouts(target, form)
         if wide is None or self.example.count:
-            return kept if len(self.example.size) == 2 else kept & set(layouts_of(dims)[:1])
-        if len(self.example.size) == 2:
-            twin = wide.form(target, at, element)
-            kept = same_kind(kept, wide.layouts(target, twin)) if twin is not None else set()
-            if kept:
-                return kept
-        return {layout for layout in layouts_of(dims) if self.follows(target, at, element, layout)}
+            return kept & first if flat else kept
+        twin = None if flat else wide.tensors(target, at).get(element)
+        kinds = {(one.axes, one.prefix) for one in wide.layouts(target, twin)} if twin is not None else set()
+        if kept := {one for one in kept if (one.axes, one.prefix) in kinds}:
+            return kept
+        return {layout for layout in layouts_of(len(form.shape)) if self.follows(target, at, element, layout)}
 
     def follows(self, target: str, at: str, element: Element, layout: Layout) -> bool:
         """Whether each axis of a map grows with that axis of the image, if it can, and with no other."""
-        form, rank = self.form(target, at, element), len(self.example.size)
-        if form is None or len(form.shape) != 2 + rank or form.shape[0] % self.example.shape[0]:
+        form, rank = self.tensors(target, at)[element], len(self.example.size)
+        if len(form.shape) != 2 + rank or form.shape[0] % self.example.shape[0]:
             return False
         here = layout.map_shape(form.shape)
         for axis in range(-rank, 0):
             if (other := self.grown(axis)) is None:
                 continue
-            twin = other.form(target, at, element)
+            twin = other.tensors(target, at).get(element)
             if twin is None or len(twin.shape) != len(here):
                 return False
             there = layout.map_shape(twin.shape)
@@ -182,22 +188,17 @@ class DryRun:
             return maps[0]
         call = self.calls[target][0]
         verb, side = "takes" if at == "before" else "returns", call.side(at)
+        shapes = ", ".join(str(form.shape) for form in side.values())
         if len(maps) > 1:
-            shapes = ", ".join(str(one.form.shape) for one in maps)
             raise SiteError(
                 f"{target!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
             )
-        way_out = f"choose {self.neighbour(target)}"
-        if len(side) == 1:
-            (form,) = side.values()
-            size = "×".join(map(str, self.example.size))
-            raise SiteError(
-                f"{target!r} {verb} a tensor of shape {form.shape} for {self.example.shape[0]} image(s) of {size}, in "
-                "which no map was found that follows the image, with its channels second or last or as a grid of "
-                f"tokens: {way_out}"
-            )
-        what = f"{len(side)} tensors, and no map was found in them" if side else f"a {call.kind} without a tensor"
-        raise SiteError(f"{target!r} {verb} {what}: {way_out}")
+        found = f"a tensor of shape {shapes}" if len(side) == 1 else f"{len(side)} tensors of shapes {shapes}"
+        found = found if side else f"a {call.kind} without a tensor"
+        raise SiteError(
+            f"{target!r} {verb} {found} for images {self.example.shape}, and no map was found in that which follows "
+            f"the image, with its channels second or last or as a grid of tokens: choose {self.neighbour(target)}"
+        )
 
     def neighbour(self, target: str) -> str:
         """A module to choose in the place of one, in words: the last before it, or inside it, that gives one map."""
@@ -229,12 +230,12 @@ class DryRun:
     def meant(self, maps: list[Map]) -> list[Map]:
         """Those among a module's maps that the network reads and, if that is more than one, declares for a stage."""
         read = [one for one in maps if self.is_read(one)] or maps
-        channels = {
-            count
-            for stage, count in declared_stages(self.model)
+        declared = {
+            channels
+            for stage, channels in declared_stages(self.model)
             if stage in self.calls and end_of_sequential(self.model, stage) == maps[0].target
         }
-        return [one for one in read if one.shape[1] in channels] or read
+        return [one for one in read if one.shape[1] in declared] or read
 
     def unread(self, maps: Iterable[Map]) -> set[str]:
         """The targets of those that nothing comes of.
@@ -273,26 +274,3 @@ def leaves(value: object) -> Iterator[Tensor]:
         held = value if isinstance(value, (Mapping, tuple, list)) else vars(value)
         for item in held.values() if isinstance(held, Mapping) else held:
             yield from leaves(item)
-
-
-def same_kind(layouts: set[Layout], others: set[Layout]) -> set[Layout]:
-    """Those of which there is one with the same axes for another size of image."""
-    kinds = {(other.axes, other.prefix) for other in others}
-    return {layout for layout in layouts if (layout.axes, layout.prefix) in kinds}
-
-
-def calls_of(model: nn.Module, example: Example) -> tuple[dict[str, list[Call]], list[tuple[int, ...]]]:
-    calls: dict[str, list[Call]] = {}
-    ended = 0
-
-    def note(name: str) -> Hook:
-        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            nonlocal ended
-            taken = {**forms_in(args), **forms_in(kwargs)}
-            calls.setdefault(name, []).append(Call(taken, forms_in(output), type(output).__name__, ended))
-            ended += 1
-
-        return hook
-
-    output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
-    return calls, [tuple(tensor.shape) for tensor in leaves(output)]

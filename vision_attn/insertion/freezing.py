@@ -15,8 +15,6 @@ from vision_attn.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
 
-__all__ = ["freeze_backbone_", "freeze_gates_", "gates", "print_trainable_parameters", "set_gates_"]
-
 #: The attribute in which a module with something frozen keeps what it was.
 FROZEN = "_before_freezing"
 

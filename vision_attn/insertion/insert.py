@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +21,17 @@ from vision_attn.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBloc
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import (
     RECORD,
-    REPLACED,
     attach,
-    exchange,
+    detach,
     inserted,
     records,
-    take_out,
-    with_owners,
+    with_holders,
 )
 from vision_attn.insertion.backbone import changeable, example_of, run_quietly, shown
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.maps import Map
 from vision_attn.insertion.report import InsertionReport, describe
 from vision_attn.insertion.sites import Names, select_sites, targets_of
-
-__all__ = ["ATTENTION_BLOCKS", "check_maker", "fitting_heads", "insert_", "remove_", "replace_"]
 
 #: The default block, by how many axes a map has.
 ATTENTION_BLOCKS: dict[int, Callable[..., nn.Module]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
@@ -97,16 +93,8 @@ def insert_(
     run = DryRun(model, example_of(model, example_input))
     targets = targets_of(run, select_sites(run, stages=stages, names=names, where=where), at)
     side = "before" if at == "before" else "after"
-    maps = with_owners(model, run.the_maps(targets, side), run.example)
-    blocks: list[nn.Module] = []
-    for one in maps:
-        make = ATTENTION_BLOCKS[len(one.shape) - 2] if block is None else block
-        blocks.append(new_block(run, make, one, side, block_options))
-    report = report_of(blocks, "inserted")
-    for one, new in zip(maps, blocks, strict=True):
-        attach(model, one, new)
-    forget_compiled_graphs()
-    return report
+    maps = with_holders(model, run.the_maps(targets, side), run.example)
+    return put_in(model, [new_block(run, block, one, side, block_options) for one in maps], "inserted")
 
 
 def replace_(
@@ -162,43 +150,31 @@ def replace_(
         old = model.get_submodule(site)
         check_replaceable(site, old, sites)
         taken, given = maps_around(run, site)
+        make, own = block, {}
         if isinstance(old, nn.Conv2d):
-            make = StridedAttention2d if block is None else block
-            own: dict[str, Any] = {"groups": old.groups} if block is None else {}
-            own |= {"stride": int(old.stride[0]), "out_channels": old.out_channels}
-        elif taken.shape == given.shape:
-            make, own = ATTENTION_BLOCKS[len(taken.shape) - 2] if block is None else block, {}
-        else:
+            own = {"stride": int(old.stride[0]), "out_channels": old.out_channels}
+            if block is None:
+                make, own = StridedAttention2d, own | {"groups": old.groups}
+        elif taken.shape != given.shape:
             raise SiteError(
                 f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
                 "and modules that return a map of the shape they take"
             )
         blocks.append(new_block(run, make, taken, "instead", block_options, given, own))
-    report = report_of(blocks, "put in place")
-    for site, new in zip(sites, blocks, strict=True):
-        old = model.get_submodule(site)
-        exchange(model, old, new)
-        vars(new)[REPLACED] = old
-    idle = uncalled(model, run, sites)
-    if idle:
-        for site, new in zip(sites, blocks, strict=True):
-            take_out(model, site, new)
-        raise SiteError(
-            f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a list "
-            "of its own beside its children. Choose others, or put them into an nn.ModuleList"
-        )
-    forget_compiled_graphs()
-    return report
-
-
-def uncalled(model: nn.Module, run: DryRun, sites: Iterable[str]) -> list[str]:
-    """Which of these modules a forward does not call; none where it fails, as blocks of other widths may want."""
+    report = put_in(model, blocks, "put in place")
     called: set[str] = set()
     try:
-        run_quietly(model, run.example, {site: lambda *call, site=site: called.add(site) for site in sites})
+        run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
+        if idle := [site for site in sites if site not in called]:
+            raise SiteError(
+                f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a "
+                "list of its own beside its children. Choose others, or put them into an nn.ModuleList"
+            )
     except SiteError:
-        return []
-    return [site for site in sites if site not in called]
+        for site, new in zip(sites, blocks, strict=True):
+            detach(model, site, new)
+        raise
+    return report
 
 
 def remove_(model: nn.Module) -> InsertionReport:
@@ -227,7 +203,8 @@ def remove_(model: nn.Module) -> InsertionReport:
         raise ValueError("model has no inserted block to remove")
     report = InsertionReport(records(model), verb="removed")
     for site, block in blocks.items():
-        take_out(model, site, block)
+        detach(model, site, block)
+        del vars(block)[RECORD]
     forget_compiled_graphs()
     return report
 
@@ -240,7 +217,7 @@ def check_maker(block: object) -> None:
 
 def new_block(
     run: DryRun,
-    make: Callable[..., nn.Module],
+    block: Callable[..., nn.Module] | None,
     one: Map,
     at: str,
     asked: Mapping[str, Any],
@@ -248,6 +225,7 @@ def new_block(
     own: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A block for a map with its record; refused where it is no new one, or does not fit."""
+    make = ATTENTION_BLOCKS[len(one.shape) - 2] if block is None else block
     fitted = {} if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() else heads(make, one)
     options = {**fitted, **asked}
     new: object = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
@@ -300,11 +278,14 @@ def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
     return taken, given
 
 
-def report_of(blocks: Iterable[nn.Module], verb: str) -> InsertionReport:
-    """The report of new blocks, with its warnings given before anything is changed: they may have been made errors."""
+def put_in(model: nn.Module, blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
+    """Put new blocks in; the report's warnings come before anything is changed, as they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+    for block in blocks:
+        attach(model, block)
+    forget_compiled_graphs()
     return report
 
 

@@ -25,18 +25,8 @@ from torch import Tensor, nn
 
 from vision_attn.insertion.backbone import Example, Hook, run_quietly
 
-__all__ = [
-    "FIRST",
-    "Element",
-    "Form",
-    "Layout",
-    "Map",
-    "change",
-    "consistent_layouts",
-    "forms_in",
-    "layouts_of",
-    "misaligned",
-]
+#: The name under which a block becomes a child of its target, and so the part of its keys that tells it.
+CHILD = "inserted"
 
 #: An index of a tuple or list, a key of a dictionary, or ``None`` where the value is the tensor itself.
 Element = int | str | None
@@ -112,11 +102,7 @@ def layouts_of(dims: int) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True)
 class Map:
-    """A map that a module takes or gives: all that a dry run measures of a place where a block can be.
-
-    The **target** is the module that takes or gives the map, and at which a block runs. The **owner** is the module
-    that the block becomes a child of: the target itself, unless that minds how many children it has.
-    """
+    """A map that a module, its **target**, takes or gives: all that a dry run measures of a place for a block."""
 
     #: path of the target
     target: str
@@ -130,8 +116,8 @@ class Map:
     layout: Layout
     #: whether what the network gives depends on it
     read: bool = True
-    #: path of the owner, and the name that the block has there
-    owner: tuple[str, str] = ("", "")
+    #: path from the target to the block: a child of it, unless it minds how many children it has
+    held: str = CHILD
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -232,19 +218,17 @@ def shows(changes: Tensor) -> bool:
 
 
 def hits(changes: Tensor) -> int:
-    """For how many places the cell that changes most is where the place is."""
-    height, width = changes.shape[1:]
+    """For how many places the cell that changes most is within the place, or one cell beside it."""
+    sides = changes.shape[1:]
     count = 0
-    for (y, x), change in zip(PLACES, changes, strict=True):
-        row, column = divmod(int(change.argmax()), width)
-        near = abs(row + 0.5 - y * height) <= reach(height) and abs(column + 0.5 - x * width) <= reach(width)
-        count += near and bool(change.any())
+    for place, change in zip(PLACES, changes, strict=True):
+        cell = divmod(int(change.argmax()), sides[1])
+        off = [
+            abs(index + 0.5 - share * side) - side * SIDE / 2
+            for index, share, side in zip(cell, place, sides, strict=True)
+        ]
+        count += max(off) <= 1.5 and bool(change.any())
     return count
-
-
-def reach(side: int) -> float:
-    """How far from the middle of the change its cell may be: within the change, and one cell more."""
-    return side * SIDE / 2 + 1.5
 
 
 def touch(images: Tensor, y: float, x: float) -> Tensor:

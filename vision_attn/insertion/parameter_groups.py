@@ -14,8 +14,6 @@ from vision_attn.insertion.attach import inserted_keys
 from vision_attn.insertion.backbone import plain_network
 from vision_attn.position import PositionTerm
 
-__all__ = ["check_optimizer", "parameter_groups"]
-
 #: Norms, whose scales do not decay whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 

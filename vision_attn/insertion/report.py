@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import use_impl
 from vision_attn.checks import product
-from vision_attn.insertion.maps import FIRST, Layout, Map
+from vision_attn.insertion.maps import CHILD, FIRST, Layout, Map
 from vision_attn.text import Report, Table
-
-__all__ = ["InsertedBlock", "InsertionReport", "count_multiply_adds", "describe"]
 
 #: What is easily forgotten.
 OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
@@ -61,6 +59,8 @@ class InsertedBlock:
     depth: int = 1
     #: whether the number of heads was fitted to the channels, since none was asked for
     fitted_heads: bool = False
+    #: path from the module to the block
+    held: str = CHILD
 
     @property
     def map_size(self) -> tuple[int, ...]:
@@ -195,6 +195,7 @@ def describe(
         layout=taken.layout,
         read=taken.read,
         depth=depth,
+        held=taken.held,
     )
 
 

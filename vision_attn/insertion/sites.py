@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vision_attn.errors import SiteError
-from vision_attn.insertion.attach import REPLACED, inserted, is_target
+from vision_attn.insertion.attach import inserted, is_site
 from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
 from vision_attn.insertion.dry_run import DryRun, leaves
 from vision_attn.insertion.stages import stages_of
-
-__all__ = ["Names", "parse_sites", "select_sites", "targets_of"]
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
@@ -51,17 +49,11 @@ def select_sites(
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
-    own = {
-        id(module)
-        for site, block in inserted(run.model).items()
-        for module in block.modules()
-        if module is not run.model.get_submodule(site)
-    }
-    modules = {
-        name: module
-        for name, module in run.model.named_modules(remove_duplicate=False)
-        if name and id(module) not in own
-    }
+    blocks = inserted(run.model)
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    inside -= {id(run.model.get_submodule(site)) for site in blocks}
+    named = run.model.named_modules(remove_duplicate=False)
+    modules = {name: module for name, module in named if name and id(module) not in inside}
     if stages is not None:
         chosen = match_stages(run, several("stages", stages, (int, str)))
     elif names is not None:
@@ -141,12 +133,10 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
             run.check_called_once(target)
         targets = [end_of_sequential(run.model, branch_end(run.model, target, run.example)) for target in targets]
     for target in targets:
-        module = run.model.get_submodule(target)
-        if REPLACED in vars(module):
-            raise SiteError(f"{target!r} has replaced a module: insert at the module around it, or give it its options")
-        if is_target(module):
+        if is_site(run.model.get_submodule(target)):
             raise SiteError(
-                f"{target!r} has an inserted block already: take it out with remove_, or choose another site"
+                f"{target!r} has an inserted block already, or is one: choose another site, take the block out with "
+                "remove_, or make it with other options"
             )
     return list(dict.fromkeys(targets))
 
@@ -162,14 +152,13 @@ def branch_end(model: nn.Module, site: str, example: Example) -> str:
     Of the last two maps that the block adds, the branch is the one that more operations led to.
     """
     following = Following()
-    block = model.get_submodule(site)
-    hooks = {f"{site}.{name}": following.give(f"{site}.{name}") for name, _ in block.named_modules() if name}
-    handle = block.register_forward_pre_hook(lambda module, args: following.watch(True))
-    try:
+
+    def once_more(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
         with following:
-            run_quietly(model, example, {**hooks, site: lambda *_: following.watch(False)})
-    finally:
-        handle.remove()
+            module.forward(*args, **kwargs)
+
+    names = [name for name, _ in model.get_submodule(site).named_modules(prefix=site) if name != site]
+    run_quietly(model, example, {name: following.returns(name) for name in names} | {site: once_more})
     if following.last is None:
         raise SiteError(
             f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
@@ -177,12 +166,10 @@ def branch_end(model: nn.Module, site: str, example: Example) -> str:
     one, other = following.last
     branch = max(one, other, key=lambda step: step.depth)
     if one.depth == other.depth or branch.module is None:
-        what = (
-            "adds two branches of equal length, and it cannot be told which is the shortcut"
-            if one.depth == other.depth
-            else "adds what is no output of a module, so nothing can follow the branch"
+        raise SiteError(
+            f"{site!r} adds two maps, and it cannot be told which is the branch, or what module gives it: choose a "
+            "module inside of the branch by names=, with at='after'"
         )
-        raise SiteError(f"{site!r} {what}: choose a module inside of a branch by names=, with at='after'")
     return branch.module
 
 
@@ -203,29 +190,23 @@ class Following(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watching = False
         self.origins: dict[int, Origin] = {}
         self.last: tuple[Origin, Origin] | None = None
 
-    def watch(self, on: bool) -> None:
-        self.watching = on
+    def origin(self, tensor: Tensor) -> Origin:
+        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
 
-    def give(self, name: str) -> Hook:
+    def returns(self, name: str) -> Hook:
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if isinstance(output, Tensor):
                 self.origin(output).module = name
 
         return hook
 
-    def origin(self, tensor: Tensor) -> Origin:
-        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.watching:
-            return func(*args, **kwargs)
         taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
         if func in ADDITIONS and len(taken) == 2:
             one, other = taken

@@ -19,8 +19,6 @@ from vision_attn.insertion.backbone import (
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.maps import Map
 
-__all__ = ["stage_names", "stages_of"]
-
 #: Activations that follow hidden layers, and no output.
 HIDDEN = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
 
@@ -152,7 +150,7 @@ def start_of_head(run: DryRun, name: str, module: nn.Module) -> int | None:
         return None
     around = [path for path in [*modules_around(name), name] if len(run.calls.get(path, [])) == 1]
     for path in around:
-        taken, given = run.form(path, "before", 0), run.form(path, "after", None)
+        taken, given = run.tensors(path, "before").get(0), run.tensors(path, "after").get(None)
         if taken is not None and given is not None and taken.shape == given.shape and not takes_images(run, path):
             return None
     for path in around:

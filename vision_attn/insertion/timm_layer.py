@@ -13,8 +13,6 @@ from torch import nn
 from vision_attn.blocks import AttentionBlock2d
 from vision_attn.insertion.insert import check_maker
 
-__all__ = ["TimmLayer", "timm_layer"]
-
 #: What timm tells a layer of the bottleneck of channels in squeeze-and-excitation: how narrow it is, its activation.
 #: Attention has no such bottleneck: these are for nobody.
 OF_A_BOTTLENECK = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import os
 import warnings
@@ -29,8 +28,6 @@ from vision_attn.insertion.report import describe
 from vision_attn.insertion.stages import stages_of
 from vision_attn.inspection.report import GIBI, IMPLS_COUNTED, LONGEST, SHORTEST, Inspection, Proposal, Share, Site
 from vision_attn.patterns import Window
-
-__all__ = ["inspect_model"]
 
 #: What stands before the names of torchvision's networks.
 TORCHVISION = "torchvision:"
@@ -99,7 +96,7 @@ def inspect_model(
         raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size) if example_input is None else example_of(network, example_input)
-    run = dry_run(network, example)
+    run = DryRun(network, example)
     paths = stages_of(run)
     whole, shares = measure(network, paths, example)
 
@@ -167,18 +164,13 @@ def network_of(name: str) -> nn.Module:
             config = get_pretrained_cfg(name)
         return create_model(name, num_classes=config.num_classes if config else 1000)
 
-    from torchvision import models
+    from torchvision.models import get_model
 
-    wanted, known = name.removeprefix(TORCHVISION), models.list_models(models)
-    if wanted not in known:
-        close = difflib.get_close_matches(wanted, known, n=5)
-        hint = f"close to it: {', '.join(close)}" if close else "torchvision.models.list_models() names them all"
-        raise ValueError(f"model: torchvision has no classifier {wanted!r}; {hint}")
+    wanted = name.removeprefix(TORCHVISION)
     # Weights are drawn and then never looked at: some of torchvision's networks ask, with a warning, how to draw them.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
-    model = models.get_model(wanted, weights=None, **options)
-    assert isinstance(model, nn.Module)
-    return model
+    network: nn.Module = get_model(wanted, weights=None, **options)
+    return network
 
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Example:
@@ -196,14 +188,6 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Exa
             f"input_size must be of at most {MOST_PIXELS:,} pixels, as the network runs on them; got {size}"
         )
     return own.changed(lambda images: images.new_zeros(*images.shape[:2], *size))
-
-
-def dry_run(network: nn.Module, example: Example) -> DryRun:
-    try:
-        return DryRun(network, example)
-    except SiteError as error:
-        what = f"{type(network).__name__} does not run on an image of {'×'.join(map(str, example.shape[1:]))}"
-        raise ValueError(f"input_size: {what} ({error.__cause__ or error}): give a size that it takes") from error
 
 
 def measure(model: nn.Module, stages: Sequence[str], example: Example) -> tuple[Share, dict[str, Share]]:

@@ -14,8 +14,6 @@ import torch
 from vision_attn.insertion.report import InsertedBlock, InsertionReport
 from vision_attn.text import Report, Table
 
-__all__ = ["Inspection", "Proposal", "Share", "Site"]
-
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
 SHORTEST, LONGEST = 7, 32
 

@@ -14,10 +14,10 @@ are timm's ResNet-50 otherwise, and take its arguments. There are no weights for
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import timm
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import ResNet, build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
@@ -90,25 +90,8 @@ def fewer_cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
-def bottleneck_transformer(**kwargs: Any) -> ResNet:
-    return resnet50_with(attention_for, ("layer4",), **kwargs)
-
-
-def augmented_resnet(**kwargs: Any) -> ResNet:
-    return resnet50_with(augmented, ("layer2", "layer3", "layer4"), **kwargs)
-
-
-_CFG = {
-    "num_classes": 1000,
-    "input_size": (3, 224, 224),
-    "pool_size": (7, 7),
-    "crop_pct": 0.875,
-    "interpolation": "bicubic",
-    "mean": IMAGENET_DEFAULT_MEAN,
-    "std": IMAGENET_DEFAULT_STD,
-    "first_conv": "conv1",
-    "classifier": "fc",
-}
+#: All else, the size and the statistics of the images among it, is what timm's configurations say by themselves.
+_CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}
 
 default_cfgs = generate_default_cfgs({"botnet50.untrained": _CFG, "aa_resnet50.untrained": _CFG})
 
@@ -133,7 +116,8 @@ def botnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
     >>> botnet50(img_size=64).layer4[0].conv2.attn.position.specification
     RelPosDecomposed(feat_size=(4, 4))
     """
-    return build_model_with_cfg(bottleneck_transformer, "botnet50", pretrained, **kwargs)
+    network = partial(resnet50_with, attention_for, ("layer4",))
+    return build_model_with_cfg(network, "botnet50", pretrained, **kwargs)
 
 
 @register_model
@@ -157,4 +141,5 @@ def aa_resnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
     >>> aa_resnet50(img_size=64).layer4[0].conv2.attn.position.specification
     RelPosDecomposed(feat_size=(2, 2))
     """
-    return build_model_with_cfg(augmented_resnet, "aa_resnet50", pretrained, **kwargs)
+    network = partial(resnet50_with, augmented, ("layer2", "layer3", "layer4"))
+    return build_model_with_cfg(network, "aa_resnet50", pretrained, **kwargs)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock
@@ -248,28 +247,25 @@ class WideResNet(CifarNetwork):
 # --- as timm knows them -----------------------------------------------------------------------------------------------
 
 
-def cifar_cfg(
-    num_classes: int, mean: tuple[float, ...], std: tuple[float, ...], classifier: str = "fc"
-) -> dict[str, object]:
-    """The configuration of a network for CIFAR-10 or CIFAR-100 as timm has it."""
+def cifar_cfg(num_classes: int, classifier: str = "fc", **statistics: tuple[float, ...]) -> dict[str, object]:
+    """The configuration of a network for CIFAR as timm has it; without statistics those of ImageNet."""
     return {
         "num_classes": num_classes,
         "input_size": (3, 32, 32),
         "pool_size": (8, 8),
         "crop_pct": 1.0,
         "interpolation": "bilinear",
-        "mean": mean,
-        "std": std,
         "first_conv": "conv1",
         "classifier": classifier,
+        **statistics,
     }
 
 
 #: How timm takes features from them.
 FEATURES = {"out_indices": (0, 1, 2)}
-CIFAR10 = cifar_cfg(10, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-CIFAR100 = cifar_cfg(100, (0.5070, 0.4865, 0.4409), (0.2673, 0.2564, 0.2761))
-CIFAR10_OF_A = cifar_cfg(10, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "linear")
+CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
+CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
+CIFAR10_OF_A = cifar_cfg(10, "linear")
 
 default_cfgs = generate_default_cfgs(
     {f"{name}.cifar10": CIFAR10_OF_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}

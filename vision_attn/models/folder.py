@@ -25,9 +25,16 @@ from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from vision_attn.checkpoints import save_weights
-from vision_attn.checkpoints.adapter import BLOCKS, makers_of, place, placements_of
-from vision_attn.checkpoints.adapter_file import LARGEST_IMAGES, placements_in, said_of
-from vision_attn.checkpoints.load import load_file, refuse_meta
+from vision_attn.checkpoints.load import load_file, refuse_without_values
+from vision_attn.checkpoints.placements import (
+    BLOCKS,
+    LARGEST_IMAGES,
+    makers_of,
+    place,
+    placements_in,
+    placements_of,
+    said_of,
+)
 from vision_attn.checkpoints.read import find_weights, read_file
 from vision_attn.checkpoints.write import put_in_place
 from vision_attn.errors import CheckpointError
@@ -56,6 +63,24 @@ MOST = 100_000
 #: Largest difference of an output, as a share of the largest, that the order of sums explains.
 TOLERANCE = 1e-3
 
+#: What ``README.md`` says.
+CARD = """---
+library_name: vision-attn
+pipeline_tag: image-classification
+tags: [image-classification, timm, vision-attn]
+---
+# {name}
+
+{sizes}
+
+{blocks}```python
+import vision_attn as va
+
+run = va.load_run("FOLDER")  # of these files
+logits = run.model(run.transform(image)[None])
+```
+"""
+
 
 def save_model(
     model: nn.Module,
@@ -83,7 +108,7 @@ def save_model(
         The folder.
 
     Raises:
-        ValueError: timm makes no such network; a block cannot be written down; ``huggingface_hub`` is not installed.
+        ValueError: timm makes no such network; a block cannot be written down.
         OSError: the folder cannot be written.
 
     >>> from vision_attn import models, insert_
@@ -94,8 +119,7 @@ def save_model(
     ['stage4.1.2']
     """
     model, folder = plain_network(model), Path(folder)
-    refuse_meta(model)
-    upload = uploader(push_to_hub) if push_to_hub else None
+    refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if architecture is None or not timm.is_model(architecture):
         raise ValueError(
@@ -120,8 +144,12 @@ def save_model(
             (made / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
         verify(model, made, architecture)
         put_in_place(made, folder)
-    if upload is not None:
-        upload(folder)
+    if push_to_hub:
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="vision-attn", library_version=__version__)
+        api.create_repo(push_to_hub, exist_ok=True)
+        api.upload_folder(repo_id=push_to_hub, folder_path=folder, allow_patterns=sorted(FILES))
     return folder
 
 
@@ -260,41 +288,10 @@ def foreign_block(model: nn.Module) -> Callable[..., nn.Module] | None:
 
 def card(model: nn.Module, architecture: str, classes: Sequence[str] | None) -> str:
     """The text of ``README.md``."""
-    report = "\n".join(str(InsertionReport(records(model))).splitlines()[1:-1]) if inserted(model) else ""
-    return "\n".join(
-        [
-            "---",
-            "library_name: vision-attn",
-            "pipeline_tag: image-classification",
-            "tags: [image-classification, timm, vision-attn]",
-            "---",
-            f"# {architecture}{' with attention' if report else ''}",
-            "",
-            f"{sum(p.numel() for p in model.parameters()):,} parameters, {model.num_classes} classes"
-            + (f": {shorten(classes, 20)}." if classes else "."),
-            "",
-            *(["```text", report, "```", ""] if report else []),
-            "```python",
-            "import vision_attn as va",
-            "",
-            'run = va.load_run("FOLDER")  # of these files',
-            "logits = run.model(run.transform(image)[None])",
-            "```",
-            "",
-        ]
+    blocks = "\n".join(str(InsertionReport(records(model))).splitlines()[1:-1]) if inserted(model) else ""
+    named = f": {shorten(classes, 20)}" if classes else ""
+    return CARD.format(
+        name=f"{architecture} with attention" if blocks else architecture,
+        sizes=f"{sum(p.numel() for p in model.parameters()):,} parameters, {model.num_classes} classes{named}.",
+        blocks=f"```text\n{blocks}\n```\n\n" if blocks else "",
     )
-
-
-def uploader(repository: str) -> Callable[[Path], object]:
-    """What uploads a folder to the Hugging Face Hub."""
-    try:
-        from huggingface_hub import HfApi
-    except ModuleNotFoundError as error:
-        raise ValueError("push_to_hub needs a package that is not installed: pip install huggingface_hub") from error
-
-    def upload(folder: Path) -> object:
-        api = HfApi(library_name="vision-attn", library_version=__version__)
-        api.create_repo(repository, exist_ok=True)
-        return api.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=sorted(FILES))
-
-    return upload

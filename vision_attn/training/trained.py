@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vision_attn.checkpoints import load_adapter, load_checkpoint
-from vision_attn.checkpoints.adapter_file import ENTRY, LARGEST_IMAGES, read_adapter
+from vision_attn.checkpoints.adapter_file import ENTRY, read_adapter
+from vision_attn.checkpoints.placements import LARGEST_IMAGES
 from vision_attn.checkpoints.read import CheckpointFile, read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.models.registry import create_model
