@@ -279,8 +279,9 @@ def test_a_model_with_blocks_is_refused(adapter):
         load_adapter(model, adapter)
 
 
-@pytest.mark.parametrize("step", ["insert_", "inserted_keys", "records"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("step", "error"), [("insert_", RuntimeError), ("insert_", KeyboardInterrupt), ("records", RuntimeError)]
+)
 def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, monkeypatch):
     model = small_network()
     va.replace_(model, names="layer2.0.conv2", num_heads=2, example_input=IMAGES)

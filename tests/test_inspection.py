@@ -70,9 +70,8 @@ def test_the_bytes_counted_are_those_that_autograd_keeps(variant, dtype):
         assert_counted_as_saved(impl, counted_as, dtype, **VARIANTS[variant])
 
 
-@pytest.mark.parametrize("variant", ["full", "windows that pad"])
-def test_einx_keeps_what_bmm_keeps(variant):
-    assert_counted_as_saved("einx", "bmm", torch.float32, **VARIANTS[variant])
+def test_einx_keeps_what_bmm_keeps():
+    assert_counted_as_saved("einx", "bmm", torch.float32, **VARIANTS["windows that pad"])
 
 
 def test_only_fused_attention_keeps_no_weights():
@@ -280,7 +279,7 @@ def test_options_of_the_block_are_kept_in_what_is_proposed():
     assert "position=va.Rope2d(" in str(found)
 
 
-@pytest.mark.parametrize("chosen", [{"stages": [-2, -1]}, {"names": "layer2.1"}, {"stages": -1, "at": "before"}])
+@pytest.mark.parametrize("chosen", [{"stages": [-2, -1]}, {"names": "layer3", "at": "before"}])
 def test_chosen_sites_show_what_their_blocks_cost_and_the_model_stays(chosen):
     model = timm.create_model("resnet20")
     keys = list(model.state_dict())

@@ -42,7 +42,6 @@ def opened(model):
 # --- save_model and load_model ----------------------------------------------------------------------------------------
 
 BLOCKS = {
-    "resnet": ("test_resnet", {}, lambda m: va.insert_(m, stages=[-2, -1], num_heads=4, pattern="rows")),
     "branch, position": (
         "test_resnet",
         {"in_chans": 1, "img_size": None},
@@ -52,11 +51,10 @@ BLOCKS = {
     "control": ("test_convnext", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, va.ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "of its own": ("digit_pairs_attention", {}, lambda m: None),
     "another than its own": (
         "digit_pairs_attention",
         {},
-        lambda m: (va.remove_(m), va.insert_(m, names="stage1", num_heads=2)),
+        lambda m: (va.remove_(m), va.insert_(m, names="stage1", num_heads=2, pattern="rows")),
     ),
 }
 

@@ -29,7 +29,18 @@ def save_weights(model: nn.Module, path: str | Path, about: Mapping[str, str] | 
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     state = plain_network(model).state_dict()
     said = {**({BLOCKS: json.dumps(blocks)} if (blocks := blocks_of(state)) else {}), **(about or {})} or None
-    write_atomically(path, save({key: copy_to_write(value) for key, value in state.items()}, said))
+    write_atomically(path, ordered(save({key: copy_to_write(value) for key, value in state.items()}, said)))
+
+
+def ordered(content: bytes) -> bytes:
+    """A ``.safetensors`` file whose metadata are in order, so that the same network is the same file."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # the numbers begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def copy_to_write(tensor: Tensor) -> Tensor:

@@ -188,8 +188,8 @@ class DryRun:
             return maps[0]
         call = self.calls[target][0]
         verb, side = "takes" if at == "before" else "returns", call.side(at)
-        shapes = ", ".join(str(form.shape) for form in side.values())
-        if len(maps) > 1:
+        shapes = ", ".join(str(form.shape) for form in ([one.form for one in maps] or side.values()))
+        if maps:
             raise SiteError(
                 f"{target!r} {verb} {len(maps)} maps ({shapes}), and a block works on one: choose modules inside it"
             )

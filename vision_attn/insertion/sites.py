@@ -83,9 +83,9 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
         raise SiteError(
             f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
         )
-    by_word: dict[int | str, str] = {name: name for name in available}
-    by_word.update(zip(range(len(available)), available, strict=True))
-    by_word.update(zip(range(-len(available), 0), available, strict=True))
+    by_word: dict[int | str, str] = {}
+    for index, name in enumerate(available):
+        by_word |= {name: name, index: name, index - len(available): name}
     for stage in wanted:
         if stage not in by_word:
             listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available))
