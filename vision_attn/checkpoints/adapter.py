@@ -81,6 +81,7 @@ def save_adapter(
         OSError: the file cannot be written; an old one is untouched.
 
     >>> import tempfile
+    >>> from vision_attn.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
     >>> report = insert_(model, names="0", example_input=(1, 3, 8, 8))
     >>> file = save_adapter(model, Path(tempfile.mkdtemp()) / "adapter.safetensors")
@@ -137,6 +138,7 @@ def load_adapter(
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
 
     >>> import tempfile
+    >>> from vision_attn.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
     >>> report = insert_(model, names="0", example_input=(1, 3, 8, 8))
     >>> file = save_adapter(model, Path(tempfile.mkdtemp()) / "adapter.safetensors")
