@@ -492,14 +492,15 @@ class Rotated(TimmAttention):
 def test_a_wrong_mapping_is_caught(monkeypatch, name):
     model = made(name)
     path = next(one.path for one in va.swap_(model, dry_run=True).swapped)
-    family = swap.family_of(model.get_submodule(path))[0]
-    right = swap.FAMILIES[family]
+    family = swap.layer_of(model.get_submodule(path))[0]
+    right = swap.LAYERS[family]
 
     def wrong(module):
         weights = right.weights(module)
-        return {key: x.flip(0) if key == "qkv.weight" else x for key, x in weights.items()}
+        qkv = weights["qkv"]
+        return {**weights, "qkv": qkv._replace(weight=qkv.weight.flip(0))}
 
-    monkeypatch.setitem(swap.FAMILIES, family, replace(right, weights=wrong))
+    monkeypatch.setitem(swap.LAYERS, family, replace(right, weights=wrong))
     report = va.swap_(model)
     assert not report.swapped
     assert all("does not compute what it does" in one.reason for one in report.left)

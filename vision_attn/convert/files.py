@@ -17,8 +17,9 @@ from torch import Tensor
 from vision_attn.checkpoints.read import find_entry, read_file
 from vision_attn.checkpoints.specification import BLOCKS
 from vision_attn.checkpoints.write import copy_to_write, write_atomically
-from vision_attn.convert.residual import diffusers_rows, latent_rows
-from vision_attn.convert.timm_layers import fused_rows
+from vision_attn.convert.diffusers_layers import diffusers_rows
+from vision_attn.convert.repositories import guided_rows, latent_rows
+from vision_attn.convert.timm_tokens import fused_rows
 from vision_attn.convert.weights import (
     Rows,
     check_rank,
@@ -56,10 +57,6 @@ class Stored:
 
 def torch_rows(layer: Any) -> dict[str, Rows]:
     return {"qkv": Rows(layer.in_proj_weight, getattr(layer, "in_proj_bias", None)), "proj": rows_of(layer.out_proj)}
-
-
-def guided_rows(layer: Any) -> dict[str, Rows]:
-    return {"qkv": rows_of(layer.qkv), "proj": rows_of(layer.proj_out)}
 
 
 def by_heads(rows_of_layer: Callable[[Any], dict[str, Rows]]) -> Callable[[Any], dict[str, Rows]]:

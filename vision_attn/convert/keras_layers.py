@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.proof import (
-    TOLERANCE,
-    check_carried,
-    check_equal,
-    check_kind,
-    check_source,
-    random_like,
+from vision_attn.convert.proof import TOLERANCE, check_outputs, explained, random_like, random_map
+from vision_attn.convert.refusal import check_carried, check_kind, check_source, check_without
+from vision_attn.convert.weights import (
+    Rows,
+    attention,
+    check_alike,
+    input_projections,
+    kernel_rows,
+    output_rows,
+    with_bias,
 )
-from vision_attn.convert.weights import Rows, attention, input_projections, kernel_rows, output_rows, with_bias
 from vision_attn.equations import attention_pattern
 
 __all__ = ["from_keras_gqa", "from_keras_mha"]
@@ -116,22 +118,16 @@ def check_layer(layer: Any) -> None:
             "block's forward a mask of this band"
         )
     one_axis = len(layer._output_dense.kernel.shape) == 3
+    check_carried(layer, "_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels")
     channels = layer._value_dense.kernel.shape[0]
-    alike = layer._key_dense.kernel.shape[0] == channels
     remedy = f"the block takes keys and values from one map: give keys {channels} channels, as values have"
-    check_carried(
-        layer,
-        ("_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels"),
-        ("_key_dense.kernel.shape", alike, remedy),
-    )
+    check_carried(layer, "_key_dense.kernel.shape", layer._key_dense.kernel.shape[0] == channels, remedy)
     for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", *["_gate_dense"] * has_gate(layer)):
-        dense = getattr(layer, name)
-        axes = axes_of(layer._query_dense) + (name == "_output_dense")
-        check_carried(layer, (f"{name}.equation", axes_of(dense) == axes, "use maps of the same rank"))
-        if getattr(dense, "quantization_mode", None) is not None:
-            check_carried(layer, (f"{name}.quantization_mode", False, "convert before quantizing"))
-        if getattr(dense, "lora_enabled", False):
-            check_carried(layer, (f"{name}.lora_enabled", False, "add the update to the kernel first"))
+        alike = axes_of(getattr(layer, name)) == axes_of(layer._query_dense) + (name == "_output_dense")
+        check_carried(layer, f"{name}.equation", alike, "use maps of the same rank")
+        quantized, adapted = "convert before quantizing", "add the update to the kernel first"
+        check_without(layer, {f"{name}.quantization_mode": quantized, f"{name}.lora_enabled": adapted})
+    check_alike(**{name: input_rows(getattr(layer, f"_{name}_dense")) for name in ("query", "key", "value")})
 
 
 def has_gate(layer: Any) -> bool:
@@ -157,14 +153,20 @@ def converted(layer: Any, rank: int, **options: Any) -> Attention:
     weights = layer.weights
     numbers = zip(weights, random_like([weight.value for weight in weights]), strict=True)
     with torch.inference_mode(False), torch.enable_grad():
-        with StatelessScope(state_mapping=list(numbers)):
-            check_equal(layer, keras_attention(layer, rank, **options).double(), run, tolerance)
+        with StatelessScope(state_mapping=list(numbers)), torch.no_grad():
+            block = keras_attention(layer, rank, **options).double()
+            channels = (block.channels, block.context_channels)
+            device = block.proj.weight.device
+            maps = [random_map(1, c, *(2, 3, 4)[:rank]).to(device) for c in channels if c is not None]
+            with explained(layer, "run as a layer of its class is"):
+                expected = run(layer, *maps)
+            check_outputs(layer, expected, block(maps[0], None, *maps[1:]), tolerance)
         return keras_attention(layer, rank, **options)
 
 
 def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
-    _, num_heads, key_dim = layer._query_dense.kernel.shape
-    _, num_kv_heads, value_dim = layer._value_dense.kernel.shape
+    _, num_heads, _ = layer._query_dense.kernel.shape
+    _, num_kv_heads, _ = layer._value_dense.kernel.shape
     q, k, v = (input_rows(dense) for dense in (layer._query_dense, layer._key_dense, layer._value_dense))
     gate = {"gate": with_bias(input_rows(layer._gate_dense))} if has_gate(layer) else {}
     return attention(
@@ -173,9 +175,6 @@ def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
         training=False,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        output_gate=has_gate(layer),
         attn_drop=layer.get_config()["dropout"],
         **options,
     )

@@ -1,8 +1,9 @@
-"""torch's multi-head attention and encoder layer, and separate linear layers, on tokens where blocks here take maps."""
+"""torch's multi-head attention and encoder layer, and separate projections, on tokens where blocks here take maps."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -12,17 +13,16 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, TransformerBlock2d
 from vision_attn.checks import check_count, check_divides
-from vision_attn.convert.proof import (
+from vision_attn.convert.layer import LAYERS, OWN, Layer, converted, known
+from vision_attn.convert.proof import difference, random_map
+from vision_attn.convert.refusal import (
     check_carried,
     check_kind,
     check_pointwise,
     check_source,
     drop_of,
-    from_tokens,
-    proven,
-    to_tokens,
 )
-from vision_attn.convert.weights import Rows, attention, check_rank, convolution, filled, input_projections, rows_of
+from vision_attn.convert.weights import Rows, Weights, filled, input_projections, parameters_of, rows_of
 
 __all__ = ["from_linear_projections", "from_torch_encoder_layer", "from_torch_mha"]
 
@@ -56,31 +56,11 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     >>> from_torch_mha(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_kind("module", module, MULTIHEAD)
-    check_rank(rank)
-    check_multihead(module)
-
-    return proven(module, lambda module: multihead(module, rank), run_multihead)
+    return converted(module, known(module, MULTIHEAD), rank=rank)
 
 
-def multihead(module: nn.MultiheadAttention, rank: int) -> Attention:
-    options = {"num_heads": module.num_heads, "attn_drop": module.dropout}
-    return attention(rank, multihead_rows(module), training=module.training, **options)
-
-
-def multihead_rows(module: nn.MultiheadAttention) -> dict[str, Rows]:
+def multihead_weights(module: nn.MultiheadAttention) -> Weights:
     return {**multihead_projections(module), "proj": rows_of(module.out_proj)}
-
-
-def check_multihead(module: nn.MultiheadAttention) -> None:
-    check_source(module, "out_proj")
-    no_keys = "the block has no keys but those of its map: make the layer with add_bias_kv=False and fine-tune it"
-    check_carried(
-        module,
-        ("bias_k", module.bias_k is None, no_keys),
-        ("bias_v", module.bias_v is None, no_keys),
-        ("add_zero_attn", not module.add_zero_attn, "the block has no keys but those of its map: set it to False"),
-    )
 
 
 def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
@@ -96,14 +76,50 @@ def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
     return input_projections(q, k, v)
 
 
-def run_multihead(module: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Tensor:
-    query, key = (to_tokens(y) for y in (x, x if context is None else context))
-    if not module.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
+def attend_multihead(
+    module: Any,
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    masked = is_causal or key_padding_mask is not None or attn_mask is not None
     apart = module.vdim != module.kdim
-    key, value = key.split([module.kdim, module.vdim], dim=2) if apart else (key, key)
-    y, _ = module(query, key, value, need_weights=False)
-    return from_tokens(y if module.batch_first else y.transpose(0, 1), x.shape[2:])
+    if masked or need_weights or (key is not value and not apart) or query.dim() != 3 or query.is_nested:
+        return OWN
+    source = torch.cat([key, value], dim=2) if apart else key
+    x, context = (y.transpose(1, 2) if module.batch_first else y.permute(1, 2, 0) for y in (query, source))
+    y = attend(x, None, None if source is query else context)
+    return y.transpose(1, 2) if module.batch_first else y.permute(2, 0, 1), None
+
+
+def example_multihead(module: Any) -> tuple[Any, ...]:
+    query, key, value = random_map(2, 5, module.embed_dim), random_map(2, 4, module.kdim), random_map(2, 4, module.vdim)
+    if not module.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if module.kdim == module.vdim:
+        key = value = query if module.kdim == module.embed_dim else key
+    return query, key, value, None, False
+
+
+NO_KEYS = "the block has no keys but those of its map: make the layer without it and fine-tune it"
+LAYERS[MULTIHEAD] = Layer(
+    multihead_weights,
+    rank=1,
+    linear=("out_proj",),
+    joined=("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    drops=("dropout", ""),
+    without=dict.fromkeys(("bias_k", "bias_v", "add_zero_attn"), NO_KEYS),
+    settings=("num_heads", "dropout"),
+    call=attend_multihead,
+    arguments=example_multihead,
+    own="calls with a mask, with need_weights, or with values that are not the keys",
+)
 
 
 # --- the encoder layer ------------------------------------------------------------------------------------------------
@@ -129,34 +145,41 @@ def from_torch_encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerB
     """
     check_kind("module", module, "torch.nn.modules.transformer.TransformerEncoderLayer")
     check_encoder_layer(module)
-    return proven(module, encoder_layer, run_encoder_layer)
+
+    def compute(twin: Any, x: Tensor) -> Tensor:
+        tokens = x if twin.self_attn.batch_first else x.transpose(0, 1)
+        y = encoder_layer(twin)(tokens.mT[..., None]).flatten(2).mT
+        return y if twin.self_attn.batch_first else y.transpose(0, 1)
+
+    # A gradient is asked for, else the layer is computed at once from its weights, whatever its parts do.
+    difference(module, compute, lambda twin: (random_map(2, 5, twin.self_attn.embed_dim).requires_grad_(),))
+    with torch.inference_mode(False), torch.enable_grad():
+        return encoder_layer(module)
 
 
 def check_encoder_layer(module: nn.TransformerEncoderLayer) -> None:
     check_source(module, "linear1", "linear2")
     inner, first = module.self_attn, module.linear1.bias
     check_kind("module.self_attn", inner, MULTIHEAD)
-    check_multihead(inner)
+    LAYERS[MULTIHEAD].refuse(inner)
     for name in ("norm1", "norm2"):
         norm = getattr(module, name)
         weighted = isinstance(norm, nn.LayerNorm) and norm.weight is not None
-        check_carried(module, (name, weighted, "the block's norms are layer norms with a weight"))
-    biases = f"linear layers and norms have a bias or none has, and linear1 has {'none' if first is None else 'one'}"
-    hidden = drop_of(module, "dropout")
-    check_carried(
-        module,
-        ("self_attn.kdim", inner.kdim == inner.embed_dim, f"the block attends to its {inner.embed_dim} channels"),
-        ("linear2.bias", (module.linear2.bias is None) == (first is None), biases),
-        ("norm1.bias", (module.norm1.bias is None) == (first is None), biases),
-        ("norm2.bias", (module.norm2.bias is None) == (first is None), biases),
-        ("norm2.eps", module.norm2.eps == module.norm1.eps, f"the block has one, and norm1's is {module.norm1.eps}"),
+        check_carried(module, name, weighted, "the block's norms are layer norms with a weight")
+    for name in ("linear2", "norm1", "norm2"):
+        alike = (getattr(module, name).bias is None) == (first is None)
+        remedy = (
+            f"linear layers and norms have a bias or none has, and linear1 has {'none' if first is None else 'one'}"
+        )
+        check_carried(module, f"{name}.bias", alike, remedy)
+    own, eps, drop = inner.embed_dim, module.norm1.eps, drop_of(module, "dropout")
+    for path, carried, remedy in (
+        ("self_attn.kdim", inner.kdim == own, f"the block attends to its {own} channels"),
+        ("norm2.eps", module.norm2.eps == eps, f"the block has one, and norm1's is {eps}"),
         ("activation", activation_of(module) is not None, "the block has 'relu' and 'gelu', by the error function"),
-        (
-            "dropout2",
-            drop_of(module, "dropout2") == hidden,
-            f"the block has one probability, and dropout's is {hidden}",
-        ),
-    )
+        ("dropout2", drop_of(module, "dropout2") == drop, f"the block has one probability, and dropout's is {drop}"),
+    ):
+        check_carried(module, path, carried, remedy)
 
 
 def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
@@ -182,9 +205,8 @@ def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
         "fc1": rows_of(module.linear1),
         "fc2": rows_of(module.linear2),
     }
-    tensors = {key: x for name, rows in projections.items() for key, x in convolution(name, rows).items()}
     norms = {key: x for key, x in module.named_parameters() if key.startswith("norm")}
-    return filled(block, {**norms, **tensors}, training=module.training)
+    return filled(block, {**norms, **parameters_of(projections)}, training=module.training)
 
 
 def activation_of(module: nn.TransformerEncoderLayer) -> str | None:
@@ -195,14 +217,6 @@ def activation_of(module: nn.TransformerEncoderLayer) -> str | None:
     if act is F.gelu or (isinstance(act, nn.GELU) and act.approximate == "none"):
         return "gelu"
     return None
-
-
-def run_encoder_layer(module: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    tokens = to_tokens(x).requires_grad_()  # else it is computed at once from its weights, whatever its parts do
-    batch_first = module.self_attn.batch_first
-    with torch.enable_grad():
-        y = module(tokens if batch_first else tokens.transpose(0, 1)).detach()
-    return from_tokens(y if batch_first else y.transpose(0, 1), x.shape[2:])
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------
@@ -250,39 +264,66 @@ def from_linear_projections(
     >>> from_linear_projections(q, k, v, out, num_heads=8, num_kv_heads=2)(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_rank(rank)
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    key_dim, value_dim = check_projections({"q": q, "k": k, "v": v, "out": out}, num_heads, kv_heads)
+    heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+    check_projections({"q": q, "k": k, "v": v, "out": out}, *heads)
     if parent is not None:
         check_parent(parent, q, k, v, out)
-
-    def convert(layers: nn.ModuleDict) -> Attention:
-        q, k, v, out = map(rows_of, layers.values())
-        return attention(
-            rank,
-            {**input_projections(q, k, v), "proj": out},
-            training=layers["q"].training,
-            num_heads=num_heads,
-            num_kv_heads=kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            scale=scale,
-        )
-
-    def run(layers: nn.ModuleDict, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """What the projections are for: each head apart, keys and values shared by consecutive heads."""
-        tokens = to_tokens(x)
-        source = tokens if context is None else to_tokens(context)
-        given = (("q", tokens, num_heads), ("k", source, kv_heads), ("v", source, kv_heads))
-        q, k, v = (on_tokens(layers[name], t).unflatten(2, (heads, -1)).transpose(1, 2) for name, t, heads in given)
-        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2).flatten(2)
-        return from_tokens(on_tokens(layers["out"], y), x.shape[2:])
-
-    return proven(nn.ModuleDict({"q": q, "k": k, "v": v, "out": out}), convert, run)
+    layers = Projections(q, k, v, out, *heads, scale)
+    return converted(layers.train(q.training), PROJECTIONS, rank=rank)
 
 
-def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """The widths of keys and of values, of projections that fit each other."""
+class Projections(nn.Module):
+    """Four projections, and attention between them."""
+
+    def __init__(
+        self, q: Any, k: Any, v: Any, out: Any, num_heads: int, num_kv_heads: int, scale: float | None
+    ) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.num_heads, self.num_kv_heads, self.scale = num_heads, num_kv_heads, scale
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Each head apart, keys and values shared by consecutive heads."""
+        source = x if context is None else context
+        given = ((self.q, x, self.num_heads), (self.k, source, self.num_kv_heads), (self.v, source, self.num_kv_heads))
+        q, k, v = (on_tokens(layer, t).unflatten(2, (heads, -1)).transpose(1, 2) for layer, t, heads in given)
+        y = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True).transpose(1, 2).flatten(2)
+        return on_tokens(self.out, y)
+
+
+def on_tokens(layer: Any, tokens: Tensor) -> Tensor:
+    """A linear layer or a 1×1 convolution on ``(b, tokens, c)``."""
+    if isinstance(layer, nn.Linear):
+        y: Tensor = layer(tokens)
+        return y
+    maps = tokens.transpose(1, 2)[(..., *(None,) * (layer.weight.dim() - 3))]  # axes of length one behind the tokens
+    return layer(maps).flatten(2).transpose(1, 2)
+
+
+def attend_projected(module: Any, attend: Callable[..., Tensor], x: Tensor, context: Tensor | None = None) -> Tensor:
+    return attend(x.mT, None, None if context is None else context.mT).mT
+
+
+def example_projections(module: Any) -> tuple[Any, ...]:
+    queries, keys = (rows_of(layer).weight.shape[1] for layer in (module.q, module.k))
+    return (random_map(2, 5, queries), *([] if queries == keys else [random_map(2, 4, keys)]))
+
+
+PROJECTIONS = Layer(
+    lambda module: {
+        **input_projections(*map(rows_of, (module.q, module.k, module.v))),
+        "proj": rows_of(module.out),
+    },
+    lambda module: {name: getattr(module, name) for name in ("num_heads", "num_kv_heads", "scale")},
+    rank=1,
+    joined=("q", "k", "v"),
+    call=attend_projected,
+    arguments=example_projections,
+)
+
+
+def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> None:
+    """Refuse projections that do not fit each other."""
     check_count("num_heads", num_heads)
     check_count("num_kv_heads", num_kv_heads)
     check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
@@ -300,7 +341,6 @@ def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads
     ):
         if got != expected:
             raise ValueError(f"the {what} must be {expected}, {why}; got {got}")
-    return key_dim, value_dim
 
 
 def check_parent(parent: Any, *layers: nn.Module) -> None:
@@ -323,11 +363,3 @@ def check_parent(parent: Any, *layers: nn.Module) -> None:
             f"{type(parent).__name__} does more than its projections say: a block has nothing for its "
             f"{', '.join(others)}; give no parent, and do around the block what they do"
         )
-
-
-def on_tokens(layer: Any, tokens: Tensor) -> Tensor:
-    """A linear layer or a 1×1 convolution on ``(b, tokens, c)``."""
-    if isinstance(layer, nn.Linear):
-        return layer(tokens)
-    maps = tokens.transpose(1, 2)[(..., *(None,) * (layer.weight.dim() - 3))]  # axes of length one behind the tokens
-    return layer(maps).flatten(2).transpose(1, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,23 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, Attention2d
-from vision_attn.blocks.attention import check_queries
 from vision_attn.blocks.projection import in_format_of
-from vision_attn.convert.proof import check_carried, check_kind, check_source, proven
-from vision_attn.convert.timm_layers import check_vit, fused, fused_rows, vit_weights
-from vision_attn.convert.weights import Rows, attention, query_less_key, rows_of
-from vision_attn.patterns import AnyPattern, Grid, Window, partition_of, resolve_pattern
+from vision_attn.convert.layer import LAYERS, OWN, Layer, converted, known
+from vision_attn.convert.proof import random_map
+from vision_attn.convert.refusal import check_carried, part_of
+from vision_attn.convert.timm_tokens import fused_rows
+from vision_attn.convert.weights import Rows, Weights, query_less_key, rows_of
+from vision_attn.patterns import AnyPattern, Grid, Window, resolve_pattern
 from vision_attn.position import RelPosTable
 
 __all__ = ["from_timm_maxxvit_attention", "from_timm_swin", "from_torchvision_maxvit", "from_torchvision_swin"]
 
 TABLE = "position.relative_position_bias_table"
 
-#: timm's MaxViT, by the class of ``rel_pos``: how its table comes into the order of :class:`RelPosTable`.
-TABLES: dict[str, Callable[[Tensor], Tensor]] = {"RelPosBias": lambda table: table, "RelPosBiasTf": query_less_key}
+# --- Swin -------------------------------------------------------------------------------------------------------------
 
-
-# --- Swin of torchvision ----------------------------------------------------------------------------------------------
+TORCHVISION_SWIN = "torchvision.models.swin_transformer.ShiftedWindowAttention"
+TIMM_SWIN = ("timm.models.swin_transformer.WindowAttention", "timm.models.swin_transformer_v2.WindowAttention")
 
 
 def from_torchvision_swin(module: nn.Module) -> Attention:
@@ -56,41 +58,38 @@ def from_torchvision_swin(module: nn.Module) -> Attention:
     >>> block(torch.randn(2, 64, 14, 21)).shape
     torch.Size([2, 64, 14, 21])
     """
-    check_kind("module", module, "torchvision.models.swin_transformer.ShiftedWindowAttention")
-    check_swin(module)
-    return proven(module, swin, run_swin)
+    return converted(module, known(module, TORCHVISION_SWIN))
 
 
-def check_swin(module: nn.Module) -> None:
-    check_source(module, "qkv", "proj")
+def from_timm_swin(module: Any, *, shift: int | tuple[int, int] = 0) -> Attention:
+    """The block that computes what ``WindowAttention`` of timm's Swin, of either version, does in its network.
 
+    It is given the windows of a map, and a mask where they are shifted; the block makes both itself. As in timm's
+    network it pads a map that is no multiple of the window with zeros, and attends to them; with a shift, which timm
+    does before it pads, the block refuses such a map. What was said of logits and of the second version at
+    :func:`from_torchvision_swin` holds here too.
 
-def swin(module: Any) -> Attention:
-    return attention(
-        2,
-        *torchvision_weights(module, module.qkv, module.proj),
-        training=module.training,
-        num_heads=module.num_heads,
-        attn_drop=module.attention_dropout,
-        proj_drop=module.dropout,
-        **in_windows(module, module.shift_size),
-    )
+    Args:
+        module: the layer.
+        shift: ``shift_size`` of the ``SwinTransformerBlock`` around it, which the layer does not know.
 
+    Returns:
+        The :class:`Attention2d`, of a kind that pads so, with copies of the weights.
 
-def in_windows(module: Any, shift: Sequence[int]) -> dict[str, Any]:
-    """The options of a block for a layer of Swin, of either version."""
-    return {
-        "kind": PaddedAttention2d,
-        "pattern": Window(tuple(module.window_size), tuple(shift)),
-        "position": RelPosTable(),
-        "qk_norm": "cosine" if hasattr(module, "logit_scale") else False,
-    }
+    Raises:
+        ValueError: it is no such layer.
+        ConversionError: the block does not compute what the layer does.
 
+    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/swin_transformer.py
 
-def continuous_table(module: Any) -> Tensor:
-    """The biases of Swin v2, which a small network gives for every offset, as the table of the first version."""
-    biases: Tensor = module.cpb_mlp(module.relative_coords_table)
-    return 16 * torch.sigmoid(biases.flatten(0, -2))
+    >>> from timm.models.swin_transformer import WindowAttention
+    >>> layer = WindowAttention(64, num_heads=4, window_size=7)
+    >>> from_timm_swin(layer, shift=3)(torch.randn(2, 64, 14, 21)).shape
+    torch.Size([2, 64, 14, 21])
+    """
+    layer, by = known(module, *TIMM_SWIN), shift if isinstance(shift, tuple) else (shift, shift)
+    kind = WholeWindows2d if any(by) else PaddedAttention2d
+    return converted(module, layer, kind=kind, pattern=Window(tuple(module.window_size), by), position=RelPosTable())
 
 
 class PaddedAttention2d(Attention2d):
@@ -103,23 +102,9 @@ class PaddedAttention2d(Attention2d):
         y = super().forward(padded, mask, context)
         return y if padded is x else in_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
 
-    def attention_weights(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        queries: Tensor | None = None,
-        context: Tensor | None = None,
-    ) -> Tensor:
-        """Of the positions of the map: what goes to the zeros is missing in the sum."""
-        padded = self.padded(x, mask, context)
-        if padded is x:
-            return super().attention_weights(x, mask, queries, context)
-        (height, width), size = x.shape[-2:], padded.shape[-2:]
-        check_queries(queries, height * width)
-        if queries is None:
-            queries = torch.arange(height * width, device=x.device)
-        weights = super().attention_weights(padded, None, queries // width * size[1] + queries % width)
-        return weights.unflatten(-1, size)[..., :height, :width].flatten(-2)
+    def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
+        """Of the positions of the map as it is padded."""
+        return super().attention_weights(self.padded(x, mask, context), mask, queries, context)
 
     def padded(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
         sides = [side or 1 for side in self.partitioner.window_shape]
@@ -146,73 +131,66 @@ class WholeWindows2d(PaddedAttention2d):
         return x
 
 
-def torchvision_weights(module: Any, qkv: nn.Module, proj: nn.Module) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    rows = rows_of(qkv)
+def swin_weights(module: Any) -> Weights:
+    """The network that gives the biases of Swin v2 for every offset becomes the table that it gives."""
+    rows = fused_rows(module)
     if not hasattr(module, "logit_scale"):
-        return {"qkv": rows, "proj": rows_of(proj)}, {TABLE: module.relative_position_bias_table}
-    if rows.bias is not None:  # that of the keys is there and is not used
-        q, k, v = rows.bias.chunk(3)
-        rows = Rows(rows.weight, torch.cat([q, torch.zeros_like(k), v]))
-    return {"qkv": rows, "proj": rows_of(proj)}, {
-        TABLE: continuous_table(module),
-        "q_norm.logit_scale": module.logit_scale,
-    }
+        return {**rows, TABLE: module.relative_position_bias_table}
+    table = 16 * torch.sigmoid(module.cpb_mlp(module.relative_coords_table).flatten(0, -2))
+    return {**rows, TABLE: table, "q_norm.logit_scale": module.logit_scale}
 
 
-def run_swin(module: Any, x: Tensor) -> Tensor:
-    return module(x.movedim(1, -1)).movedim(-1, 1)
+def torchvision_weights(module: Any) -> Weights:
+    weights = swin_weights(module)
+    rows = weights["qkv"]
+    if not hasattr(module, "logit_scale") or rows.bias is None:
+        return weights
+    q, k, v = rows.bias.chunk(3)  # that of the keys is there and is not used
+    return {**weights, "qkv": Rows(rows.weight, torch.cat([q, torch.zeros_like(k), v]))}
 
 
-# --- Swin of timm -----------------------------------------------------------------------------------------------------
+def attend_window(module: Any, attend: Callable[..., Tensor], x: Tensor, mask: Tensor | None = None) -> Tensor:
+    bias = None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None]
+    y = attend(x.transpose(1, 2).unflatten(2, tuple(module.window_size)), bias)
+    return y.flatten(2).transpose(1, 2)
 
 
-def from_timm_swin(module: nn.Module, *, shift: int | tuple[int, int] = 0) -> Attention:
-    """The block that computes what ``WindowAttention`` of timm's Swin, of either version, does in its network.
-
-    It is given the windows of a map, and a mask where they are shifted; the block makes both itself. As in timm's
-    network it pads a map that is no multiple of the window with zeros, and attends to them; with a shift, which timm
-    does before it pads, the block refuses such a map. What was said of logits and of the second version at
-    :func:`from_torchvision_swin` holds here too.
-
-    Args:
-        module: the layer.
-        shift: ``shift_size`` of the ``SwinTransformerBlock`` around it, which the layer does not know.
-
-    Returns:
-        The :class:`Attention2d`, of a kind that pads so, with copies of the weights.
-
-    Raises:
-        ValueError: it is no such layer.
-        ConversionError: the block does not compute what the layer does.
-
-    Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/swin_transformer.py
-
-    >>> from timm.models.swin_transformer import WindowAttention
-    >>> layer = WindowAttention(64, num_heads=4, window_size=7)
-    >>> from_timm_swin(layer, shift=3)(torch.randn(2, 64, 14, 21)).shape
-    torch.Size([2, 64, 14, 21])
-    """
-    check_kind("module", module, *TIMM_SWIN)
-    check_vit(module)
-
-    by = shift if isinstance(shift, tuple) else (shift, shift)
-
-    def convert(layer: Any) -> Attention:
-        whole = layer is module and any(by)  # what is proven is the layer, on windows that are not shifted
-        projections, tables = vit_weights(layer)
-        tables[TABLE] = continuous_table(layer) if tables else layer.relative_position_bias_table
-        width = len(projections["qkv"].weight) // (3 * layer.num_heads)
-        options = {**in_windows(layer, by if whole else (0, 0)), **({"kind": WholeWindows2d} if whole else {})}
-        return fused(layer, width, projections, tables, **options)
-
-    return proven(module, convert, lambda layer, x: run_in_groups(layer, Window(tuple(layer.window_size)), x))
-
-
-#: By their path.
-TIMM_SWIN = ("timm.models.swin_transformer.WindowAttention", "timm.models.swin_transformer_v2.WindowAttention")
-
+SWIN = Layer(
+    torchvision_weights,
+    lambda module: {
+        "num_heads": module.num_heads,
+        "kind": PaddedAttention2d,
+        "pattern": Window(tuple(module.window_size), tuple(module.shift_size)),
+        "position": RelPosTable(),
+    },
+    last=True,
+    linear=("qkv", "proj"),
+    drops=("attention_dropout", "dropout"),
+    settings=("num_heads", "window_size", "shift_size", "attention_dropout", "dropout"),
+    size=lambda module: (max(1, 2 * module.window_size[0] - 1), 2 * module.window_size[1] + 1),
+)
+LAYERS |= dict.fromkeys((TORCHVISION_SWIN, f"{TORCHVISION_SWIN}V2"), SWIN)
+LAYERS |= dict.fromkeys(
+    TIMM_SWIN,
+    Layer(
+        swin_weights,
+        lambda module: {
+            "num_heads": module.num_heads,
+            "position": RelPosTable(feat_size=tuple(module.window_size)),
+        },
+        linear=("qkv", "proj"),
+        settings=("num_heads", "window_size"),
+        call=attend_window,
+        arguments=lambda module: (random_map(4, math.prod(module.window_size), module.qkv.in_features),),
+    ),
+)
 
 # --- MaxViT -----------------------------------------------------------------------------------------------------------
+
+TORCHVISION_MAXVIT = "torchvision.models.maxvit.RelativePositionalMultiHeadAttention"
+MAXXVIT = ("timm.models.maxxvit.Attention2d", "timm.models.maxxvit.AttentionCl")
+#: By the class of ``rel_pos``: how its table comes into the order of :class:`RelPosTable`.
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {"RelPosBias": lambda table: table, "RelPosBiasTf": query_less_key}
 
 
 def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
@@ -239,26 +217,9 @@ def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "f
     >>> from_torchvision_maxvit(layer, pattern=Window(7))(torch.randn(2, 64, 14, 21)).shape
     torch.Size([2, 64, 14, 21])
     """
-    check_kind("module", module, "torchvision.models.maxvit.RelativePositionalMultiHeadAttention")
+    layer = known(module, TORCHVISION_MAXVIT)
     check_pattern(pattern)
-    check_source(module, "to_qkv", "merge")
-
-    def run(module: Any, x: Tensor) -> Tensor:
-        return run_in_groups(lambda tokens: module(tokens[:, None])[:, 0], pattern, x)
-
-    return proven(module, lambda module: maxvit(module, pattern), run)
-
-
-def maxvit(module: Any, pattern: str | AnyPattern) -> Attention:
-    return attention(
-        2,
-        *torchvision_weights(module, module.to_qkv, module.merge),
-        training=module.training,
-        num_heads=module.n_heads,
-        pattern=pattern,
-        position=RelPosTable(feat_size=(module.size, module.size)),
-        scale=module.scale_factor,
-    )
+    return converted(module, layer, pattern=pattern)
 
 
 def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern = "full") -> Attention:
@@ -285,37 +246,11 @@ def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern 
     >>> from_timm_maxxvit_attention(AttentionCl(64), pattern=Grid(7))(torch.randn(2, 64, 14, 21)).shape
     torch.Size([2, 64, 14, 21])
     """
-    check_kind("module", module, "timm.models.maxxvit.Attention2d", "timm.models.maxxvit.AttentionCl")
+    layer = known(module, *MAXXVIT)
     check_pattern(pattern)
-    check_maxxvit(module)
-    known = module.rel_pos is None or type(module.rel_pos).__name__ in TABLES
-    check_carried(module, ("rel_pos", known, f"the block has a counterpart of {' and '.join(TABLES)}"))
-
-    def run(module: Any, x: Tensor) -> Tensor:
-        if not isinstance(module.qkv, nn.Conv2d):
-            return run_in_groups(module, pattern, x)
-        return run_in_groups(lambda t: module(t.transpose(1, 2)[..., None]).flatten(2).transpose(1, 2), pattern, x)
-
-    return proven(module, lambda module: maxxvit(module, pattern), run)
-
-
-def check_maxxvit(module: Any) -> None:
-    check_source(module, "qkv", "proj")
-    if getattr(module.rel_pos, "prefix_tokens", 0):
-        check_carried(module, ("rel_pos.prefix_tokens", False, "a map has no token before its positions"))
-
-
-def maxxvit(module: Any, pattern: str | AnyPattern) -> Attention:
-    projections, tables = maxxvit_weights(module)
-    position = RelPosTable(feat_size=tuple(module.rel_pos.window_size)) if tables else None
-    return fused(module, module.dim_head, projections, tables, pattern=pattern, position=position)
-
-
-def maxxvit_weights(module: Any) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """With the table of biases, if it has one."""
-    in_order = TABLES.get(type(module.rel_pos).__name__)
-    tables = {} if in_order is None else {TABLE: in_order(module.rel_pos.relative_position_bias_table)}
-    return fused_rows(module), tables
+    has_table = module.rel_pos is None or type(module.rel_pos).__name__ in TABLES
+    check_carried(module, "rel_pos", has_table, f"the block has a counterpart of {' and '.join(TABLES)}")
+    return converted(module, layer, pattern=pattern)
 
 
 def check_pattern(pattern: str | AnyPattern) -> None:
@@ -326,13 +261,62 @@ def check_pattern(pattern: str | AnyPattern) -> None:
         raise ValueError(f"pattern must be 'full', a Window without shift or a Grid, as in MaxViT; got {pattern!r}")
 
 
-def run_in_groups(attend: Callable[[Tensor], Tensor], pattern: str | AnyPattern, x: Tensor) -> Tensor:
-    """What a layer of ``(groups, tokens, c)`` gives for the groups that the pattern makes of a map, as a map again.
+def attend_maxvit(module: Any, attend: Callable[..., Tensor], x: Tensor) -> Any:
+    if x.shape[2] != module.size**2:
+        return OWN
+    maps = x.flatten(0, 1).transpose(1, 2).unflatten(2, (module.size, module.size))
+    return attend(maps).flatten(2).transpose(1, 2).unflatten(0, x.shape[:2])
 
-    The groups are those of the block: what is proven so is the layer, not ``pattern``.
-    """
-    index, _ = partition_of(resolve_pattern(pattern).partitioner(2), x).index()  # (groups, tokens)
-    tokens = x.flatten(2).movedim(1, 2)  # (b, h·w, c)
-    y = attend(tokens[:, index].flatten(0, 1))
-    y = y.reshape(len(x), -1, y.shape[-1])
-    return torch.empty_like(y).index_copy(1, index.flatten(), y).movedim(1, 2).unflatten(2, x.shape[2:])
+
+def maxxvit_weights(module: Any) -> Weights:
+    in_order = TABLES.get(type(module.rel_pos).__name__)
+    table = {} if in_order is None else {TABLE: in_order(module.rel_pos.relative_position_bias_table)}
+    return {**fused_rows(module), **table}
+
+
+def maxxvit_options(module: Any) -> dict[str, Any]:
+    has_table = type(module.rel_pos).__name__ in TABLES
+    position = RelPosTable(feat_size=tuple(module.rel_pos.window_size)) if has_table else None
+    return {"num_heads": module.num_heads, "position": position}
+
+
+def maxxvit_bias(module: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
+    if module.rel_pos is None or shared_rel_pos is not None:
+        return None if shared_rel_pos is None else OWN
+    if tuple(x.shape[2:]) != tuple(module.rel_pos.window_size):
+        return OWN
+    return None if type(module.rel_pos).__name__ in TABLES else module.rel_pos.get_bias()
+
+
+LAYERS[TORCHVISION_MAXVIT] = Layer(
+    lambda module: {
+        "qkv": rows_of(module.to_qkv),
+        "proj": rows_of(module.merge),
+        TABLE: module.relative_position_bias_table,
+    },
+    lambda module: {
+        "num_heads": module.n_heads,
+        "scale": module.scale_factor,
+        "position": RelPosTable(feat_size=(module.size, module.size)),
+    },
+    linear=("to_qkv", "merge"),
+    settings=("n_heads", "size", "scale_factor"),
+    call=attend_maxvit,
+    arguments=lambda module: (random_map(2, 3, module.size**2, module.to_qkv.in_features),),
+)
+LAYERS[MAXXVIT[0]] = Layer(
+    maxxvit_weights,
+    maxxvit_options,
+    linear=("qkv", "proj"),
+    check=lambda module: check_carried(
+        module,
+        "rel_pos.prefix_tokens",
+        not part_of(module, "rel_pos.prefix_tokens"),
+        "a map has no token before its positions",
+    ),
+    settings=("num_heads", "dim_head", "head_first"),
+    bias=maxxvit_bias,
+    size=lambda module: tuple(getattr(module.rel_pos, "window_size", None) or (3, 4)),
+    own="calls with shared relative positions",
+)
+LAYERS[MAXXVIT[1]] = replace(LAYERS[MAXXVIT[0]], last=True)
