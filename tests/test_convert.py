@@ -36,7 +36,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.convert import ConversionError
-from vision_attn.convert.windows import PaddedAttention2d
+from vision_attn.convert.swin import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
@@ -406,6 +406,11 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
     assert_same(block, grouped_attention(layers, 2, 2, None), (6, 3, 5))
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("exchanged", "heads", "message"),
     [
@@ -415,6 +420,7 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
         ({"k": nn.Conv2d(6, 6, 1, groups=2)}, (4, 2), "k must be .* groups 1; got 2"),
         ({"v": nn.Identity()}, (4, 2), r"v must be .*; got torch.*\.Identity"),
         ({"q": None}, (4, 2), "q must be .*; got builtins.NoneType"),
+        ({"q": Doubled(6, 12)}, (4, 2), "q must be a plain nn.Linear .*Doubled computes more"),
         ({"q": nn.DataParallel(nn.Linear(6, 12))}, (4, 2), "got torch.*DataParallel: take q.module, which it wraps"),
         ({}, (0, 2), "^num_heads must be"),
         ({}, (4, 0), "^num_kv_heads must be"),
@@ -426,8 +432,6 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
         ({"v": nn.Linear(5, 6)}, (4, 2), "channels of v must be 6, .*; got 5"),
         ({"k": nn.Linear(6, 6, bias=False)}, (4, 2), "q, k, v must all have a bias, .* got none for k"),
         ({"q": nn.Linear(5, 12, bias=False)}, (4, 2), "q, k, v must all have a bias, .* got none for q"),
-        ({"k": nn.Linear(6, 6).requires_grad_(False)}, (4, 2), "of q, k, v .* agree in requires_grad"),
-        ({"k": nn.Linear(6, 6).half()}, (4, 2), "of q, k, v .* agree in dtype"),
     ],
 )
 def test_projections_that_do_not_fit_are_refused(exchanged, heads, message):
@@ -590,7 +594,6 @@ def test_keras_layers_that_are_refused(keras):
         getattr(getattr(layer, name), change)(*arguments)
         return layer
 
-    rows, columns = mha(2, 3, attention_axes=(2,)), mha(2, 3, attention_axes=(1,))
     for layer, message in (
         (mha(2, 3), "layer must be built"),
         (built(mha(2, 3, sliding_window=2), (7, 6)), r"\.sliding_window .* got 2"),
@@ -598,8 +601,6 @@ def test_keras_layers_that_are_refused(keras):
         (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), r"_key_dense\.kernel\.shape .* give keys 7 channels"),
         (built(mha(2, 3), shape, (4, 6)), r"_key_dense\.equation"),
         (built(mha(2, 3), (2, 2, 2, 2, 6)), "rank must be 3, 4 or 5"),
-        (built(columns, (3, 5, 6), (4, 5, 6)), r"'columns'.* value_shape=\(None, 4, 5, 6\)"),
-        (built(rows, (3, None, 6), (4, 5, 6)), r"'rows'.* value_shape=\(None, 4, 5, 6\)"),
         (keras.layers.Dense(3), r"layer must be a keras\.src.*MultiHeadAttention; got keras\.src.*Dense"),
         *((dense(name, "enable_lora", 2), rf"{name}\.lora_enabled") for name in DENSE),
         *((dense(name, "quantize", "int8"), rf"{name}\.quantization_mode") for name in DENSE[-2:]),
@@ -899,9 +900,7 @@ def test_quantized_layers_are_refused():
         convert.from_torch_mha(layer)
 
 
-def test_a_compiled_layer_and_an_encoder_with_other_attention_are_refused():
-    with pytest.raises(ValueError, match=r"module must be a .*: take module\._orig_mod, which it wraps"):
-        convert.from_torch_mha(torch.compile(SOURCES["from_torch_mha"]()))
+def test_an_encoder_with_other_attention_is_refused():
     with pytest.raises(ValueError, match=r"module.self_attn must be a torch.*MultiheadAttention; got .*Identity"):
         convert.from_torch_encoder_layer(changed(encoder_layer(), self_attn=nn.Identity()))
 
@@ -950,9 +949,8 @@ def backwards(rows_of):
         ("timm_maps", "rows_of", "from_timm_bottleneck_attn"),
         ("torch_layers", "rows_of", "from_torch_mha"),
         ("torch_layers", "rows_of", "from_torch_encoder_layer"),
-        ("torch_layers", "rows_of", "from_linear_projections"),
         ("timm_tokens", "rows_of", "from_torchvision_swin"),
-        ("windows", "rows_of", "from_torchvision_maxvit"),
+        ("maxvit", "rows_of", "from_torchvision_maxvit"),
     ],
 )
 def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monkeypatch, room, function, name):
@@ -970,7 +968,7 @@ def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monke
 
 
 def test_a_table_in_a_wrong_order_is_found_out(monkeypatch):
-    module = sys.modules["vision_attn.convert.windows"]
+    module = sys.modules["vision_attn.convert.maxvit"]
     monkeypatch.setitem(module.TABLES, "RelPosBiasTf", lambda table: table.flatten(1).T)
     with pytest.raises(ConversionError, match="outputs have a difference of"):
         convert.from_timm_maxxvit_attention(SOURCES["from_timm_maxxvit_attention"]())
@@ -1026,11 +1024,6 @@ REMEDY = "load its weights into a plain layer of its library, convert that, and 
 def test_a_subclass_that_computes_something_else_is_found_out(name, kind, change, message):
     with pytest.raises(ConversionError, match=f"(?s){message}.*{REMEDY}$"):
         getattr(convert, name)(altered(kind, change))
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize("trained", [True, False])

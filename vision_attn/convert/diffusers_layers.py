@@ -108,7 +108,6 @@ LAYERS |= dict.fromkeys(
         options_of,
         rank=1,
         linear=(*NAMES[0], *NAMES[1]),
-        joined=(*NAMES[0][:3], *NAMES[1][:3]),
         drops=("", "to_out.1"),
         without=dict.fromkeys(ABSENT, "the block has no such part: only layers without it are converted"),
         around={"rescale_output_factor": "let swap_ exchange it, which divides as it does"},

@@ -13,7 +13,6 @@ from vision_attn.convert.refusal import check_carried, check_kind, check_source,
 from vision_attn.convert.weights import (
     Rows,
     attention,
-    check_alike,
     input_projections,
     kernel_rows,
     output_rows,
@@ -29,7 +28,7 @@ def from_keras_mha(layer: Any) -> Attention:
 
     ``layer(query, value)`` on ``(batch, <axes>, channels)`` becomes ``block(x)`` on ``(batch, channels, <axes>)``, or
     ``block(x, context=y)`` where values are of other channels than queries. ``attention_axes`` becomes the pattern,
-    ``(1,)`` of a map ``"columns"``, ``(2,)`` ``"rows"``, and then both maps must be of one size, whereas Keras's may
+    ``(1,)`` of a map ``"columns"``, ``(2,)`` ``"rows"``, and then the block takes maps of one size, whereas Keras's may
     differ along those axes. ``use_gate`` becomes the output gate, with a bias of zeros that is not trained if the layer
     has none. Masks and ``use_causal_mask`` are arguments of Keras's call: give ours ``mask``. Regularizers and
     constraints are of Keras's training and stay there.
@@ -60,13 +59,6 @@ def from_keras_mha(layer: Any) -> Attention:
     check_layer(layer)
     rank = axes_of(layer._query_dense) - 2
     pattern = attention_pattern(layer.get_config().get("attention_axes"), rank + 2)
-    query, value = sizes(layer)
-    alike = all(None in pair or pair[0] == pair[1] for pair in zip(query[1:-1], value[1:-1], strict=True))
-    if pattern != "full" and not alike:
-        raise ValueError(
-            f"layer must take queries and values from maps of one size with attention_axes={pattern!r}; got "
-            f"query_shape={query} and value_shape={value}"
-        )
     return converted(layer, rank, pattern=pattern)
 
 
@@ -92,11 +84,11 @@ def from_keras_gqa(layer: Any) -> Attention:
     """
     check_kind("layer", layer, "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention")
     check_layer(layer)
-    query, _ = sizes(layer)
+    query = layer.get_build_config()["shapes_dict"]["query_shape"]
     if len(query) != 3:
         raise ValueError(
             "layer must be built for (batch, tokens, channels), since it attends along sequences; got "
-            f"query_shape={query}"
+            f"query_shape={tuple(query)}"
         )
     return converted(layer, 1)
 
@@ -127,17 +119,10 @@ def check_layer(layer: Any) -> None:
         check_carried(layer, f"{name}.equation", alike, "use maps of the same rank")
         quantized, adapted = "convert before quantizing", "add the update to the kernel first"
         check_without(layer, {f"{name}.quantization_mode": quantized, f"{name}.lora_enabled": adapted})
-    check_alike(**{name: input_rows(getattr(layer, f"_{name}_dense")) for name in ("query", "key", "value")})
 
 
 def has_gate(layer: Any) -> bool:
     return bool(layer.get_config().get("use_gate"))
-
-
-def sizes(layer: Any) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The shapes of queries and values that a layer was built for, with None for what was not known."""
-    shapes = layer.get_build_config()["shapes_dict"]
-    return tuple(shapes["query_shape"]), tuple(shapes["value_shape"])
 
 
 def axes_of(dense: Any) -> int:

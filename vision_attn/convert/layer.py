@@ -11,16 +11,13 @@ from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
 from vision_attn.convert.proof import difference, random_map
-from vision_attn.convert.refusal import REFUSED, check_kind, check_source, check_without, drop_of, part_of, path_of
+from vision_attn.convert.refusal import REFUSED, check_kind, check_source, check_without, drop_of, path_of
 from vision_attn.convert.weights import (
-    Rows,
     Weights,
     attention,
-    check_alike,
     check_rank,
     empty_attention,
     parameters_of,
-    rows_of,
 )
 
 __all__ = ["LAYERS", "OWN", "Layer", "converted", "known", "layer_of"]
@@ -53,8 +50,6 @@ class Layer:
     last: bool = False
     #: its projections, those that it has of them
     linear: tuple[str, ...] = ()
-    #: projections, or their weights, that become one
-    joined: tuple[str, ...] = ()
     #: its dropouts, of the weights and of the output
     drops: tuple[str, str] = ("attn_drop", "proj_drop")
     #: what no block has, with a remedy
@@ -80,9 +75,6 @@ class Layer:
         """Refuse what a block does not do in the layer's place."""
         check_source(module, *self.linear)
         check_without(module, self.without)
-        parts = {name: part for name in self.joined if (part := part_of(module, name)) is not None}
-        if parts:
-            check_alike(**{k: Rows(x) if isinstance(x, Tensor) else rows_of(x) for k, x in parts.items()})
         self.check(module)
 
     def arguments_of_block(self, module: Any) -> dict[str, Any]:

@@ -140,7 +140,6 @@ LATENT = Layer(
     latent_rows,
     lambda module: {"num_heads": 1},
     linear=("q", "k", "v", "proj_out"),
-    joined=("q", "k", "v"),
     settings=(),
     call=GUIDED.call,
 )
@@ -148,7 +147,6 @@ SAGAN = Layer(
     sagan_weights,
     lambda module: {"num_heads": 1, "value_dim": module.value_conv.out_channels, "scale": 1.0},
     linear=("query_conv", "key_conv", "value_conv"),
-    joined=("query_conv", "key_conv", "value_conv"),
 )
 LAYERS |= {
     "guided_diffusion.unet.AttentionBlock": GUIDED,

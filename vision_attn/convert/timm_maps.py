@@ -100,7 +100,6 @@ LAYERS[MULTI_QUERY[0]] = Layer(
     multi_query_weights,
     lambda module: {"num_heads": module.num_heads, "num_kv_heads": 1},
     linear=("query.proj", "key.proj", "value.proj", "output.proj"),
-    joined=("query.proj", "key.proj", "value.proj"),
     drops=("attn_drop", "output.drop"),
     without={"query_strides": POOLED, "kv_stride": POOLED},
     own=MASKS,
@@ -108,7 +107,6 @@ LAYERS[MULTI_QUERY[0]] = Layer(
 LAYERS[MULTI_QUERY[1]] = Layer(
     kernel_weights,
     lambda module: {"num_heads": module.num_heads, "num_kv_heads": 1},
-    joined=("query_proj", "key_proj", "value_proj"),
     call=lambda module, attend, x, m=None: attend(x, None, m),
 )
 
@@ -217,7 +215,6 @@ LAYERS[HALO] = Layer(
         "position": RelPosDecomposed(),
     },
     linear=("q", "kv"),
-    joined=("q", "kv"),
     without={"block_stride": "the block has no stride: use avg_down=True"},
     around=STRIDED,
     settings=("num_heads", "block_size", "halo_size", "scale_pos_embed"),
@@ -285,7 +282,6 @@ LAYERS[NON_LOCAL] = Layer(
     non_local_weights,
     lambda module: {"num_heads": 1, "scale": module.scale},
     linear=("t", "p", "g", "z"),
-    joined=("t", "p", "g"),
     settings=("scale",),
     call=lambda module, attend, x: module.norm(attend(x)) + x,
 )

@@ -126,7 +126,6 @@ VIT = Layer(
     rank=1,
     last=True,
     linear=("qkv", "q", "k", "v", "gate", "proj"),
-    joined=("q", "k", "v"),
     without=UNSCALED,
     around=dict.fromkeys(("rel_pos", "relative_position_bias_table", "sr"), LEFT_AROUND),
     check=check_norms,

@@ -1,10 +1,8 @@
-"""torch's multi-head attention and encoder layer, and separate projections, on tokens where blocks here take maps."""
+"""torch's multi-head attention and encoder layer, on tokens where blocks here take maps."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -12,19 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, TransformerBlock2d
-from vision_attn.checks import check_count, check_divides
 from vision_attn.convert.layer import LAYERS, OWN, Layer, converted, known
 from vision_attn.convert.proof import difference, random_map
 from vision_attn.convert.refusal import (
     check_carried,
     check_kind,
-    check_pointwise,
     check_source,
     drop_of,
 )
 from vision_attn.convert.weights import Rows, Weights, filled, input_projections, parameters_of, rows_of
 
-__all__ = ["from_linear_projections", "from_torch_encoder_layer", "from_torch_mha"]
+__all__ = ["from_torch_encoder_layer", "from_torch_mha"]
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 
@@ -112,7 +108,6 @@ LAYERS[MULTIHEAD] = Layer(
     multihead_weights,
     rank=1,
     linear=("out_proj",),
-    joined=("q_proj_weight", "k_proj_weight", "v_proj_weight"),
     drops=("dropout", ""),
     without=dict.fromkeys(("bias_k", "bias_v", "add_zero_attn"), NO_KEYS),
     settings=("num_heads", "dropout"),
@@ -217,149 +212,3 @@ def activation_of(module: nn.TransformerEncoderLayer) -> str | None:
     if act is F.gelu or (isinstance(act, nn.GELU) and act.approximate == "none"):
         return "gelu"
     return None
-
-
-# --- separate projections ---------------------------------------------------------------------------------------------
-
-
-def from_linear_projections(
-    q: nn.Module,
-    k: nn.Module,
-    v: nn.Module,
-    out: nn.Module,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    *,
-    scale: float | None = None,
-    rank: int = 2,
-    parent: nn.Module | None = None,
-) -> Attention:
-    """The block of four projections: ``out(attention(q(x), k(x), v(x)))``, heads beside each other in their rows.
-
-    Of llama they are ``q_proj, k_proj, v_proj, o_proj``, of diffusers ``to_q, to_k, to_v, to_out[0]``, of latent
-    diffusion the 1×1 convolutions ``q, k, v, proj_out`` with one head. What is around them in those models (a norm, a
-    residual, a rotation of queries and keys) is not part of the block: name their ``parent``, and it is refused.
-
-    Args:
-        q: projection of queries, an ``nn.Linear`` or a 1×1 convolution, to ``num_heads · key_dim`` rows.
-        k: of keys, to ``num_kv_heads · key_dim`` rows.
-        v: of values, to ``num_kv_heads · value_dim`` rows.
-        out: of the output, from ``num_heads · value_dim``.
-        num_heads: heads of queries.
-        num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row; ``num_heads`` if None.
-        scale: factor on the logits; ``key_dim ** -0.5`` when None.
-        rank: axes of the maps that the block is for: 1, 2 or 3.
-        parent: the module that they are of, refused where it does more with them than attention.
-
-    Returns:
-        :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights and
-        without dropout; it takes a ``context`` where keys and values are of other channels than queries.
-
-    Raises:
-        ValueError: the projections are of other kinds or do not fit each other; the message says which.
-        ConversionError: the block does not compute what the projections and attention between them do.
-
-    >>> q, out = (nn.Linear(64, 64, bias=False) for _ in range(2))
-    >>> k, v = (nn.Linear(64, 16, bias=False) for _ in range(2))
-    >>> from_linear_projections(q, k, v, out, num_heads=8, num_kv_heads=2)(torch.randn(2, 64, 14, 10)).shape
-    torch.Size([2, 64, 14, 10])
-    """
-    heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
-    check_projections({"q": q, "k": k, "v": v, "out": out}, *heads)
-    if parent is not None:
-        check_parent(parent, q, k, v, out)
-    layers = Projections(q, k, v, out, *heads, scale)
-    return converted(layers.train(q.training), PROJECTIONS, rank=rank)
-
-
-class Projections(nn.Module):
-    """Four projections, and attention between them."""
-
-    def __init__(
-        self, q: Any, k: Any, v: Any, out: Any, num_heads: int, num_kv_heads: int, scale: float | None
-    ) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = q, k, v, out
-        self.num_heads, self.num_kv_heads, self.scale = num_heads, num_kv_heads, scale
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Each head apart, keys and values shared by consecutive heads."""
-        source = x if context is None else context
-        given = ((self.q, x, self.num_heads), (self.k, source, self.num_kv_heads), (self.v, source, self.num_kv_heads))
-        q, k, v = (on_tokens(layer, t).unflatten(2, (heads, -1)).transpose(1, 2) for layer, t, heads in given)
-        y = F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True).transpose(1, 2).flatten(2)
-        return on_tokens(self.out, y)
-
-
-def on_tokens(layer: Any, tokens: Tensor) -> Tensor:
-    """A linear layer or a 1×1 convolution on ``(b, tokens, c)``."""
-    if isinstance(layer, nn.Linear):
-        y: Tensor = layer(tokens)
-        return y
-    maps = tokens.transpose(1, 2)[(..., *(None,) * (layer.weight.dim() - 3))]  # axes of length one behind the tokens
-    return layer(maps).flatten(2).transpose(1, 2)
-
-
-def attend_projected(module: Any, attend: Callable[..., Tensor], x: Tensor, context: Tensor | None = None) -> Tensor:
-    return attend(x.mT, None, None if context is None else context.mT).mT
-
-
-def example_projections(module: Any) -> tuple[Any, ...]:
-    queries, keys = (rows_of(layer).weight.shape[1] for layer in (module.q, module.k))
-    return (random_map(2, 5, queries), *([] if queries == keys else [random_map(2, 4, keys)]))
-
-
-PROJECTIONS = Layer(
-    lambda module: {
-        **input_projections(*map(rows_of, (module.q, module.k, module.v))),
-        "proj": rows_of(module.out),
-    },
-    lambda module: {name: getattr(module, name) for name in ("num_heads", "num_kv_heads", "scale")},
-    rank=1,
-    joined=("q", "k", "v"),
-    call=attend_projected,
-    arguments=example_projections,
-)
-
-
-def check_projections(layers: dict[str, nn.Module], num_heads: int, num_kv_heads: int) -> None:
-    """Refuse projections that do not fit each other."""
-    check_count("num_heads", num_heads)
-    check_count("num_kv_heads", num_kv_heads)
-    check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-    for name, layer in layers.items():
-        check_pointwise(name, layer)
-        check_source(layer)
-    rows, channels = ({name: rows_of(layer).weight.shape[axis] for name, layer in layers.items()} for axis in (0, 1))
-    check_divides("num_heads", num_heads, "the rows of q", rows["q"])
-    check_divides("num_kv_heads", num_kv_heads, "the rows of v", rows["v"])
-    key_dim, value_dim = rows["q"] // num_heads, rows["v"] // num_kv_heads
-    for what, got, expected, why in (
-        ("rows of k", rows["k"], num_kv_heads * key_dim, f"{num_kv_heads} heads of {key_dim} as of q"),
-        ("channels of out", channels["out"], num_heads * value_dim, f"{num_heads} heads of {value_dim} as of v"),
-        ("channels of v", channels["v"], channels["k"], "those of k"),
-    ):
-        if got != expected:
-            raise ValueError(f"the {what} must be {expected}, {why}; got {got}")
-
-
-def check_parent(parent: Any, *layers: nn.Module) -> None:
-    """Refuse a module that has other parts than these projections, or is given or told how to attend."""
-    known = [part for layer in layers for part in layer.modules()]
-    around = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    others = [
-        name
-        for name, part in (*parent.named_modules(), *parent.named_parameters(recurse=False))
-        if part is not parent and not any(part is one for one in known) and not isinstance(part, around)
-    ]
-    others += [
-        name for name in signature(parent.forward).parameters if re.search("rope|rotary|position_emb|freqs", name)
-    ]
-    processor = type(getattr(parent, "processor", None)).__name__
-    if processor not in ("NoneType", "AttnProcessor", "AttnProcessor2_0"):
-        others.append("processor")
-    if others:
-        raise ValueError(
-            f"{type(parent).__name__} does more than its projections say: a block has nothing for its "
-            f"{', '.join(others)}; give no parent, and do around the block what they do"
-        )

@@ -31,10 +31,10 @@ from vision_attn.blocks import Attention, Attention1d, Attention2d, Attention3d
 from vision_attn.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 
 __all__ = [
+    "TABLE",
     "Rows",
     "Weights",
     "attention",
-    "check_alike",
     "check_rank",
     "empty_attention",
     "filled",
@@ -51,6 +51,9 @@ __all__ = [
 ]
 
 Module = TypeVar("Module", bound=nn.Module)
+
+#: The parameter of :class:`RelPosTable`.
+TABLE = "position.relative_position_bias_table"
 
 #: By the number of axes of a map.
 BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
@@ -115,23 +118,6 @@ def check_biases(**parts: Rows) -> None:
             f"{', '.join(parts)} must all have a bias, or none of them; got none for {', '.join(lacking)}: give it one "
             "of zeros, or take the others off"
         )
-
-
-def check_alike(**parts: Rows) -> None:
-    """Refuse projections that become one parameter and differ in type, or in whether they are trained.
-
-    The first is apart where the others are of other channels.
-    """
-    apart = len({part.weight.shape[1] for part in parts.values()}) > 1
-    joined = dict(list(parts.items())[apart:])
-    for name in ("weight", "bias"):
-        tensors = [x for part in joined.values() if (x := getattr(part, name)) is not None]
-        for trait in ("dtype", "requires_grad"):
-            if len({getattr(x, trait) for x in tensors}) > 1:
-                raise ValueError(
-                    f"the {name}s of {', '.join(joined)} become one parameter, so they must agree in {trait}; got "
-                    f"{', '.join(str(getattr(x, trait)) for x in tensors)}"
-                )
 
 
 def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
