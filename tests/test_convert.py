@@ -206,9 +206,8 @@ add(
 )
 
 torch_encoder = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
-for activation in ("relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu):
-    variants = each(norm_first=yes_no, activation=[activation], bias=yes_no)
-    add("from_torch_encoder_layer", torch_encoder, encoder, *variants)
+add("from_torch_encoder_layer", torch_encoder, encoder, *each(norm_first=yes_no, bias=yes_no))
+add("from_torch_encoder_layer", torch_encoder, encoder, *each(activation=["gelu", nn.GELU(), nn.ReLU(), torch.relu]))
 add("from_torch_encoder_layer", torch_encoder, encoder, {"batch_first": True})
 add("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=yes_no))
 
@@ -240,14 +239,13 @@ for kind in ("Attention2d", "AttentionCl"):
         add("from_timm_maxxvit_attention", make, run_maxvit, *each(rel_pos=["bias", "bias_tf", ""]), **inside)
 
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False), ((5, 7), True)):
-    variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
+for size, bias in (((2, 9), False), ((8, 3), True), ((5, 7), True)):
+    variants = each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias])
     add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
 
-for window in ([2, 3], [3, 2]):
-    swin_v2 = partial(ShiftedWindowAttentionV2, 8, window, num_heads=2)
-    variants = each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no)
-    add("from_torchvision_swin", swin_v2, channels_last, *variants, shapes=[(8, 5, 7)])
+swin_v2 = partial(ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
+variants = each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no)
+add("from_torchvision_swin", swin_v2, channels_last, *variants, shapes=[(8, 5, 7)])
 timm_swin, timm_swin_v2 = timm.models.swin_transformer, timm.models.swin_transformer_v2
 for make, size in ((timm_swin.SwinTransformerBlock, (9, 10)), (timm_swin_v2.SwinTransformerV2Block, (9, 10))):
     make = partial(make, 8, size, 2, window_size=(3, 5))
@@ -443,7 +441,8 @@ def test_projections_that_do_not_fit_are_refused(exchanged, heads, message):
 def test_projections_keep_their_type_and_are_trained_where_they_were():
     layers = [nn.Linear(8, 8).to(torch.bfloat16) for _ in range(4)]
     layers[3].requires_grad_(False)
-    block = convert.from_linear_projections(*layers, 2)
+    with torch.no_grad():
+        block = convert.from_linear_projections(*layers, 2)
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
     assert {key for key, p in block.named_parameters() if not p.requires_grad} == {"proj.weight", "proj.bias"}
 
@@ -632,8 +631,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [*((change, "float64") for change in CHANGES), ("call", "bfloat16"), ("scale", "mixed_float16")],
+)
 def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, change, dtype):
     class Scaled(keras.layers.MultiHeadAttention):
         factor = 1.0
@@ -717,10 +718,9 @@ def test_type_mode_and_whether_it_is_trained_are_kept_and_the_source_is_left_as_
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_block_made_without_gradients_can_be_trained(name, mode):
+def test_a_block_made_without_gradients_can_be_trained(name):
     source = SOURCES[name]()
-    with mode():
+    with torch.inference_mode():
         block = getattr(convert, name)(source)
     size = {"from_torchvision_maxvit": (3, 3)}.get(name, (3, 5))
     block(torch.randn(2, 8, *size)).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from vision_attn.blocks import Attention
 from vision_attn.blocks.residual import AttentionBlock
 from vision_attn.convert.layer import LAYERS, OWN, Layer, converted, known
 from vision_attn.convert.proof import random_map
-from vision_attn.convert.refusal import check_carried, part_of
+from vision_attn.convert.refusal import check_carried
 from vision_attn.convert.weights import Rows, input_projections, residual, rows_of
 
 __all__ = ["diffusers_rows", "from_diffusers_attention"]
@@ -63,7 +64,7 @@ def plainly_processed(module: Any) -> bool:
 
 
 def diffusers_rows(module: Any) -> dict[str, Rows]:
-    q, k, v, out = (rows_of(part_of(module, name)) for name in NAMES[not hasattr(module, "to_q")])
+    q, k, v, out = (rows_of(attrgetter(name)(module)) for name in NAMES[not hasattr(module, "to_q")])
     return {**input_projections(q, k, v), "proj": out}
 
 

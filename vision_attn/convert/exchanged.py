@@ -45,7 +45,7 @@ class Exchange:
     """What a module that is exchanged keeps, beside what it had."""
 
     #: the path of the class that it is known by
-    path: str
+    family: str
     #: without weights
     block: Attention
     #: the modules inside it, as they were
@@ -65,7 +65,7 @@ class Exchange:
 
     @property
     def layer(self) -> Layer:
-        return LAYERS[self.path]
+        return LAYERS[self.family]
 
     def fits(self, module: nn.Module) -> bool:
         """Whether the block still computes what the module does: no part has been exchanged, hooked or set anew."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +12,10 @@ from torch import Tensor, nn
 from vision_attn.blocks import Attention
 from vision_attn.convert.proof import TOLERANCE, check_outputs, explained, random_like, random_map
 from vision_attn.convert.refusal import check_carried, check_kind, check_source, check_without
-from vision_attn.convert.weights import (
-    Rows,
-    attention,
-    input_projections,
-    kernel_rows,
-    output_rows,
-    with_bias,
-)
+from vision_attn.convert.weights import Weights, attention, input_projections, kernel_rows, output_rows, with_bias
 from vision_attn.equations import attention_pattern
 
-__all__ = ["from_keras_gqa", "from_keras_mha"]
+__all__ = ["from_keras_gqa", "from_keras_mha", "keras_weights"]
 
 
 def from_keras_mha(layer: Any) -> Attention:
@@ -150,27 +145,27 @@ def converted(layer: Any, rank: int, **options: Any) -> Attention:
 
 
 def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
-    _, num_heads, _ = layer._query_dense.kernel.shape
-    _, num_kv_heads, _ = layer._value_dense.kernel.shape
-    q, k, v = (input_rows(dense) for dense in (layer._query_dense, layer._key_dense, layer._value_dense))
-    gate = {"gate": with_bias(input_rows(layer._gate_dense))} if has_gate(layer) else {}
     return attention(
         rank,
-        {**input_projections(q, k, v), **gate, "proj": output_rows(*parameters_of(layer._output_dense))},
+        keras_weights(partial(kernel_and_bias, layer), has_gate(layer)),
         training=False,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=layer._query_dense.kernel.shape[1],
+        num_kv_heads=layer._value_dense.kernel.shape[1],
         attn_drop=layer.get_config()["dropout"],
         **options,
     )
 
 
-def input_rows(dense: Any) -> Rows:
-    return kernel_rows(*parameters_of(dense))
-
-
-def parameters_of(dense: Any) -> tuple[Tensor, Tensor | None]:
+def kernel_and_bias(layer: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    dense = getattr(layer, f"_{name}_dense")
     return dense.kernel.value, None if dense.bias is None else dense.bias.value
+
+
+def keras_weights(kernels: Callable[[str], tuple[Tensor, Tensor | None]], gated: bool) -> Weights:
+    """The weights of a block, of kernels and biases by the name of the projection."""
+    q, k, v = (kernel_rows(*kernels(name)) for name in ("query", "key", "value"))
+    gate = {"gate": with_bias(kernel_rows(*kernels("gate")))} if gated else {}
+    return {**input_projections(q, k, v), **gate, "proj": output_rows(*kernels("output"))}
 
 
 def run(layer: Any, x: Tensor, context: Tensor | None = None) -> Tensor:

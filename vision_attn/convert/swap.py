@@ -239,23 +239,16 @@ def swap_back_(model: nn.Module) -> SwapReport:
 def attention_in(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """What is known to be attention, and what by its name is, unless it only holds such modules."""
     ours = __name__.partition(".")[0]
-    found = {
-        name: module
+    known = {name for name, module in modules.items() if layer_of(module) is not None}
+    named = {
+        name
         for name, module in modules.items()
-        if layer_of(module) is not None
-        or (
-            any(word in type(module).__name__.lower() for word in ("attention", "attn"))
-            and not type(module).__module__.startswith(f"{ours}.")
-            and next(module.parameters(), None) is not None
-        )
+        if any(word in type(module).__name__.lower() for word in ("attention", "attn"))
+        and not type(module).__module__.startswith(f"{ours}.")
+        and next(module.parameters(), None) is not None
     }
-    return {
-        name: module
-        for name, module in found.items()
-        if layer_of(module) is not None
-        or isinstance(module, Swapped)
-        or not any(other.startswith(f"{name}.") if name else other for other in found if other != name)
-    }
+    holds = {outer for name in known | named for outer in ("", *modules_around(name)) if outer != name}
+    return {name: module for name, module in modules.items() if name in known or name in named - holds}
 
 
 def exchange_for(module: nn.Module) -> tuple[Exchange, float]:

@@ -34,7 +34,7 @@ def times_of(
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             weights = tuple(x.shape for x in module.parameters())
             kept = exchanges[name]
-            alike = groups.setdefault((kept.path, str(kept.settings), weights, shown(args), shown(kwargs)), [])
+            alike = groups.setdefault((kept.family, str(kept.settings), weights, shown(args), shown(kwargs)), [])
             if name not in alike:
                 alike.append(name)
             calls.setdefault(alike[0], (args, kwargs))

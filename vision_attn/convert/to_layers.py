@@ -133,14 +133,13 @@ def check_plain(block: Attention, *carried: str) -> None:
     own = dict(block.unusual())
     if "key_dim" in carried and block.value_dim == block.key_dim:
         own.pop("value_dim", None)
-    cosine = block.q_norm is not None and not isinstance(block.q_norm, nn.LayerNorm)
+    norm = "qk_norm" if isinstance(block.q_norm, nn.LayerNorm) else "qk_norm='cosine'"
     told: dict[str, Any] = {
         "pattern": not block.partitioner.is_global,
         "position": block.position,
         "output_gate": block.gate,
         "proj_drop": block.proj_drop.p,
-        "qk_norm": block.q_norm,
-        "qk_norm='cosine'": cosine or None,
+        norm: block.q_norm,
     }
     names = [*own, *(name for name, value in told.items() if value not in (None, False, 0.0))]
     if other := [name for name in names if name not in carried]:

@@ -55,21 +55,18 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     return converted(module, known(module, MULTIHEAD), rank=rank)
 
 
-def multihead_weights(module: nn.MultiheadAttention) -> Weights:
-    return {**multihead_projections(module), "proj": rows_of(module.out_proj)}
-
-
-def multihead_projections(module: nn.MultiheadAttention) -> dict[str, Rows]:
+def multihead_weights(module: Any) -> Weights:
     """Of one weight, or of three where keys and values are of other channels; the biases are one even then."""
+    out = rows_of(module.out_proj)
     if module.in_proj_weight is not None:
-        return {"qkv": Rows(module.in_proj_weight, module.in_proj_bias)}
-    weights: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return {"qkv": Rows(module.in_proj_weight, module.in_proj_bias), "proj": out}
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     q, k, v = map(Rows, weights, biases)
     if module.vdim != module.kdim:  # channels of keys and of values beside each other, as of one map
         bias = None if k.bias is None or v.bias is None else torch.cat([k.bias, v.bias])
-        return {"q": q, "kv": Rows(torch.block_diag(k.weight, v.weight), bias)}
-    return input_projections(q, k, v)
+        return {"q": q, "kv": Rows(torch.block_diag(k.weight, v.weight), bias), "proj": out}
+    return {**input_projections(q, k, v), "proj": out}
 
 
 def attend_multihead(
@@ -194,12 +191,8 @@ def encoder_layer(module: nn.TransformerEncoderLayer) -> TransformerBlock2d:
         proj_drop=drop_of(module, "dropout1"),
         device="meta",
     )
-    projections = {
-        **{f"attn.{name}": rows for name, rows in multihead_projections(inner).items()},
-        "attn.proj": rows_of(inner.out_proj),
-        "fc1": rows_of(module.linear1),
-        "fc2": rows_of(module.linear2),
-    }
+    projections = {f"attn.{name}": rows for name, rows in multihead_weights(inner).items()}
+    projections |= {"fc1": rows_of(module.linear1), "fc2": rows_of(module.linear2)}
     norms = {key: x for key, x in module.named_parameters() if key.startswith("norm")}
     return filled(block, {**norms, **parameters_of(projections)}, training=module.training)
 
