@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,6 +37,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.convert import ConversionError
+from vision_attn.convert.layer import LAYERS, converted
 from vision_attn.convert.swin import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
@@ -1024,6 +1026,13 @@ REMEDY = "load its weights into a plain layer of its library, convert that, and 
 def test_a_subclass_that_computes_something_else_is_found_out(name, kind, change, message):
     with pytest.raises(ConversionError, match=f"(?s){message}.*{REMEDY}$"):
         getattr(convert, name)(altered(kind, change))
+
+
+def test_what_only_the_layers_call_adds_to_the_logits_is_not_taken_for_the_blocks():
+    layer = BeitAttention(8, 2, window_size=(2, 3))
+    known = replace(LAYERS["timm.models.beit.Attention"], around={})  # whose table would be refused by name
+    with pytest.raises(ConversionError, match="what was made of this Attention does not compute"):
+        converted(layer, known)
 
 
 @pytest.mark.parametrize("trained", [True, False])

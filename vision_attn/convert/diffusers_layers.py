@@ -40,6 +40,7 @@ def from_diffusers_attention(module: nn.Module, *, rank: int = 2) -> Attention |
 
     Source: https://github.com/huggingface/diffusers/blob/main/src/diffusers/models/attention_processor.py
 
+    >>> import torch
     >>> from diffusers.models.attention_processor import Attention as DiffusersAttention
     >>> from_diffusers_attention(DiffusersAttention(64, heads=4, dim_head=16))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])

@@ -44,6 +44,7 @@ def from_torchvision_maxvit(module: nn.Module, *, pattern: str | AnyPattern = "f
 
     Source: https://github.com/pytorch/vision/blob/main/torchvision/models/maxvit.py
 
+    >>> import torch
     >>> from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
     >>> layer = RelativePositionalMultiHeadAttention(64, head_dim=16, max_seq_len=49)
     >>> from_torchvision_maxvit(layer, pattern=Window(7))(torch.randn(2, 64, 14, 21)).shape
@@ -74,6 +75,7 @@ def from_timm_maxxvit_attention(module: nn.Module, *, pattern: str | AnyPattern 
 
     Source: https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/maxxvit.py
 
+    >>> import torch
     >>> from timm.models.maxxvit import AttentionCl
     >>> from_timm_maxxvit_attention(AttentionCl(64), pattern=Grid(7))(torch.randn(2, 64, 14, 21)).shape
     torch.Size([2, 64, 14, 21])
