@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,7 +37,8 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.convert import ConversionError
-from vision_attn.convert.windows import PaddedAttention2d
+from vision_attn.convert.layer import LAYERS, converted
+from vision_attn.convert.swin import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
@@ -206,9 +208,8 @@ add(
 )
 
 torch_encoder = partial(nn.TransformerEncoderLayer, 8, 2, 13, layer_norm_eps=0.01)
-for activation in ("relu", "gelu", nn.GELU(), nn.ReLU(), torch.relu):
-    variants = each(norm_first=yes_no, activation=[activation], bias=yes_no)
-    add("from_torch_encoder_layer", torch_encoder, encoder, *variants)
+add("from_torch_encoder_layer", torch_encoder, encoder, *each(norm_first=yes_no, bias=yes_no))
+add("from_torch_encoder_layer", torch_encoder, encoder, *each(activation=["gelu", nn.GELU(), nn.ReLU(), torch.relu]))
 add("from_torch_encoder_layer", torch_encoder, encoder, {"batch_first": True})
 add("from_torch_encoder_layer", encoder_without_biases, encoder, *each(output_has_bias=yes_no))
 
@@ -240,14 +241,13 @@ for kind in ("Attention2d", "AttentionCl"):
         add("from_timm_maxxvit_attention", make, run_maxvit, *each(rel_pos=["bias", "bias_tf", ""]), **inside)
 
 swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-for size, bias in (((4, 6), True), ((2, 9), False), ((8, 3), True), ((2, 3), False), ((5, 7), True)):
-    variants = each(shift_size=[[0, 0], [1, 2], [0, 1]], qkv_bias=[bias], proj_bias=[bias])
+for size, bias in (((2, 9), False), ((8, 3), True), ((5, 7), True)):
+    variants = each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias])
     add("from_torchvision_swin", swin, channels_last, *variants, shapes=[(8, *size)])
 
-for window in ([2, 3], [3, 2]):
-    swin_v2 = partial(ShiftedWindowAttentionV2, 8, window, num_heads=2)
-    variants = each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no)
-    add("from_torchvision_swin", swin_v2, channels_last, *variants, shapes=[(8, 5, 7)])
+swin_v2 = partial(ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
+variants = each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no)
+add("from_torchvision_swin", swin_v2, channels_last, *variants, shapes=[(8, 5, 7)])
 timm_swin, timm_swin_v2 = timm.models.swin_transformer, timm.models.swin_transformer_v2
 for make, size in ((timm_swin.SwinTransformerBlock, (9, 10)), (timm_swin_v2.SwinTransformerV2Block, (9, 10))):
     make = partial(make, 8, size, 2, window_size=(3, 5))
@@ -406,6 +406,11 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
     assert_same(block, grouped_attention(layers, 2, 2, None), (6, 3, 5))
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("exchanged", "heads", "message"),
     [
@@ -415,6 +420,7 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
         ({"k": nn.Conv2d(6, 6, 1, groups=2)}, (4, 2), "k must be .* groups 1; got 2"),
         ({"v": nn.Identity()}, (4, 2), r"v must be .*; got torch.*\.Identity"),
         ({"q": None}, (4, 2), "q must be .*; got builtins.NoneType"),
+        ({"q": Doubled(6, 12)}, (4, 2), "q must be a plain nn.Linear .*Doubled computes more"),
         ({"q": nn.DataParallel(nn.Linear(6, 12))}, (4, 2), "got torch.*DataParallel: take q.module, which it wraps"),
         ({}, (0, 2), "^num_heads must be"),
         ({}, (4, 0), "^num_kv_heads must be"),
@@ -426,8 +432,6 @@ def test_a_padding_that_has_a_name_pads_nothing(padding):
         ({"v": nn.Linear(5, 6)}, (4, 2), "channels of v must be 6, .*; got 5"),
         ({"k": nn.Linear(6, 6, bias=False)}, (4, 2), "q, k, v must all have a bias, .* got none for k"),
         ({"q": nn.Linear(5, 12, bias=False)}, (4, 2), "q, k, v must all have a bias, .* got none for q"),
-        ({"k": nn.Linear(6, 6).requires_grad_(False)}, (4, 2), "of q, k, v .* agree in requires_grad"),
-        ({"k": nn.Linear(6, 6).half()}, (4, 2), "of q, k, v .* agree in dtype"),
     ],
 )
 def test_projections_that_do_not_fit_are_refused(exchanged, heads, message):
@@ -439,7 +443,8 @@ def test_projections_that_do_not_fit_are_refused(exchanged, heads, message):
 def test_projections_keep_their_type_and_are_trained_where_they_were():
     layers = [nn.Linear(8, 8).to(torch.bfloat16) for _ in range(4)]
     layers[3].requires_grad_(False)
-    block = convert.from_linear_projections(*layers, 2)
+    with torch.no_grad():
+        block = convert.from_linear_projections(*layers, 2)
     assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
     assert {key for key, p in block.named_parameters() if not p.requires_grad} == {"proj.weight", "proj.bias"}
 
@@ -590,7 +595,6 @@ def test_keras_layers_that_are_refused(keras):
         getattr(getattr(layer, name), change)(*arguments)
         return layer
 
-    rows, columns = mha(2, 3, attention_axes=(2,)), mha(2, 3, attention_axes=(1,))
     for layer, message in (
         (mha(2, 3), "layer must be built"),
         (built(mha(2, 3, sliding_window=2), (7, 6)), r"\.sliding_window .* got 2"),
@@ -598,8 +602,6 @@ def test_keras_layers_that_are_refused(keras):
         (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), r"_key_dense\.kernel\.shape .* give keys 7 channels"),
         (built(mha(2, 3), shape, (4, 6)), r"_key_dense\.equation"),
         (built(mha(2, 3), (2, 2, 2, 2, 6)), "rank must be 3, 4 or 5"),
-        (built(columns, (3, 5, 6), (4, 5, 6)), r"'columns'.* value_shape=\(None, 4, 5, 6\)"),
-        (built(rows, (3, None, 6), (4, 5, 6)), r"'rows'.* value_shape=\(None, 4, 5, 6\)"),
         (keras.layers.Dense(3), r"layer must be a keras\.src.*MultiHeadAttention; got keras\.src.*Dense"),
         *((dense(name, "enable_lora", 2), rf"{name}\.lora_enabled") for name in DENSE),
         *((dense(name, "quantize", "int8"), rf"{name}\.quantization_mode") for name in DENSE[-2:]),
@@ -631,8 +633,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [*((change, "float64") for change in CHANGES), ("call", "bfloat16"), ("scale", "mixed_float16")],
+)
 def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, change, dtype):
     class Scaled(keras.layers.MultiHeadAttention):
         factor = 1.0
@@ -644,7 +648,7 @@ def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_ou
     layer._output_dense.set_weights([torch.zeros(2, 9, 6)])  # its own numbers would hide any difference
     assert isinstance(convert.from_keras_mha(layer), va.Attention2d)
     CHANGES[change](layer)
-    with pytest.raises(ConversionError, match="Attention2d made of this Scaled does not compute"):
+    with pytest.raises(ConversionError, match="what was made of this Scaled does not compute"):
         convert.from_keras_mha(layer)
 
 
@@ -716,10 +720,9 @@ def test_type_mode_and_whether_it_is_trained_are_kept_and_the_source_is_left_as_
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_block_made_without_gradients_can_be_trained(name, mode):
+def test_a_block_made_without_gradients_can_be_trained(name):
     source = SOURCES[name]()
-    with mode():
+    with torch.inference_mode():
         block = getattr(convert, name)(source)
     size = {"from_torchvision_maxvit": (3, 3)}.get(name, (3, 5))
     block(torch.randn(2, 8, *size)).sum().backward()
@@ -899,9 +902,7 @@ def test_quantized_layers_are_refused():
         convert.from_torch_mha(layer)
 
 
-def test_a_compiled_layer_and_an_encoder_with_other_attention_are_refused():
-    with pytest.raises(ValueError, match=r"module must be a .*: take module\._orig_mod, which it wraps"):
-        convert.from_torch_mha(torch.compile(SOURCES["from_torch_mha"]()))
+def test_an_encoder_with_other_attention_is_refused():
     with pytest.raises(ValueError, match=r"module.self_attn must be a torch.*MultiheadAttention; got .*Identity"):
         convert.from_torch_encoder_layer(changed(encoder_layer(), self_attn=nn.Identity()))
 
@@ -943,16 +944,15 @@ def backwards(rows_of):
 @pytest.mark.parametrize(
     ("room", "function", "name"),
     [
-        ("timm_layers", "heads_first", "from_timm_attention2d"),
-        ("timm_layers", "heads_first", "from_timm_maxxvit_attention"),
-        ("timm_layers", "rows_of", "from_timm_attention"),
-        ("timm_layers", "rows_of", "from_timm_multi_query_attention2d"),
-        ("timm_layers", "rows_of", "from_timm_bottleneck_attn"),
+        ("timm_tokens", "heads_first", "from_timm_attention2d"),
+        ("timm_tokens", "heads_first", "from_timm_maxxvit_attention"),
+        ("timm_tokens", "rows_of", "from_timm_attention"),
+        ("timm_maps", "rows_of", "from_timm_multi_query_attention2d"),
+        ("timm_maps", "rows_of", "from_timm_bottleneck_attn"),
         ("torch_layers", "rows_of", "from_torch_mha"),
         ("torch_layers", "rows_of", "from_torch_encoder_layer"),
-        ("torch_layers", "rows_of", "from_linear_projections"),
-        ("windows", "rows_of", "from_torchvision_swin"),
-        ("windows", "rows_of", "from_torchvision_maxvit"),
+        ("timm_tokens", "rows_of", "from_torchvision_swin"),
+        ("maxvit", "rows_of", "from_torchvision_maxvit"),
     ],
 )
 def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monkeypatch, room, function, name):
@@ -970,7 +970,7 @@ def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monke
 
 
 def test_a_table_in_a_wrong_order_is_found_out(monkeypatch):
-    module = sys.modules["vision_attn.convert.windows"]
+    module = sys.modules["vision_attn.convert.maxvit"]
     monkeypatch.setitem(module.TABLES, "RelPosBiasTf", lambda table: table.flatten(1).T)
     with pytest.raises(ConversionError, match="outputs have a difference of"):
         convert.from_timm_maxxvit_attention(SOURCES["from_timm_maxxvit_attention"]())
@@ -982,7 +982,7 @@ def test_keras_kernels_in_a_wrong_order_are_found_out(keras, monkeypatch, dtype)
     module = sys.modules["vision_attn.convert.keras_layers"]
     kernel_rows = module.kernel_rows
     monkeypatch.setattr(module, "kernel_rows", lambda kernel, bias: kernel_rows(kernel.flip(1), bias))
-    with pytest.raises(ConversionError, match="Attention2d made of this MultiHeadAttention does not compute"):
+    with pytest.raises(ConversionError, match="what was made of this MultiHeadAttention does not compute"):
         convert.from_keras_mha(layer)
 
 
@@ -1012,20 +1012,14 @@ REMEDY = "load its weights into a plain layer of its library, convert that, and 
             "from_torch_mha",
             nn.MultiheadAttention,
             lambda y: (torch.cat([y[0], y[0]], -1), None),
-            r"not \(1, 16, 3, 4\)",
+            r"not \(5, 2, 16\)",
         ),
-        ("from_torch_mha", nn.MultiheadAttention, lambda y: y[0], r"this Altered cannot be run .* \(ValueError: "),
+        ("from_torch_mha", nn.MultiheadAttention, lambda y: (None, None), "cannot be run .* it gives a NoneType"),
         (
             "from_timm_attention",
             TimmAttention,
             lambda y: y.nothing,
             r"this Altered cannot be run .* \(AttributeError: ",
-        ),
-        (
-            "from_timm_attention2d",
-            TimmAttention2d,
-            lambda y: (y, None),
-            "this Altered cannot be run .* it gives a tuple",
         ),
     ],
 )
@@ -1034,9 +1028,11 @@ def test_a_subclass_that_computes_something_else_is_found_out(name, kind, change
         getattr(convert, name)(altered(kind, change))
 
 
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
+def test_what_only_the_layers_call_adds_to_the_logits_is_not_taken_for_the_blocks():
+    layer = BeitAttention(8, 2, window_size=(2, 3))
+    known = replace(LAYERS["timm.models.beit.Attention"], around={})  # whose table would be refused by name
+    with pytest.raises(ConversionError, match="what was made of this Attention does not compute"):
+        converted(layer, known)
 
 
 @pytest.mark.parametrize("trained", [True, False])

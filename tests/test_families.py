@@ -29,9 +29,8 @@ from torchvision.models.swin_transformer import PatchMergingV2, ShiftedWindowAtt
 import vision_attn as va
 from vision_attn import convert
 from vision_attn.blocks import EXCHANGED
-from vision_attn.convert.families import FAMILIES
-from vision_attn.convert.proof import path_of
-from vision_attn.convert.refused import REFUSED
+from vision_attn.convert.layer import LAYERS
+from vision_attn.convert.refusal import REFUSED, path_of
 from vision_attn.reference import neighborhood
 
 WINDOW = (2, 3)
@@ -436,7 +435,7 @@ def test_what_no_block_stands_for_is_left_with_a_reason(path):
 def test_every_path_is_that_of_a_class():
     import importlib
 
-    for path in FAMILIES:
+    for path in LAYERS:
         module, _, name = path.rpartition(".")
         if module.startswith(("timm.", "torch", "diffusers.")) and path not in MISSING:
             assert isinstance(getattr(importlib.import_module(module), name), type), path
@@ -451,14 +450,13 @@ def test_rows_in_a_wrong_order_are_found_out(name, monkeypatch):
     make, _ = MODULES[name]
     torch.manual_seed(0)
     module = nn.Sequential(make())
-    path = next(path_of(kind) for kind in type(module[0]).__mro__ if path_of(kind) in FAMILIES)
-    family = FAMILIES[path]
+    path = next(path_of(kind) for kind in type(module[0]).__mro__ if path_of(kind) in LAYERS)
+    family = LAYERS[path]
 
     def wrong(module):
-        parameters = family.weights(module)
-        return {key: x.flip(0) if key in ("qkv.weight", "kv.weight") else x for key, x in parameters.items()}
+        return {name: backwards(x) if name in ("qkv", "kv") else x for name, x in family.weights(module).items()}
 
-    monkeypatch.setitem(FAMILIES, path, replace(family, weights=wrong))
+    monkeypatch.setitem(LAYERS, path, replace(family, weights=wrong))
     (left,) = va.swap_(module).left
     assert "does not compute what it does: outputs have a difference of" in left.reason
 
@@ -511,7 +509,7 @@ def test_a_converted_layer_gives_the_same_and_is_trained_where_it_was(name):
 @pytest.mark.parametrize("name", [name for name in CONVERTED if name != "multi-query v2"])  # whose rows are kernels
 def test_a_converter_finds_out_a_wrong_order(name, monkeypatch):
     converter, make, _ = CONVERTED[name]
-    for room in ("map_layers", "residual", "timm_layers"):
+    for room in ("repositories", "diffusers_layers", "timm_maps", "timm_tokens"):
         module = sys.modules[f"vision_attn.convert.{room}"]
         rows_of = module.rows_of
         monkeypatch.setattr(module, "rows_of", lambda layer, rows_of=rows_of: backwards(rows_of(layer)))

@@ -81,7 +81,7 @@ class ConversionError(VisionAttnError, RuntimeError):
     ...         return super().forward(*args, **kwargs)[0] / 2, None
     >>> from_torch_mha(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    ConversionError: the Attention2d made of this Halved does not compute what it does
+    ConversionError: what was made of this Halved does not compute what it does
     """
 
 

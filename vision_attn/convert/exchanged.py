@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.blocks import EXCHANGED, Attention
-from vision_attn.convert.families import FAMILIES, OWN, Family
-from vision_attn.convert.proof import HOOKS, path_of
+from vision_attn.convert.layer import LAYERS, OWN, Layer
+from vision_attn.convert.refusal import HOOKS, path_of
 from vision_attn.insertion.attach import exchange
 from vision_attn.insertion.maps import token_grid
 from vision_attn.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
@@ -44,7 +44,7 @@ __all__ = [
 class Exchange:
     """What a module that is exchanged keeps, beside what it had."""
 
-    #: the path of its class
+    #: the path of the class that it is known by
     family: str
     #: without weights
     block: Attention
@@ -63,18 +63,22 @@ class Exchange:
     #: for the block, which two threads would lend other weights at once
     lock: Any = field(default_factory=threading.RLock)
 
+    @property
+    def layer(self) -> Layer:
+        return LAYERS[self.family]
+
     def fits(self, module: nn.Module) -> bool:
         """Whether the block still computes what the module does: no part has been exchanged, hooked or set anew."""
         return (
             tuple(parts_of(module)) == self.inside
             and not any(hooked(part) for part in self.inside)
-            and settings_of(module, FAMILIES[self.family], self.inside) == self.settings
+            and settings_of(module, self.layer, self.inside) == self.settings
             and not torch.jit.is_tracing()  # type: ignore[attr-defined]  # which knows nothing of weights that are lent
         )
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         if torch.compiler.is_compiling():
-            weights = FAMILIES[self.family].weights(module)
+            weights = self.layer.parameters(module)
             y: Tensor = torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
             return y
         weights = self.weights(module)
@@ -104,10 +108,10 @@ class Exchange:
         """Those of the block; kept where they are the parameters' own memory, and so follow what is written to it."""
         parameters = [x for part in (module, *self.inside) for x in part._parameters.values() if x is not None]
         if torch.is_grad_enabled() or any(type(x) is not nn.Parameter or x.is_meta for x in parameters):
-            return FAMILIES[self.family].weights(module)
+            return self.layer.parameters(module)
         now = [(id(x), x.data_ptr()) for x in parameters]
         if self.views is None or self.views[0] != now:
-            weights, memory = FAMILIES[self.family].weights(module), {storage_of(x) for x in parameters}
+            weights, memory = self.layer.parameters(module), {storage_of(x) for x in parameters}
             self.views = (now, weights) if memory.issuperset(map(storage_of, weights.values())) else None
             return weights
         return self.views[1]
@@ -154,7 +158,7 @@ class Swapped(nn.Module):
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         exchanged: Exchange = vars(self)[EXCHANGED]
         if exchanged.fits(self):
-            y = FAMILIES[exchanged.family].forward(self, partial(exchanged.attend, self), *args, **kwargs)
+            y = exchanged.layer.forward(self, partial(exchanged.attend, self), *args, **kwargs)
             if y is not OWN:
                 return y
         return super().forward(*args, **kwargs)
@@ -212,9 +216,9 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def settings_of(module: Any, family: Family, inside: Iterable[nn.Module]) -> tuple[Any, ...]:
+def settings_of(module: Any, layer: Layer, inside: Iterable[nn.Module]) -> tuple[Any, ...]:
     drops = [part for part in inside if isinstance(part, nn.Dropout)]
-    settings = [getattr(module, name) for name in family.settings]
+    settings = [getattr(module, name) for name in layer.settings]
     return (
         *(tuple(value) if isinstance(value, list) else value for value in settings),
         *((part.p, part.training == module.training) for part in drops),

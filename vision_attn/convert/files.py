@@ -17,18 +17,18 @@ from torch import Tensor
 from vision_attn.checkpoints.read import find_entry, read_file
 from vision_attn.checkpoints.specification import BLOCKS
 from vision_attn.checkpoints.write import copy_to_write, write_atomically
-from vision_attn.convert.residual import diffusers_rows, latent_rows
-from vision_attn.convert.timm_layers import fused_rows
+from vision_attn.convert.diffusers_layers import diffusers_rows
+from vision_attn.convert.keras_layers import keras_weights
+from vision_attn.convert.repositories import guided_rows, latent_rows
+from vision_attn.convert.timm_tokens import fused_rows
 from vision_attn.convert.weights import (
     Rows,
+    Weights,
     check_rank,
     heads_first,
     input_projections,
-    kernel_rows,
-    output_rows,
     parameters_of,
     rows_of,
-    with_bias,
 )
 from vision_attn.errors import ConversionError
 from vision_attn.text import Report, Table, escaped, shorten
@@ -54,41 +54,35 @@ class Stored:
         raise AttributeError(f"it has no {key}")
 
 
-def torch_rows(layer: Any) -> dict[str, Rows]:
+def torch_rows(layer: Any) -> Weights:
     return {"qkv": Rows(layer.in_proj_weight, getattr(layer, "in_proj_bias", None)), "proj": rows_of(layer.out_proj)}
 
 
-def guided_rows(layer: Any) -> dict[str, Rows]:
-    return {"qkv": rows_of(layer.qkv), "proj": rows_of(layer.proj_out)}
-
-
-def by_heads(rows_of_layer: Callable[[Any], dict[str, Rows]]) -> Callable[[Any], dict[str, Rows]]:
+def by_heads(rows_of_layer: Callable[[Any], Weights]) -> Callable[[Any], Weights]:
     """For rows ordered (heads, qkv, width)."""
 
-    def reordered(layer: Any) -> dict[str, Rows]:
+    def reordered(layer: Any) -> Weights:
         rows = rows_of_layer(layer)
         return {**rows, "qkv": heads_first(rows["qkv"], layer.num_heads)}
 
     return reordered
 
 
-def llama_rows(layer: Any) -> dict[str, Rows]:
+def llama_rows(layer: Any) -> Weights:
     q, k, v = (rows_of(getattr(layer, name)) for name in ("q_proj", "k_proj", "v_proj"))
     return {**input_projections(q, k, v), "proj": rows_of(layer.o_proj)}
 
 
-def keras_rows(layer: Any) -> dict[str, Rows]:
+def keras_rows(layer: Any) -> Weights:
     def kernels(name: str) -> tuple[Tensor, Tensor | None]:
-        variables = getattr(layer, f"{name}_dense").vars
+        variables = getattr(layer, "_gate_dense" if name == "gate" else f"{name}_dense").vars
         return getattr(variables, "0"), getattr(variables, "1", None)
 
-    q, k, v = (kernel_rows(*kernels(name)) for name in ("query", "key", "value"))
-    gate = {"gate": with_bias(kernel_rows(*kernels("_gate")))} if hasattr(layer, "_gate_dense") else {}
-    return {**input_projections(q, k, v), **gate, "proj": output_rows(*kernels("output"))}
+    return keras_weights(kernels, hasattr(layer, "_gate_dense"))
 
 
 #: How layers are saved.
-LAYOUTS: dict[str, Callable[[Any], dict[str, Rows]]] = {
+LAYOUTS: dict[str, Callable[[Any], Weights]] = {
     "torch-mha": torch_rows,
     "timm": fused_rows,
     "timm-maxxvit": by_heads(fused_rows),

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.proof import (
-    TOLERANCE,
-    check_carried,
-    check_equal,
-    check_kind,
-    check_source,
-    random_like,
-)
-from vision_attn.convert.weights import Rows, attention, input_projections, kernel_rows, output_rows, with_bias
+from vision_attn.convert.proof import TOLERANCE, check_outputs, explained, random_like, random_map
+from vision_attn.convert.refusal import check_carried, check_kind, check_source, check_without
+from vision_attn.convert.weights import Weights, attention, input_projections, kernel_rows, output_rows, with_bias
 from vision_attn.equations import attention_pattern
 
-__all__ = ["from_keras_gqa", "from_keras_mha"]
+__all__ = ["from_keras_gqa", "from_keras_mha", "keras_weights"]
 
 
 def from_keras_mha(layer: Any) -> Attention:
@@ -27,7 +23,7 @@ def from_keras_mha(layer: Any) -> Attention:
 
     ``layer(query, value)`` on ``(batch, <axes>, channels)`` becomes ``block(x)`` on ``(batch, channels, <axes>)``, or
     ``block(x, context=y)`` where values are of other channels than queries. ``attention_axes`` becomes the pattern,
-    ``(1,)`` of a map ``"columns"``, ``(2,)`` ``"rows"``, and then both maps must be of one size, whereas Keras's may
+    ``(1,)`` of a map ``"columns"``, ``(2,)`` ``"rows"``, and then the block takes maps of one size, whereas Keras's may
     differ along those axes. ``use_gate`` becomes the output gate, with a bias of zeros that is not trained if the layer
     has none. Masks and ``use_causal_mask`` are arguments of Keras's call: give ours ``mask``. Regularizers and
     constraints are of Keras's training and stay there.
@@ -58,13 +54,6 @@ def from_keras_mha(layer: Any) -> Attention:
     check_layer(layer)
     rank = axes_of(layer._query_dense) - 2
     pattern = attention_pattern(layer.get_config().get("attention_axes"), rank + 2)
-    query, value = sizes(layer)
-    alike = all(None in pair or pair[0] == pair[1] for pair in zip(query[1:-1], value[1:-1], strict=True))
-    if pattern != "full" and not alike:
-        raise ValueError(
-            f"layer must take queries and values from maps of one size with attention_axes={pattern!r}; got "
-            f"query_shape={query} and value_shape={value}"
-        )
     return converted(layer, rank, pattern=pattern)
 
 
@@ -90,11 +79,11 @@ def from_keras_gqa(layer: Any) -> Attention:
     """
     check_kind("layer", layer, "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention")
     check_layer(layer)
-    query, _ = sizes(layer)
+    query = layer.get_build_config()["shapes_dict"]["query_shape"]
     if len(query) != 3:
         raise ValueError(
             "layer must be built for (batch, tokens, channels), since it attends along sequences; got "
-            f"query_shape={query}"
+            f"query_shape={tuple(query)}"
         )
     return converted(layer, 1)
 
@@ -116,32 +105,19 @@ def check_layer(layer: Any) -> None:
             "block's forward a mask of this band"
         )
     one_axis = len(layer._output_dense.kernel.shape) == 3
+    check_carried(layer, "_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels")
     channels = layer._value_dense.kernel.shape[0]
-    alike = layer._key_dense.kernel.shape[0] == channels
     remedy = f"the block takes keys and values from one map: give keys {channels} channels, as values have"
-    check_carried(
-        layer,
-        ("_output_dense.kernel.shape", one_axis, "its output_shape must be of one axis, of channels"),
-        ("_key_dense.kernel.shape", alike, remedy),
-    )
+    check_carried(layer, "_key_dense.kernel.shape", layer._key_dense.kernel.shape[0] == channels, remedy)
     for name in ("_query_dense", "_key_dense", "_value_dense", "_output_dense", *["_gate_dense"] * has_gate(layer)):
-        dense = getattr(layer, name)
-        axes = axes_of(layer._query_dense) + (name == "_output_dense")
-        check_carried(layer, (f"{name}.equation", axes_of(dense) == axes, "use maps of the same rank"))
-        if getattr(dense, "quantization_mode", None) is not None:
-            check_carried(layer, (f"{name}.quantization_mode", False, "convert before quantizing"))
-        if getattr(dense, "lora_enabled", False):
-            check_carried(layer, (f"{name}.lora_enabled", False, "add the update to the kernel first"))
+        alike = axes_of(getattr(layer, name)) == axes_of(layer._query_dense) + (name == "_output_dense")
+        check_carried(layer, f"{name}.equation", alike, "use maps of the same rank")
+        quantized, adapted = "convert before quantizing", "add the update to the kernel first"
+        check_without(layer, {f"{name}.quantization_mode": quantized, f"{name}.lora_enabled": adapted})
 
 
 def has_gate(layer: Any) -> bool:
     return bool(layer.get_config().get("use_gate"))
-
-
-def sizes(layer: Any) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The shapes of queries and values that a layer was built for, with None for what was not known."""
-    shapes = layer.get_build_config()["shapes_dict"]
-    return tuple(shapes["query_shape"]), tuple(shapes["value_shape"])
 
 
 def axes_of(dense: Any) -> int:
@@ -157,36 +133,39 @@ def converted(layer: Any, rank: int, **options: Any) -> Attention:
     weights = layer.weights
     numbers = zip(weights, random_like([weight.value for weight in weights]), strict=True)
     with torch.inference_mode(False), torch.enable_grad():
-        with StatelessScope(state_mapping=list(numbers)):
-            check_equal(layer, keras_attention(layer, rank, **options).double(), run, tolerance)
+        with StatelessScope(state_mapping=list(numbers)), torch.no_grad():
+            block = keras_attention(layer, rank, **options).double()
+            channels = (block.channels, block.context_channels)
+            device = block.proj.weight.device
+            maps = [random_map(1, c, *(2, 3, 4)[:rank]).to(device) for c in channels if c is not None]
+            with explained(layer, "run as a layer of its class is"):
+                expected = run(layer, *maps)
+            check_outputs(layer, expected, block(maps[0], None, *maps[1:]), tolerance)
         return keras_attention(layer, rank, **options)
 
 
 def keras_attention(layer: Any, rank: int, **options: Any) -> Attention:
-    _, num_heads, key_dim = layer._query_dense.kernel.shape
-    _, num_kv_heads, value_dim = layer._value_dense.kernel.shape
-    q, k, v = (input_rows(dense) for dense in (layer._query_dense, layer._key_dense, layer._value_dense))
-    gate = {"gate": with_bias(input_rows(layer._gate_dense))} if has_gate(layer) else {}
     return attention(
         rank,
-        {**input_projections(q, k, v), **gate, "proj": output_rows(*parameters_of(layer._output_dense))},
+        keras_weights(partial(kernel_and_bias, layer), has_gate(layer)),
         training=False,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        output_gate=has_gate(layer),
+        num_heads=layer._query_dense.kernel.shape[1],
+        num_kv_heads=layer._value_dense.kernel.shape[1],
         attn_drop=layer.get_config()["dropout"],
         **options,
     )
 
 
-def input_rows(dense: Any) -> Rows:
-    return kernel_rows(*parameters_of(dense))
-
-
-def parameters_of(dense: Any) -> tuple[Tensor, Tensor | None]:
+def kernel_and_bias(layer: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    dense = getattr(layer, f"_{name}_dense")
     return dense.kernel.value, None if dense.bias is None else dense.bias.value
+
+
+def keras_weights(kernels: Callable[[str], tuple[Tensor, Tensor | None]], gated: bool) -> Weights:
+    """The weights of a block, of kernels and biases by the name of the projection."""
+    q, k, v = (kernel_rows(*kernels(name)) for name in ("query", "key", "value"))
+    gate = {"gate": with_bias(kernel_rows(*kernels("gate")))} if gated else {}
+    return {**input_projections(q, k, v), **gate, "proj": output_rows(*kernels("output"))}
 
 
 def run(layer: Any, x: Tensor, context: Tensor | None = None) -> Tensor:

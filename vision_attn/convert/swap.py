@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vision_attn.blocks import EXCHANGED
 from vision_attn.convert.exchanged import (
@@ -22,8 +22,9 @@ from vision_attn.convert.exchanged import (
     put_in,
     settings_of,
 )
-from vision_attn.convert.families import FAMILIES, family_of
-from vision_attn.convert.proof import TOLERANCE, check_outputs, explained, path_of, random_twin
+from vision_attn.convert.layer import LAYERS, layer_of
+from vision_attn.convert.proof import difference
+from vision_attn.convert.refusal import path_of
 from vision_attn.convert.timing import SLOWEST, times_of
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
@@ -174,12 +175,12 @@ def swap_(
     lines, exchanges = [], {}
     for name, module in inside.items():
         try:
-            exchanges[name], difference = exchange_for(module)
+            exchanges[name], off = exchange_for(module)
         except (ValueError, ConversionError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, class_name(module), reason=str(error)))
             continue
         lies_in(exchanges[name], module, [modules[outer] for outer in ("", *modules_around(name))])
-        lines.append(SwappedModule(name, class_name(module), described(exchanges[name]), difference))
+        lines.append(SwappedModule(name, class_name(module), described(exchanges[name]), off))
     if example_input is not None:
         times = times_of(model, {name: modules[name] for name in exchanges}, exchanges, example_input)
         lines = [replace(line, time=times.get(line.path)) for line in lines]
@@ -188,7 +189,7 @@ def swap_(
                 del exchanges[line.path]
                 reason = f"a block would take {line.time:.2f} of its time: slower=True exchanges it all the same"
                 lines[number] = replace(line, block="", reason=reason)
-    own = {line.kind: FAMILIES[exchanges[line.path].family].own for line in lines if line.path in exchanges}
+    own = {line.kind: exchanges[line.path].layer.own for line in lines if line.path in exchanges}
     notes = [f"{kind} does by itself, as before: {calls}" for kind, calls in own.items() if calls]
     if exchanges and example_input is None:
         notes.append("Time was not measured: with example_input what would be slower is left.")
@@ -238,56 +239,37 @@ def swap_back_(model: nn.Module) -> SwapReport:
 def attention_in(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """What is known to be attention, and what by its name is, unless it only holds such modules."""
     ours = __name__.partition(".")[0]
-    found = {
-        name: module
+    known = {name for name, module in modules.items() if layer_of(module) is not None}
+    named = {
+        name
         for name, module in modules.items()
-        if family_of(module) is not None
-        or (
-            any(word in type(module).__name__.lower() for word in ("attention", "attn"))
-            and not type(module).__module__.startswith(f"{ours}.")
-            and next(module.parameters(), None) is not None
-        )
+        if any(word in type(module).__name__.lower() for word in ("attention", "attn"))
+        and not type(module).__module__.startswith(f"{ours}.")
+        and next(module.parameters(), None) is not None
     }
-    return {
-        name: module
-        for name, module in found.items()
-        if family_of(module) is not None
-        or isinstance(module, Swapped)
-        or not any(other.startswith(f"{name}.") if name else other for other in found if other != name)
-    }
+    holds = {outer for name in known | named for outer in ("", *modules_around(name)) if outer != name}
+    return {name: module for name, module in modules.items() if name in known or name in named - holds}
 
 
 def exchange_for(module: nn.Module) -> tuple[Exchange, float]:
     """What stands for a module, and the difference of the two on random weights; refused where nothing does."""
     if isinstance(module, Swapped):
         raise ValueError("it is exchanged already")
-    found = family_of(module)
+    found = layer_of(module)
     if found is None:
         raise ValueError(f"no converter knows {path_of(type(module))}")
     path, kind = found
-    family = FAMILIES[path]
+    layer = LAYERS[path]
     bare = bare_copy(module)  # hooks of the module itself go on running
-    family.check(bare)
+    layer.refuse(bare)
     if type(module).forward is not kind.forward:
         raise ValueError(f"{path_of(type(module))} is a subclass of {kind.__name__} with a forward of its own")
-    with torch.inference_mode(False), torch.no_grad():
-        twin = random_twin(bare)
-        block = family.block(twin)
-        arguments = family.example(twin)
-        with explained(bare, "run as a layer of its class is"):
-            expected = first_of(twin(*arguments))
-        block.eval().to("meta")  # from here on it has no weights but those that it is lent
-        inside = tuple(parts_of(module))
-        kept = Exchange(path, block, inside, settings_of(module, family, inside))
-        got = first_of(family.forward(twin, partial(kept.attend, twin), *arguments))
-        difference = check_outputs(module, block, expected, got, TOLERANCE)
-    block.train(module.training)
-    return kept, difference
-
-
-def first_of(output: Any) -> Tensor:
-    y: Tensor = output[0] if isinstance(output, tuple) else output
-    return y
+    inside = tuple(parts_of(module))
+    with torch.inference_mode(False):
+        kept = Exchange(path, layer.empty_block(module).eval(), inside, settings_of(module, layer, inside))
+    off = difference(bare, lambda twin, *args: layer.forward(twin, partial(kept.attend, twin), *args), layer.example)
+    kept.block.train(module.training)
+    return kept, off
 
 
 def measured(line: SwappedModule) -> tuple[tuple[float | None, str], ...]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention
-from vision_attn.convert.proof import TOLERANCE, check_outputs, random_twin, run_tokens
-from vision_attn.convert.torch_layers import run_multihead
+from vision_attn.convert.proof import difference, random_map
 from vision_attn.convert.weights import filled
 
 __all__ = ["to_diffusers_attention", "to_timm_attention", "to_torch_mha"]
@@ -46,7 +45,7 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
         names = {"in_proj_": "qkv", "out_proj.": "proj"}
         return filled(layer, tensors_of(block, names), training=block.training)
 
-    return shown(block, convert, run_multihead)
+    return shown(block, convert)
 
 
 def to_timm_attention(block: Attention) -> nn.Module:
@@ -86,7 +85,7 @@ def to_timm_attention(block: Attention) -> nn.Module:
         names = {"qkv.": "qkv", "proj.": "proj", "q_norm.": "q_norm", "k_norm.": "k_norm"}
         return filled(layer, tensors_of(block, names), training=block.training)
 
-    return shown(block, convert, run_tokens)
+    return shown(block, convert)
 
 
 def to_diffusers_attention(block: Attention) -> nn.Module:
@@ -124,7 +123,7 @@ def to_diffusers_attention(block: Attention) -> nn.Module:
                 fused |= {f"to_{name}.{key}": rows for name, rows in parts}
         return filled(layer, fused, training=block.training)
 
-    return shown(block, convert, run_tokens)
+    return shown(block, convert)
 
 
 def check_plain(block: Attention, *carried: str) -> None:
@@ -134,14 +133,13 @@ def check_plain(block: Attention, *carried: str) -> None:
     own = dict(block.unusual())
     if "key_dim" in carried and block.value_dim == block.key_dim:
         own.pop("value_dim", None)
-    cosine = block.q_norm is not None and not isinstance(block.q_norm, nn.LayerNorm)
+    norm = "qk_norm" if isinstance(block.q_norm, nn.LayerNorm) else "qk_norm='cosine'"
     told: dict[str, Any] = {
         "pattern": not block.partitioner.is_global,
         "position": block.position,
         "output_gate": block.gate,
         "proj_drop": block.proj_drop.p,
-        "qk_norm": block.q_norm,
-        "qk_norm='cosine'": cosine or None,
+        norm: block.q_norm,
     }
     names = [*own, *(name for name, value in told.items() if value not in (None, False, 0.0))]
     if other := [name for name in names if name not in carried]:
@@ -159,11 +157,14 @@ def tensors_of(block: Attention, names: dict[str, str]) -> dict[str, Tensor]:
     }
 
 
-def shown(block: Attention, convert: Callable[[Attention], Layer], run: Callable[..., Tensor]) -> Layer:
+def shown(block: Attention, convert: Callable[[Attention], Layer]) -> Layer:
     """The layer, after it was seen to be right for a copy of the block with random weights."""
+
+    def compute(twin: Attention, x: Tensor) -> Tensor:
+        layer, tokens = convert(twin), x.flatten(2).mT
+        y = layer(*[tokens] * 3)[0] if isinstance(layer, nn.MultiheadAttention) else layer(tokens)
+        return y.mT.view(x.shape)
+
+    difference(block, compute, lambda twin: (random_map(1, twin.channels, *(2, 3, 4)[: twin.rank]),))
     with torch.inference_mode(False), torch.enable_grad():
-        twin = random_twin(block)
-        x = torch.randn(1, block.channels, *(2, 3, 4)[: block.rank], dtype=torch.float64, device="cpu")
-        with torch.no_grad():
-            check_outputs(block, convert(twin), twin(x), run(convert(twin), x), TOLERANCE)
         return convert(block)

@@ -22,27 +22,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, Attention1d, Attention2d, Attention3d
+from vision_attn.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 
 __all__ = [
+    "TABLE",
     "Rows",
+    "Weights",
     "attention",
-    "check_joined",
     "check_rank",
-    "convolution",
+    "empty_attention",
     "filled",
     "heads_first",
-    "identity_rows",
     "input_projections",
     "kernel_rows",
     "output_rows",
     "parameters_of",
     "query_less_key",
+    "residual",
     "rows_of",
     "side_by_side",
     "with_bias",
@@ -50,8 +52,12 @@ __all__ = [
 
 Module = TypeVar("Module", bound=nn.Module)
 
+#: The parameter of :class:`RelPosTable`.
+TABLE = "position.relative_position_bias_table"
+
 #: By the number of axes of a map.
 BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
+RESIDUAL = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 
 # --- the rows of a source, in our order -------------------------------------------------------------------------------
@@ -64,6 +70,10 @@ class Rows(NamedTuple):
     weight: Tensor
     #: ``(rows,)``, or None
     bias: Tensor | None = None
+
+
+#: Projections of a block, and other parameters, by name.
+Weights: TypeAlias = Mapping[str, Any]
 
 
 def rows_of(layer: Any) -> Rows:
@@ -89,29 +99,15 @@ def heads_first(rows: Rows, num_heads: int, *widths: int) -> Rows:
     return Rows(reordered(rows.weight), None if rows.bias is None else reordered(rows.bias))
 
 
-def side_by_side(*parts: Rows) -> Rows:
-    """One projection of several, their rows after each other.
+def side_by_side(**parts: Rows) -> Rows:
+    """One projection of several, their rows after each other; of all or none of them with a bias.
 
-    >>> side_by_side(Rows(torch.ones(8, 4)), Rows(torch.ones(2, 4))).weight.shape
+    >>> side_by_side(q=Rows(torch.ones(8, 4)), kv=Rows(torch.ones(2, 4))).weight.shape
     torch.Size([10, 4])
     """
-    biases = [part.bias for part in parts if part.bias is not None]
-    return Rows(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
-
-
-def check_joined(**parts: Rows) -> None:
-    """Refuse projections that cannot become one parameter."""
     check_biases(**parts)
-    weights = [part.weight for part in parts.values()]
     biases = [part.bias for part in parts.values() if part.bias is not None]
-    for name, tensors in (("weights", weights), ("biases", biases)):
-        for trait in ("dtype", "requires_grad"):
-            found = [getattr(tensor, trait) for tensor in tensors]
-            if len(set(found)) > 1:
-                raise ValueError(
-                    f"the {name} of {', '.join(parts)} become one parameter, so they must agree in {trait}; got "
-                    f"{', '.join(map(str, found))}"
-                )
+    return Rows(torch.cat([part.weight for part in parts.values()]), torch.cat(biases) if biases else None)
 
 
 def check_biases(**parts: Rows) -> None:
@@ -131,12 +127,10 @@ def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
     >>> list(input_projections(q, q, q)), list(input_projections(q, other, other))
     (['qkv'], ['q', 'kv'])
     """
-    if k.weight.shape[1] == q.weight.shape[1]:
-        check_joined(q=q, k=k, v=v)
-        return {"qkv": side_by_side(q, k, v)}
     check_biases(q=q, k=k, v=v)
-    check_joined(k=k, v=v)
-    return {"q": q, "kv": side_by_side(k, v)}
+    if k.weight.shape[1] == q.weight.shape[1]:
+        return {"qkv": side_by_side(q=q, k=k, v=v)}
+    return {"q": q, "kv": side_by_side(k=k, v=v)}
 
 
 def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
@@ -162,11 +156,6 @@ def with_bias(rows: Rows) -> Rows:
     return Rows(rows.weight, rows.weight.new_zeros(len(rows.weight)) if rows.bias is None else rows.bias)
 
 
-def identity_rows(width: int, like: Tensor) -> Rows:
-    """The projection for a source that has none: the identity, which is not trained."""
-    return Rows(torch.eye(width, dtype=like.dtype, device=like.device))
-
-
 def query_less_key(table: Tensor) -> Tensor:
     """The table of biases by query less key of one by key less query.
 
@@ -185,43 +174,57 @@ def check_rank(rank: int) -> None:
         raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
 
 
-def attention(
+def empty_attention(
     rank: int,
-    projections: Mapping[str, Rows],
-    tables: Mapping[str, Tensor] | None = None,
+    weights: Weights,
     *,
-    training: bool,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
     kind: type[Attention] | None = None,
     **options: Any,
 ) -> Attention:
-    """The block for maps with this number of axes, with copies of these projections and tables."""
-    first, out = projections["q" if "q" in projections else "qkv"], projections["proj"]
-    block = (kind or BLOCKS[rank])(
+    """The block for these weights, on the meta device. What their shapes and names tell need not be said."""
+    first, out = weights.get("qkv") or weights["q"], weights.get("proj")
+    rows, kv_heads = len(first.weight), num_kv_heads or num_heads
+    e = out.weight.shape[1] // num_heads if out else value_dim or rows // (num_heads + 2 * kv_heads)
+    return (kind or BLOCKS[rank])(
         first.weight.shape[1],
-        out_channels=len(out.weight),
-        context_channels=projections["kv"].weight.shape[1] if "kv" in projections else None,
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=rows // num_heads if "q" in weights else (rows - kv_heads * e) // (num_heads + kv_heads),
+        value_dim=e,
+        out_channels=len(out.weight) if out else num_heads * e,
+        context_channels=weights["kv"].weight.shape[1] if "kv" in weights else None,
         qkv_bias=first.bias is not None,
-        proj_bias=out.bias is not None,
+        proj_bias=out is not None and out.bias is not None,
+        qk_norm="cosine" if "q_norm.logit_scale" in weights else "q_norm.weight" in weights,
+        output_gate="gate" in weights,
         device="meta",
         **options,
     )
-    return filled(block, parameters_of(projections, tables, rank), training=training)
 
 
-def parameters_of(
-    projections: Mapping[str, Rows], tables: Mapping[str, Tensor] | None = None, rank: int = 2
-) -> dict[str, Tensor]:
-    """The parameters of a block by name."""
-    tensors = dict(tables or {})
-    for name, rows in projections.items():
-        tensors.update(convolution(name, rows, rank))
+def attention(rank: int, weights: Weights, *, training: bool, **options: Any) -> Attention:
+    """The block for maps with this number of axes, with copies of these weights."""
+    block = empty_attention(rank, weights, **options)
+    if "proj" not in weights:  # the identity, which is not trained
+        like = (weights.get("qkv") or weights["q"]).weight
+        weights = {**weights, "proj": Rows(torch.eye(block.out_channels, dtype=like.dtype, device=like.device))}
+    return filled(block, parameters_of(weights, rank), training=training)
+
+
+def parameters_of(weights: Weights, rank: int = 2) -> dict[str, Tensor]:
+    """The parameters of a block by name: a 1×1 convolution for each projection."""
+    tensors = {}
+    for name, x in weights.items():
+        if isinstance(x, Tensor):
+            tensors[name] = x
+            continue
+        tensors[f"{name}.weight"] = x.weight[(..., *(None,) * rank)]
+        if x.bias is not None:
+            tensors[f"{name}.bias"] = x.bias
     return tensors
-
-
-def convolution(name: str, rows: Rows, rank: int = 2) -> dict[str, Tensor]:
-    """The parameters of a 1×1 convolution by name, ``(rows, c, 1, 1)`` and ``(rows,)``."""
-    tensors = {f"{name}.weight": rows.weight[(..., *(None,) * rank)]}
-    return tensors if rows.bias is None else {**tensors, f"{name}.bias": rows.bias}
 
 
 def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
@@ -233,3 +236,16 @@ def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> M
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(tensors[name].requires_grad)
     return block.train(training)
+
+
+def residual(attn: Attention, norm: Any = None, gate: Tensor | None = None) -> AttentionBlock:
+    """``x + gate · attn(norm(x))`` with a norm as the source's, or none; a gate that it has not is not trained."""
+    block = RESIDUAL[attn.rank](attn.channels, 1, device="meta")
+    block.attn, block.norm, block.begins_open = attn, nn.Identity(), False  # type: ignore[assignment]
+    if norm is not None:
+        copied = nn.GroupNorm(norm.num_groups, norm.num_channels, norm.eps, device="meta")
+        block.norm = filled(copied, {"weight": norm.weight, "bias": norm.bias}, training=attn.training)  # type: ignore[assignment]
+    scale = attn.proj.weight.new_ones(()) if gate is None else gate
+    ones = torch.ones(attn.channels, dtype=scale.dtype, device=scale.device)
+    block.gate = nn.Parameter((ones * scale).detach(), requires_grad=gate is not None and gate.requires_grad)
+    return block.train(attn.training)
