@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,8 +102,9 @@ def compare(
     Path(output).mkdir(parents=True, exist_ok=True)
     try:
         carry_out(runs, jobs, done)
-    except Interrupted as stop:
-        raise Interrupted(stop.signal, "interrupted and saved; the same command goes on from here") from None
+    except KeyboardInterrupt as stop:
+        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
+        raise Interrupted(number, "interrupted and saved; the same command goes on from here") from None
     assert found is not None
     print(f"\n{found.text}\nIn {output}: comparison.md, comparison.json, comparison.png, and a folder for each run.")
     return found
@@ -113,17 +115,15 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
     rows = [("arm", "parameters", "multiply-adds", "ms a step", "changed when closed %", "top-1 %", "by seed")]
     for arm, by_seed in outcomes.items():
         first, *_ = found = list(by_seed.values())
-        rows.append(
-            (
-                arm,
-                f"{first.parameters:,}",
-                f"{first.multiply_adds:,}",
-                f"{np.median([one.milliseconds for one in found]):.0f}",
-                "—" if first.changed is None else f"{np.mean([one.changed for one in found]):.1f}",
-                f"{np.mean(scores[arm]):.2f}" + (f" ± {np.std(scores[arm], ddof=1):.2f}" if len(found) > 1 else ""),
-                ", ".join(f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items()),
-            )
+        time = f"{np.median([one.milliseconds for one in found]):.0f}"
+        changed = "—" if first.changed is None else f"{np.mean([one.changed for one in found]):.1f}"
+        spread = f" ± {np.std(scores[arm], ddof=1):.2f}" if len(found) > 1 else ""
+        top1, seeds = (
+            f"{np.mean(scores[arm]):.2f}{spread}",
+            (f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items()),
         )
+        cost = f"{first.parameters:,}", f"{first.multiply_adds:,}", time
+        rows.append((arm, *cost, changed, top1, ", ".join(seeds)))
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
     held_out = " on held-out training images" if settings.hold_out is not None else ""
     note = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,12 +110,5 @@ def draw(model: nn.Module, normalize: Normalize, images: Tensor, labels: Tensor,
     attention = replace(attention, weights=attention.weights[chosen])
     pixels = images[chosen] / 255
     save_figure(attention_figure(pixels, attention, titles=titles, width=9.0), folder / "attention.png")
-    explore(
-        model,
-        pixels,
-        folder / "explorer.html",
-        normalize=lambda image: normalize(255 * image),
-        classes=CLASSES,
-        titles=titles,
-        title="Two digits: are they of the same class?",
-    )
+    texts: Any = {"classes": CLASSES, "titles": titles, "title": "Two digits: are they of the same class?"}
+    explore(model, pixels, folder / "explorer.html", normalize=lambda image: normalize(255 * image), **texts)

@@ -26,7 +26,7 @@ from vision_attn.text import shorten
 from vision_attn.training.data import Source
 from vision_attn.training.settings import CHOICES, FIELDS, Settings
 
-__all__ = ["BLOCKS", "Network", "add_block", "build_network", "lines_of", "refuse_other_classes"]
+__all__ = ["BLOCKS", "NOTES", "Network", "add_block", "build_network", "lines_of", "refuse_other_classes"]
 
 
 #: What a checkpoint of one of our runs says of itself.
