@@ -103,7 +103,7 @@ def test_the_default_rows_in_all_forms_of_output(capfd, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in ROWS), ("attention", "bfloat16"), ("windows", "float16")]
+    ("name", "dtype"), [*((name, "float32") for name in ROWS), ("einx", "bfloat16"), ("positions", "float16")]
 )
 def test_named_rows(capsys, monkeypatch, tmp_path, name, dtype):
     create = contestants.timm.create_model

@@ -128,14 +128,8 @@ class Checkpoints:
             differing = self.settings.differences(content["settings"])
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged, or of another version of vision_attn: {error}") from error
-        if "epochs" in differing:
-            epochs = content["settings"].get("epochs", Settings.epochs)
-            if self.settings.epochs < epochs:
-                raise ValueError(
-                    f"epochs: {path} is of a run of {epochs}, which more extend; got {self.settings.epochs}: fewer are "
-                    "not defined, as its rates so far were those of the longer run"
-                )
-            differing.remove("epochs")
+        if "epochs" in differing and self.settings.epochs > content["settings"].get("epochs", Settings.epochs):
+            differing.remove("epochs")  # more extend a run; its rates so far were not those of a shorter one
         words = {"classes": "the classes of the data", "train_images": "the number of training images"}
         differing += [word for key, word in words.items() if repr(content[key]) != repr(self.about[key])]
         if differing:
