@@ -489,7 +489,7 @@ def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention
         (["explore", "IMAGE", "--model", "resnet20"], "model has no Attention2d to capture"),
         (["explore", "IMAGE", "--model", "resnet-twenty"], "there is no 'resnet-twenty'"),
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], "adapter goes with a name"),
-        (["explore", "IMAGE", "--model", "RUN", "--top", "0"], "top must be at least 1; got 0"),
+        (["explore", "IMAGE", "--model", "RUN", "--top", "0"], "top must be a whole number of at least 1; got 0"),
         (["maps", "IMAGE", "--model", "RUN", "--query", "middle"], "query must be y,x in pixels, such as 112,80"),
         (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], "pixels of an image of 32×32; got (40.0, 0.0)"),
         (["maps", "IMAGE", "--model", "RUN", "--heads", "4"], "heads must be from 0 to 3; got [4]"),

@@ -378,7 +378,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(
     assert_same_result(tmp_path / "run", tmp_path / "interrupted")
 
 
-@pytest.mark.parametrize("name", ["lion", "lamb", "muon", "adamp", "rmsproptf"])
+@pytest.mark.parametrize("name", ["lion", "muon", "adamp"])
 def test_any_optimiser_of_timm_goes_on_with_the_same_bits(base, name):
     state = assert_gone_on_with(replace(base, opt=name))["optimizer"]["state"]
     assert any(value.is_floating_point() and value.any() for part in state.values() for value in part.values()
@@ -562,7 +562,7 @@ def test_settings_of_a_checkpoint_that_cannot_be_are_refused_in_words(base, craf
 # --- the loss, and the disk -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "asked", "when"), [(1, False, 2), (3, False, 3), (2, True, 2)])
+@pytest.mark.parametrize(("every", "asked", "when"), [(3, False, 3), (2, True, 2)])
 def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_of_it_is_saved(
     base, every, asked, when, tmp_path, monkeypatch
 ):

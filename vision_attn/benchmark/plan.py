@@ -49,15 +49,13 @@ COMPARISONS = {
         {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
     ),
     "positions": Comparison(
-        "RelPosDecomposed and timm's BottleneckAttn",
-        {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
+        "RelPosDecomposed and timm's BottleneckAttn", {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8}
     ),
     "windows": Comparison("windows with a table, ours and torchvision's", {(2, 96, 56, 56): 3}, BOTH),
     "einx": Comparison("einx and bmm", SIZES),
     "compiled": Comparison("einx and bmm, compiled", SIZES),
     "memory": Comparison(
-        "positions and patterns of ours, with four times the tokens",
-        {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
+        "positions and patterns of ours, with four times the tokens", {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}
     ),
     "swap": Comparison("networks before and after swap_", {(4, 3, 224, 224): 1}),
     "calls": Comparison("Python calls of ours in a forward of these", {(2, 64, 14, 14): 4}),
@@ -78,18 +76,12 @@ class Plan:
     """
 
     rows: tuple[str, ...] = setting(("implementations",), "what is measured, by name; see below", ROWS)
-    swap: tuple[str, ...] = setting(
-        (), "networks before and after swap_, in place of rows: names that timm knows, or torchvision:swin_t"
-    )
-    only: tuple[str, ...] = setting(
-        (), "contestants, by parts of their names such as sdpa, floor or timm (default: all); see below"
-    )
-    shapes: tuple[Shape, ...] | None = setting(
-        None, "maps, of backbone and --swap images (default: the row's own)", metavar="B,C,H,W"
-    )
+    swap: tuple[str, ...] = setting((), "in place of rows, networks by name before and after swap_")
+    only: tuple[str, ...] = setting((), "contestants, by parts of their names: sdpa, floor, timm, … (default: all)")
+    shapes: tuple[Shape, ...] | None = setting(None, "of maps, or images (default: the row's own)", metavar="B,C,H,W")
     heads: int | None = setting(None, "heads of every contestant (default: by the shape; 8 at those given)")
     layouts: tuple[str, ...] | None = setting(None, "memory formats of the maps (default: by the rows)", tuple(LAYOUTS))
-    device: str | None = setting(None, "default: cuda where there is one", ("cpu", "cuda"))
+    device: str | None = setting(None, "where it runs (default: cuda, if any)", ("cpu", "cuda"))
     dtype: str = setting("float32", "type of maps and weights", tuple(DTYPES))
     threads: int | None = setting(None, "threads of the CPU (default: as many as torch has)")
     rounds: int = setting(15, "measurements of each contestant")

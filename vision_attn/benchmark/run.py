@@ -253,12 +253,8 @@ def unrest(rows: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     low, middle, high = rows[name]["forward ms"]
     spread = (high - low) / middle
-    if spread <= STILL:
-        return ""
-    return (
-        f"Warning, the machine was not idle: half of the times of {name} are {spread:.0%} of the median apart. Measure "
-        "again when it is."
-    )
+    warning = f"Warning, the machine was not idle: half of the times of {name} are {spread:.0%} of the median apart."
+    return f"{warning} Measure again when it is." if spread > STILL else ""
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from vision_attn.cli.flags import add_fields, given, say
 
@@ -36,19 +37,12 @@ def run_inspect(options: argparse.Namespace) -> None:
 
     if options.at != "after" and not options.insert:
         raise ValueError("at applies to what is inserted, and insert is empty")
-    size, pattern = options.input_size, from_word(options.pattern.removeprefix("va."))
-    found = inspect_model(
-        options.model,
-        input_size=size[0] if size and len(size) == 1 else size,
-        batch_size=options.batch_size,
-        **parse_sites(options.insert),
-        at=options.at,
-        num_heads=options.num_heads,
-        dtype=getattr(torch, options.dtype),
-        memory_limit=options.memory_limit,
-        **({} if pattern == "full" else {"pattern": pattern}),
-    )
-    say(found)
+    size, dtype = options.input_size, getattr(torch, options.dtype)
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("batch_size", "at", "num_heads", "memory_limit")}
+    if options.pattern != "full":  # of the block only what is not its default is shown
+        how["pattern"] = from_word(options.pattern.removeprefix("va."))
+    how |= {"input_size": size[0] if size and len(size) == 1 else size, **parse_sites(options.insert)}
+    say(inspect_model(options.model, dtype=dtype, **how))
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:

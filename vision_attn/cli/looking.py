@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vision_attn.checks import check_counts
 from vision_attn.text import escaped
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def add_looking(command: argparse.ArgumentParser) -> None:
 def run_explore(options: argparse.Namespace) -> None:
     from vision_attn.explorer import explore
 
-    if options.top < 1:
-        raise ValueError(f"top must be at least 1; got {options.top}")
+    check_counts(top=options.top)
     run, pixels, paths = what_to_look_at(options)
     page = explore(
         run.model,
@@ -154,13 +154,5 @@ def named(name: str, pretrained: bool, adapter: str | None) -> Classifier:
     if not classes and (subset := infer_imagenet_subset(config)):
         classes = map(ImageNetInfo(subset).index_to_description, range(count))
     size, mean, std = (tuple(config[key]) for key in ("input_size", "mean", "std"))
-    return Classifier(
-        model,
-        tuple(classes or map(str, range(count))),
-        size,
-        mean,
-        std,
-        name,
-        config["crop_pct"],
-        config["interpolation"],
-    )
+    names = tuple(classes or map(str, range(count)))
+    return Classifier(model, names, size, mean, std, name, config["crop_pct"], config["interpolation"])

@@ -32,7 +32,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.usage = "vision-attn train --data FOLDER [FLAG ...]"
     command.description = TRAIN
-    text = "with --test-only: a run's folder, checkpoint or adapter (for that, see --weights), to evaluate on its data"
+    text = "with --test-only: folder, checkpoint or adapter (which needs --weights) of a run, evaluated on its data"
     command.add_argument("run", nargs="?", metavar="RUN", default=argparse.SUPPRESS, help=text)
     add_config(command)
     add_fields(command, Settings)
@@ -100,8 +100,8 @@ def run_compare(of_an_arm: argparse.ArgumentParser, options: argparse.Namespace)
     from vision_attn.comparison.compare import compare
     from vision_attn.training.settings import Settings
 
-    common = {name: value for name, value in given(Settings, options).items() if name not in (*DECIDED, "block")}
-    common = recipe(common)
+    found = given(Settings, options)
+    common = recipe({name: value for name, value in found.items() if name not in (*DECIDED, "block")})
     share = common.pop("hold_out", 0.1) if options.candidates else None
 
     def arms(words: list[str], **further: Any) -> dict[str, dict[str, Any]]:

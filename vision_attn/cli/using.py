@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from vision_attn.checks import check_counts
 from vision_attn.cli.flags import add_trained, say
 
 __all__ = ["add_convert", "add_export", "add_predict"]
@@ -21,8 +22,7 @@ def add_predict(command: argparse.ArgumentParser) -> None:
 def run_predict(options: argparse.Namespace) -> None:
     from vision_attn.export.classifier import images_in, load_run, write_predictions
 
-    if options.top < 1:
-        raise ValueError(f"top must be at least 1; got {options.top}")
+    check_counts(top=options.top)
     run, paths, found = load_run(options.run, weights=options.weights), images_in(options.images), []
     for path, best in zip(paths, run.predict(paths, top=options.top), strict=True):
         found.append((path, best))

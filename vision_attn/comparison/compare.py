@@ -103,7 +103,7 @@ def compare(
     try:
         carry_out(runs, jobs, done)
     except KeyboardInterrupt as stop:
-        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
+        number = getattr(stop, "signal", signal.SIGINT)
         raise Interrupted(number, "interrupted and saved; the same command goes on from here") from None
     assert found is not None
     print(f"\n{found.text}\nIn {output}: comparison.md, comparison.json, comparison.png, and a folder for each run.")
@@ -130,8 +130,7 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
         f"Top-1 after the last epoch{held_out}, mean ± standard deviation; {machine}, torch {torch.__version__}, "
         f"vision_attn {__version__}."
     )
-    if command:
-        note += f" `{command}`"
+    note = f"{note} `{command}`" if command else note
     differences = compare_scores(scores, pairs)
     return Comparison(outcomes, differences, "\n\n".join([markdown(rows), note, said_of(scores, differences)]) + "\n")
 
@@ -175,12 +174,13 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
 
 def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     """Leave it as Markdown, JSON and PNG."""
-    content: dict[str, Any] = {"arms": {}}
+    of_arms = {}
     for arm, by_seed in found.outcomes.items():
         scores = {seed: one.top1 for seed, one in by_seed.items()}
         by_run = {seed: asdict(one) for seed, one in by_seed.items()}
-        content["arms"][arm] = {"scores": scores, "runs": by_run, "settings": arms[arm]}
-    content["differences"] = [{**asdict(one), "verdict": one.verdict} for one in found.differences]
+        of_arms[arm] = {"scores": scores, "runs": by_run, "settings": arms[arm]}
+    differences = [{**asdict(one), "verdict": one.verdict} for one in found.differences]
+    content = {"arms": of_arms, "differences": differences}
     write_atomically(folder / "comparison.md", found.text.encode())
     write_atomically(folder / "comparison.json", json.dumps(content, indent=1).encode())
     save_figure(figure(found.differences), folder / "comparison.png")
