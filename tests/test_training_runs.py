@@ -276,6 +276,8 @@ def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, undisturbed
                 train(killed, quiet)
         shutil.rmtree(left)
         (tmp_path / "disk").rename(left)
+        for path in left.glob(".*.partial"):
+            path.rename(path.with_name(f".{name}.another.partial"))  # of another process
         assert (left / "last.pth").exists() == there
         assert bool(list(left.glob(".*.partial"))) != there
     assert read_checkpoint(left / "last.pth")["epoch"] == 0
