@@ -24,7 +24,7 @@ from vision_attn.version import __version__
 __all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
 
 #: The settings that say what a network is.
-OF_NETWORK = ("model", "drop_path", "insert", "at", "block", "num_heads", "impl", "block_options")
+OF_NETWORK = ("model", "img_size", "drop_path", "insert", "at", "block", "num_heads", "impl", "block_options")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def open_trained(path: str | Path, *, weights: str | None = None) -> Trained:
         raise ValueError(f"weights apply to adapters, and {file.path} has all weights: leave them out")
     about: Mapping[str, Any] = file.content
     settings, source = settings_in(file.path, about), source_of(file.path, about)
-    again = Settings(dataset="digit-pairs", **{name: getattr(settings, name) for name in OF_NETWORK})
+    again = Settings(data="", **{name: getattr(settings, name) for name in OF_NETWORK})
     refuse_larger(again, source, file)
     again = replace(again, weights=str(file.path), weights_ema="model_ema" in about)
     return Trained(settings, build_network(again, source, lambda line: None, file), source.classes)
