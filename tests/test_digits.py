@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vision_attn.training import digits
 from vision_attn.training.digits import CANVAS, DIGIT, PLAY, digit_pairs, draw_pairs
 
 
@@ -29,7 +30,8 @@ def test_one_digit_alone_says_nothing_about_the_answer():
         torch.testing.assert_close(same, torch.full((10,), 0.1), rtol=0, atol=0.01)
 
 
-def test_evaluation_digits_are_held_out():
+def test_evaluation_digits_are_held_out(monkeypatch):
+    monkeypatch.setattr(digits, "TRAIN_CANVASES", 10_000)
     train, evaluation = (digit_pairs(train=half)[0] for half in (True, False))
     assert train.shape[1:] == evaluation.shape[1:] == (1, *CANVAS)
 

@@ -209,7 +209,7 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
         assert other[0].weight.requires_grad
         assert not model[0].weight.requires_grad
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     compiled.train()
     y = compiled(x)
     torch.testing.assert_close(y, expected)

@@ -361,7 +361,7 @@ def test_data_that_may_be_fetched_is_named_before_it_is(run, capsys, tmp_path):
 def test_a_run_goes_on_from_its_file_alone_and_is_extended(run, capsys, tmp_path, monkeypatch):
     last = shutil.copytree(run[0].folder, tmp_path / "run") / "last.pth"
     # All of the run is in its checkpoint: the weights that it began from are not read again.
-    monkeypatch.setattr("vision_attn.training.network.load_weights", lambda *given: pytest.fail("it reads them"))
+    monkeypatch.setattr("vision_attn.training.network.load_file", lambda *given: pytest.fail("it reads them"))
     code, out, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 2)
     assert (code, err) == (0, "")
     assert "resumed after epoch 1" in out
@@ -372,7 +372,7 @@ def test_a_run_goes_on_from_its_file_alone_and_is_extended(run, capsys, tmp_path
     rates = [0.05 * (1 + math.cos(math.pi * share)) / 2 for share in (1 / 2, 3 / 4)]
     assert [float(row["lr"]) for row in rows] == pytest.approx(rates, rel=1e-4)
     code, _, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 1)
-    assert (code, f"epochs: {last} is of a run of 2, which more extend; got 1" in err) == (2, True)
+    assert (code, f"but epochs differ from {last}" in err) == (2, True)
     code, _, err = on_the_command_line(capsys, "train", "--resume", last, "--lr", 0.1)
     assert (code, "but lr differ from" in err) == (2, True)
 

@@ -1,4 +1,4 @@
-"""Time in turns, peak memory, and Python calls of ours; how far a run is, and who else keeps the machine busy."""
+"""Time in turns, peak memory, and Python calls of ours."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType
@@ -21,18 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = [
-    "Action",
-    "OtherWork",
-    "Progress",
-    "Spread",
-    "count_calls",
-    "peak_memory",
-    "quartiles",
-    "ratio",
-    "time_in_turns",
-    "work_of",
-]
+__all__ = ["Action", "Spread", "count_calls", "peak_memory", "quartiles", "ratio", "time_in_turns"]
 
 #: A measurement takes at least this long, in seconds: a call that is shorter is repeated in it.
 SHORTEST = 5e-3
@@ -51,7 +38,6 @@ def time_in_turns(
     *,
     rounds: int,
     device: torch.device,
-    after_round: Callable[[int], object] = lambda turn: None,
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of each contestant, one number for each round; after a warm-up, in an order that changes by the round.
 
@@ -68,7 +54,6 @@ def time_in_turns(
         for name in random.Random(turn).sample(list(calls), len(calls)):
             parts_and_repeats = zip(calls[name], repeats[name], strict=True)
             times[name].append(sum(seconds(call, count, device) for call, count in parts_and_repeats))
-        after_round(turn)
     return {name: tuple(values) for name, values in times.items()}
 
 
@@ -92,71 +77,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for what a GPU still computes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class OtherWork:
-    """How much other processes work while this one measures; on Linux, which tells.
-
-    >>> work = OtherWork()
-    >>> (work.cores() or 0.0) >= 0
-    True
-    """
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.busy = self.of_others()
-
-    def cores(self) -> float | None:
-        """The cores that others kept busy since, on average, of those that this process may use."""
-        busy = self.of_others()
-        if busy is None or self.busy is None:
-            return None
-        return max(0.0, busy - self.busy) / max(time.perf_counter() - self.began, 1e-9)
-
-    @staticmethod
-    def of_others(stat: Path = Path("/proc/stat")) -> float | None:
-        """Seconds that these cores have worked, and not for this process."""
-        if not stat.exists():
-            return None
-        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        lines = [fields for fields in map(str.split, stat.read_text().splitlines()) if fields and fields[0] in ours]
-        # Of user, nice, system, idle, waiting, interrupts (two kinds) and what another machine took, all but idleness.
-        ticks = sum(int(field) for _, *fields in lines for field in fields[:3] + fields[5:8])
-        return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
-
-
-def work_of(shape: tuple[int, int, int, int]) -> float:
-    """About how much there is to measure at a map, in multiply-adds of attention; small maps take as long as others."""
-    b, c, h, w = shape
-    return 3e8 + b * h * w * c * (4 * c + 2 * h * w)
-
-
-class Progress:
-    """One line that is written over, with the time that is left, where a person sees it; nothing in a log file."""
-
-    def __init__(self, works: Sequence[float]) -> None:
-        self.ends = [0.0, *accumulate(works)]
-        self.number, self.place, self.began = -1, "", time.perf_counter()
-
-    def enter(self, place: str) -> None:
-        self.number, self.place = self.number + 1, place
-
-    def __call__(self, what: str, share: float) -> None:
-        """Say what is done at a map, and after which share of it."""
-        if not sys.stderr.isatty():
-            return
-        before, after = self.ends[self.number : self.number + 2]
-        done = (before + share * (after - before)) / self.ends[-1]
-        left = (time.perf_counter() - self.began) * (1 / done - 1) if done else 0.0
-        end = f", about {timedelta(seconds=round(left))} left" if done else ""
-        print(f"\r\033[K{self.place}: {what}{end}", end="", file=sys.stderr, flush=True)
-
-    def round(self, what: str, begin: float, length: float, turn: int) -> None:
-        self(what, begin + length * (turn + 1))
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def quartiles(values: Sequence[float]) -> Spread:

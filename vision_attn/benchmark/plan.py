@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vision_attn.attend import IMPLS
 from vision_attn.checks import check_counts, check_divides
+from vision_attn.training.settings import setting
 
 __all__ = ["COMPARISONS", "DTYPES", "LAYOUTS", "ROWS", "Plan", "Shape", "chosen", "parse_shape"]
 
@@ -24,65 +24,41 @@ DTYPES = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``--rows`` names: who runs, made in contestants.py, and shapes, heads and layouts where none are given."""
+    """What ``--rows`` names: who runs is made in contestants.py; shapes with heads, and layouts, if none are given."""
 
     text: str
-    contestants: tuple[str, ...]
     shapes: Mapping[Shape, int]
     layouts: tuple[str, ...] = ("nchw",)
 
 
 BOTH = tuple(LAYOUTS)
-LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
-EINX = ("ours einx", "ours bmm")
-VARIANTS = (
-    "full",
-    "RelPosDecomposed",
-    "RelPosTable",
-    "Rope2d",
-    "ConditionalPos",
-    "window with a table",
-    "shifted window with a table",
-    "neighbourhood",
-)
 SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
 
 COMPARISONS = {
     "implementations": Comparison(
         "every implementation, attention written out by hand, timm, torch and the floor",
-        ("ours sdpa", "floor", *(f"ours {i}" for i in IMPLS if i != "sdpa"), "written out, bmm", *LIBRARIES),
         {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
     ),
     "attention": Comparison(
         "sdpa, timm, torch and the floor",
-        ("ours sdpa", "floor", *LIBRARIES),
         {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
         BOTH,
     ),
     "backbone": Comparison(
         "two blocks in resnet50: inserted, and by hand with timm's layers",
-        ("ours inserted", "timm by hand", "plain network"),
         {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
     ),
     "positions": Comparison(
-        "RelPosDecomposed and timm's BottleneckAttn",
-        ("ours RelPosDecomposed", "timm BottleneckAttn"),
-        {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
+        "RelPosDecomposed and timm's BottleneckAttn", {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8}
     ),
-    "windows": Comparison(
-        "windows with a table, ours and torchvision's", ("ours", "torchvision"), {(2, 96, 56, 56): 3}, BOTH
-    ),
-    "einx": Comparison("einx and bmm", EINX, SIZES),
-    "compiled": Comparison("einx and bmm, compiled", EINX, SIZES),
+    "windows": Comparison("windows with a table, ours and torchvision's", {(2, 96, 56, 56): 3}, BOTH),
+    "einx": Comparison("einx and bmm", SIZES),
+    "compiled": Comparison("einx and bmm, compiled", SIZES),
     "memory": Comparison(
-        "positions and patterns of ours, with four times the tokens",
-        VARIANTS,
-        {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
+        "positions and patterns of ours, with four times the tokens", {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}
     ),
-    "swap": Comparison(
-        "networks before and after swap_", ("exchanged", "as it was", "with slower ones"), {(4, 3, 224, 224): 1}
-    ),
-    "calls": Comparison("Python calls of ours in a forward of these", VARIANTS, {(2, 64, 14, 14): 4}),
+    "swap": Comparison("networks before and after swap_", {(4, 3, 224, 224): 1}),
+    "calls": Comparison("Python calls of ours in a forward of these", {(2, 64, 14, 14): 4}),
 }
 #: What ``--rows`` takes; compiling takes minutes, and is done only where it is asked for by name.
 ROWS = (*(name for name in COMPARISONS if name != "swap"), "all")
@@ -99,30 +75,19 @@ class Plan:
     ('windows',)
     """
 
-    #: names of comparisons
-    rows: tuple[str, ...] = ("implementations",)
-    #: networks to measure before and after :func:`vision_attn.swap_`, by their names, in place of the rows
-    swap: tuple[str, ...] = ()
-    #: parts of the names of those contestants that run; all where there are none
-    only: tuple[str, ...] = ()
-    #: shapes of the maps, for one comparison; None for its own
-    shapes: tuple[Shape, ...] | None = None
-    #: heads of every contestant; None for those that go with a comparison's own shapes, and 8 with others
-    heads: int | None = None
-    #: memory formats of the maps; None for the comparison's own
-    layouts: tuple[str, ...] | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    #: threads of the CPU; None for as many as torch has
-    threads: int | None = None
-    #: measurements of each contestant
-    rounds: int = 15
-    #: JSON file for everything that was measured
-    output: str | None = None
-    #: Markdown file for the tables
-    markdown: str | None = None
-    #: PNG file for time and memory against tokens
-    chart: str | None = None
+    rows: tuple[str, ...] = setting(("implementations",), "what is measured, by name; see below", ROWS)
+    swap: tuple[str, ...] = setting((), "in place of rows, networks by name before and after swap_")
+    only: tuple[str, ...] = setting((), "contestants, by parts of their names: sdpa, floor, timm, … (default: all)")
+    shapes: tuple[Shape, ...] | None = setting(None, "of maps, or images (default: the row's own)", metavar="B,C,H,W")
+    heads: int | None = setting(None, "heads of every contestant (default: by the shape; 8 at those given)")
+    layouts: tuple[str, ...] | None = setting(None, "memory formats of the maps (default: by the rows)", tuple(LAYOUTS))
+    device: str | None = setting(None, "where it runs (default: cuda, if any)", ("cpu", "cuda"))
+    dtype: str = setting("float32", "type of maps and weights", tuple(DTYPES))
+    threads: int | None = setting(None, "threads of the CPU (default: as many as torch has)")
+    rounds: int = setting(15, "measurements of each contestant")
+    output: str | None = setting(None, "JSON file for all that was measured")
+    markdown: str | None = setting(None, "Markdown file for the tables")
+    chart: str | None = setting(None, "PNG file for time and memory against tokens")
 
     def __post_init__(self) -> None:
         check_counts(heads=self.heads, threads=self.threads, rounds=self.rounds)
@@ -132,9 +97,6 @@ class Plan:
             raise ValueError(f"chart must end in .png; got {self.chart!r}")
         if self.shapes and len(self.comparisons) > 1:
             raise ValueError(f"shapes can be given for one of the rows at a time; got {', '.join(self.comparisons)}")
-        names = tuple(dict.fromkeys(name for row in self.comparisons for name in COMPARISONS[row].contestants))
-        if lost := [part for part in self.only if not chosen(names, (part,))]:
-            raise ValueError(f"only: no contestant's name has {lost[0]!r} in it; there are {', '.join(names)}")
         for name in self.comparisons:
             for _, shape, heads in self.maps_of(name):
                 if name not in OF_IMAGES:

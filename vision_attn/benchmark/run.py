@@ -8,26 +8,16 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from vision_attn.benchmark.contestants import CASES, Case, make_map, swap
-from vision_attn.benchmark.measure import (
-    OtherWork,
-    Progress,
-    Spread,
-    count_calls,
-    peak_memory,
-    quartiles,
-    ratio,
-    time_in_turns,
-    work_of,
-)
+from vision_attn.benchmark.measure import Spread, count_calls, peak_memory, quartiles, ratio, time_in_turns
 from vision_attn.benchmark.plan import DTYPES, Plan, Shape, chosen
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import BenchmarkError
@@ -46,9 +36,8 @@ Value = float | Spread | None
 
 MEBI = 2**20
 
-#: On a machine that is idle the quartiles of a contestant are at most this part of its median apart, and others keep at
-#: most so many cores busy.
-STILL, IDLE = 0.1, 0.2
+#: On a machine that is idle the quartiles of a contestant are at most this part of its median apart.
+STILL = 0.1
 
 
 @dataclass(frozen=True)
@@ -91,29 +80,26 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
         open(path, "ab").close()  # what cannot be written is said before anything is measured for it
     results: list[ResultTable] = []
     maps = [(name, *one) for name in plan.comparisons for one in plan.maps_of(name)]
-    progress = Progress([work_of(shape) for _, _, shape, _ in maps])
-    with prepared(plan.threads, device):
+    # On a terminal a line says how far it is.
+    with prepared(plan.threads, device), tqdm(maps, leave=False, disable=None) as progress:
         machine = describe_machine(device)
         say(header(machine, plan.dtype, plan.rounds))
         try:
-            for name, layout, shape, heads in maps:
-                progress.enter(place := f"{name} at {','.join(map(str, shape))}")
+            for name, layout, shape, heads in progress:
+                progress.set_description(place := f"{name} at {','.join(map(str, shape))}")
                 with enough_memory(place):
                     x = make_map(shape, layout, device, getattr(torch, plan.dtype))
                     for case in swap(x, plan.swap) if name == "swap" else CASES[name](x, heads):
                         if not (case := only(case, plan.only)).contestants:
                             continue
-                        measure, others = python_calls if name == "calls" else times, OtherWork()
-                        rows, note, details = measure(case, x, place, plan, progress)
-                        details["cores of others"] = others.cores()
-                        note = "\n".join(filter(None, (note, unrest(rows, details["cores of others"]))))
+                        rows, note, details = (python_calls if name == "calls" else times)(case, x, place, plan)
+                        note = "\n".join(filter(None, (note, unrest(rows))))
                         results.append(ResultTable(name, case.title, shape, heads, layout, rows, note, details))
-                        progress.clear()
-                        say("\n" + as_text(results[-1]))
+                        with progress.external_write_mode():
+                            say("\n" + as_text(results[-1]))
                         # After each table, so that an interrupted run has what it measured.
                         write_reports(plan, machine, results)
         finally:
-            progress.clear()
             if results and plan.chart:
                 from vision_attn.figures import save_figure
 
@@ -121,6 +107,10 @@ def run_benchmark(plan: Plan, say: Callable[[str], None] = print) -> list[Result
             files = [path for path in (plan.output, plan.markdown, plan.chart) if path]
             if results and files:
                 say(f"\n{len(results)} tables are in {', '.join(files)}.")
+    if not results:
+        raise ValueError(
+            f"only: no contestant of {', '.join(plan.comparisons)} has {' or '.join(plan.only)} in its name"
+        )
     return results
 
 
@@ -137,7 +127,8 @@ def only(case: Case, parts: Sequence[str]) -> Case:
 
 def write_reports(plan: Plan, machine: Mapping[str, Any], results: Sequence[ResultTable]) -> None:
     if plan.output:
-        write_atomically(Path(plan.output), as_json(machine, asdict(plan), results).encode())
+        document = {"machine": machine, "settings": asdict(plan), "results": [asdict(result) for result in results]}
+        write_atomically(Path(plan.output), json.dumps(document, indent=2).encode())
     if plan.markdown:
         head = f"```text\n{header(machine, plan.dtype, plan.rounds)}\n```"
         write_atomically(Path(plan.markdown), "\n\n".join([head, *map(as_markdown, results), ""]).encode())
@@ -147,9 +138,8 @@ def write_reports(plan: Plan, machine: Mapping[str, Any], results: Sequence[Resu
 Measured = tuple[dict[str, dict[str, Any]], str, dict[str, Any]]
 
 
-def times(case: Case, x: Tensor, place: str, plan: Plan, progress: Progress) -> Measured:
+def times(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Time, ratios of the first contestant to each, and peak memory, forward and with gradients."""
-    progress("comparing outputs", 0.0)
     worst = check_outputs(case, x, place, plan.dtype)
     best = (BEST,) if len(case.rivals) > 1 else ()
     rows: dict[str, dict[str, Any]] = {name: {} for name in (*case.contestants, *best)}
@@ -159,10 +149,7 @@ def times(case: Case, x: Tensor, place: str, plan: Plan, progress: Progress) -> 
             name: [step.forward if what == "forward" else step.gradients() for step in one.steps]
             for name, one in case.contestants.items()
         }
-        # Gradients take about twice as long.
-        begin, length = (0.0, 1 / 3) if what == "forward" else (1 / 3, 2 / 3)
-        show = partial(progress.round, what, begin, length / plan.rounds)
-        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device, after_round=show)
+        taken = time_in_turns(calls, rounds=plan.rounds, device=x.device)
         seconds[what] = dict(taken)
         if best:
             taken[BEST] = min((taken[name] for name in case.rivals), key=lambda values: quartiles(values)[1])
@@ -201,7 +188,7 @@ def check_outputs(case: Case, x: Tensor, place: str, dtype: str) -> float:
     return worst
 
 
-def python_calls(case: Case, x: Tensor, place: str, plan: Plan, progress: Progress) -> Measured:
+def python_calls(case: Case, x: Tensor, place: str, plan: Plan) -> Measured:
     """Calls of functions of ours in a forward that is not the first."""
     rows, walks = {}, {}
     for name, one in case.contestants.items():
@@ -259,19 +246,15 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def unrest(rows: Mapping[str, Mapping[str, Any]], others: float | None) -> str:
+def unrest(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Why times are not to be trusted; empty where nothing speaks against them."""
     name = "floor" if "floor" in rows else next(iter(rows))
     if "forward ms" not in rows[name]:
         return ""
     low, middle, high = rows[name]["forward ms"]
     spread = (high - low) / middle
-    reasons = []
-    if spread > STILL:
-        reasons.append(f"half of the times of {name} are {spread:.0%} of the median apart")
-    if others is not None and others > IDLE:
-        reasons.append(f"other processes kept {others:.1f} cores busy")
-    return f"Warning, the machine was not idle: {' and '.join(reasons)}. Measure again when it is." if reasons else ""
+    warning = f"Warning, the machine was not idle: half of the times of {name} are {spread:.0%} of the median apart."
+    return f"{warning} Measure again when it is." if spread > STILL else ""
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -327,11 +310,6 @@ def written(value: Value) -> str:
         return str(value)
     places = next((places for places, limit in ((3, 0.1), (2, 10), (1, 100)) if abs(value) < limit), 0)
     return f"{value:.{places}f}"
-
-
-def as_json(machine: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[ResultTable]) -> str:
-    document = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
-    return json.dumps(document, indent=2)
 
 
 def chart(results: Sequence[ResultTable]) -> Figure:

@@ -7,16 +7,13 @@ interrupted. What is a user's to mend is said in a line; only a fault of the pro
 from __future__ import annotations
 
 import argparse
-import codecs
-import difflib
 import io
 import sys
 import traceback
-import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from vision_attn.cli.commands import COMMANDS, given, run_train
+from vision_attn.cli import costs, looking, training, using
+from vision_attn.cli.flags import given
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 from vision_attn.text import escaped
 from vision_attn.version import __version__
@@ -25,12 +22,23 @@ __all__ = ["given", "main", "parser", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
-#: Signs of reports and tables that Unicode itself does not take apart.
-IN_ASCII = str.maketrans({"×": "x", "–": "-", "—": "-", "±": "+-", "→": "->", "·": ".", "≤": "<=", "≥": ">="})
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "filelock", "matplotlib", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
+}
+#: What each command is for, and what adds its flags.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "inspect": ("what attention would cost at each stage of a network, and where to put it", costs.add_inspect),
+    "demo": ("what attention is for, in minutes", training.add_demo),
+    "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", training.add_train),
+    "compare": ("does a block help? arms by seeds, with intervals", training.add_compare),
+    "predict": ("what a trained network takes images for", using.add_predict),
+    "explore": ("where every head of a network looks on images, as a page for a browser", looking.add_explore),
+    "maps": ("the same as pictures, with a page on how widely and how far each head looks", looking.add_maps),
+    "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", using.add_export),
+    "convert": ("the attention in a file of weights from another library's layout to ours", using.add_convert),
+    "bench": ("time and memory of attention beside other libraries'", costs.add_bench),
 }
 
 
@@ -42,14 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     take_any_encoding()  # also of what --help prints
     options = parser().parse_args(arguments)
-    goes_on = "; a run that has saved its last.pth goes on with --resume" if options.command is run_train else ""
-    goes_on = "; the same command goes on from here" if "candidates" in options else goes_on
-    return run_program(
-        "vision-attn",
-        lambda: options.command(options),
-        interrupted=f"interrupted{goes_on}",
-        show_traceback=options.traceback,
-    )
+    return run_program("vision-attn", lambda: options.command(options), show_traceback=options.traceback)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,9 +59,11 @@ def parser() -> argparse.ArgumentParser:
     >>> parser().parse_args(["train", "--lr", "0.1"]).lr
     0.1
     """
-    top = Parser(prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False)
+    top = argparse.ArgumentParser(
+        prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=f"vision-attn {__version__}")
-    common = Parser(add_help=False)
+    common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_arguments) in COMMANDS.items():
@@ -68,35 +71,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-class Parser(argparse.ArgumentParser):
-    """One that says what a mistyped flag may have been meant to be."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here what the parser above could say less of."""
-        known, rest = super().parse_known_args(args, namespace)
-        if rest and self._subparsers is None:
-            shown = [
-                flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS
-            ]
-            close = [near for word in rest for near in difflib.get_close_matches(word.partition("=")[0], shown, 1)]
-            hint = f"; did you mean {' '.join(close)}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return known, rest
-
-
 def take_any_encoding() -> None:
-    """Signs that the encoding of the output has not, as those of ``LANG=C``, are written by others, such as x for ×."""
-    codecs.register_error("vision-attn", in_ascii)
+    """Signs that the encoding of the output has not end no command: they are written as their numbers."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="vision-attn")
-
-
-def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """What stands for the signs that an encoding has not."""
-    assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end].translate(IN_ASCII)
-    return unicodedata.normalize("NFKD", text).encode("ascii", "backslashreplace").decode(), error.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_program(

@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vision_attn.checks import check_counts
+from vision_attn.text import escaped
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,12 +32,8 @@ def add_maps(command: argparse.ArgumentParser) -> None:
     add_looking(command)
     add = command.add_argument
     add("-o", "--output", default="maps", help="folder for the pictures (default: %(default)s)")
-    add(
-        "--query",
-        nargs="+",
-        metavar="Y,X",
-        help="points to look from, in pixels of what the network is given (default: the middle)",
-    )
+    text = "points to look from, in pixels of what the network is given (default: the middle)"
+    add("--query", nargs="+", metavar="Y,X", help=text)
     add("--heads", nargs="+", type=int, metavar="N", help="only these heads, by number")
     text = "one picture for all heads, or none: one for each (default: %(default)s)"
     add("--reduce", choices=("none", "mean", "max"), default="none", help=text)
@@ -43,12 +42,8 @@ def add_maps(command: argparse.ArgumentParser) -> None:
 def add_looking(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("images", nargs="+", metavar="IMAGE", help="image files, or folders of them")
-    add(
-        "--model",
-        required=True,
-        metavar="NAME|RUN",
-        help="a name that timm knows, or one of ours; or what a run of vision-attn train left, as for predict",
-    )
+    text = "a name that timm knows, or one of ours; or what a run of vision-attn train left, as for predict"
+    add("--model", required=True, metavar="NAME|RUN", help=text)
     add("--pretrained", action="store_true", help="the weights that come with the name (fetched, if they are not here)")
     add("--adapter", metavar="FILE", help="blocks for the network of that name, as a run or save_adapter wrote them")
     add("--sites", nargs="+", metavar="SITE", help="only attention at or in these modules (globs)")
@@ -57,8 +52,7 @@ def add_looking(command: argparse.ArgumentParser) -> None:
 def run_explore(options: argparse.Namespace) -> None:
     from vision_attn.explorer import explore
 
-    if options.top < 1:
-        raise ValueError(f"top must be at least 1; got {options.top}")
+    check_counts(top=options.top)
     run, pixels, paths = what_to_look_at(options)
     page = explore(
         run.model,
@@ -87,7 +81,8 @@ def run_maps(options: argparse.Namespace) -> None:
     with quiet_eval(run.model), capture(run.model, points, heads=options.heads, **how) as maps:
         run.model(run.normalization(pixels))
     for site, one in maps.items():
-        titles = [escaped_name(path.stem[:12]) for path in paths]  # as long as a panel is wide
+        # As long as a panel is wide, without the sign that matplotlib takes for a formula's.
+        titles = [escaped(path.stem[:12]).replace("$", r"\$") for path in paths]
         queries = range(len(points)) if len(points) > 1 else 0
         count = 1 if options.reduce != "none" else len(one.heads)
         figure = attention_figure(
@@ -108,12 +103,6 @@ def point_of(word: str) -> tuple[float, ...]:
     return y, x
 
 
-def escaped_name(name: str) -> str:
-    from vision_attn.text import escaped
-
-    return escaped(name).replace("$", r"\$")  # which matplotlib takes for a formula
-
-
 def what_to_look_at(options: argparse.Namespace) -> tuple[Classifier, Tensor, list[Path]]:
     """The network, and the images ``(b, c, h, w)`` as it sees them, in 0…1."""
     import torch
@@ -129,47 +118,41 @@ def what_to_look_at(options: argparse.Namespace) -> tuple[Classifier, Tensor, li
 
 def classifier_of(name: str, pretrained: bool, adapter: str | None) -> Classifier:
     """A trained network by the path of its run, or a network by its name; attention of its own is exchanged."""
+    from vision_attn.convert.swap import swap_
+    from vision_attn.export.classifier import load_run
+
+    if not Path(name).exists():
+        run = named(name, pretrained, adapter)
+    elif adapter is None:
+        run = load_run(name, weights="pretrained" if pretrained else None)
+    else:
+        raise ValueError(f"adapter goes with a name, and {name} is a file or folder: give it alone as --model")
+    exchanged = swap_(run.model)
+    if exchanged:
+        print(f"attention of the network's own is run by blocks, to look into it: {len(exchanged)} modules exchanged")
+    return run
+
+
+def named(name: str, pretrained: bool, adapter: str | None) -> Classifier:
+    """A network that timm knows, with the classes and images that it, or else the adapter's run, was trained for."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
     from timm.models import get_pretrained_cfg
 
     from vision_attn.checkpoints import load_adapter
     from vision_attn.checkpoints.adapter_file import read_adapter
-    from vision_attn.convert.swap import swap_
-    from vision_attn.export.classifier import Classifier, load_run
+    from vision_attn.export.classifier import Classifier
     from vision_attn.models.registry import config_of, create_model
 
-    if Path(name).exists():
-        if adapter is not None:
-            raise ValueError(f"adapter goes with a name, and {name} is a file or folder: give it alone as --model")
-        run = load_run(name, weights="pretrained" if pretrained else None)
-    else:
-        about = {} if adapter is None else read_adapter(adapter).about
-        classes = tuple(about.get("classes", ()))
-        known = get_pretrained_cfg(name)
-        model = create_model(
-            name, num_classes=len(classes) or (known.num_classes if known else 1000), pretrained=pretrained
-        )
-        if adapter is not None:
-            load_adapter(model, adapter)
-        config = config_of(model)
-        subset = infer_imagenet_subset(config)
-        if not classes:
-            numbers = range(config["num_classes"])
-            info = ImageNetInfo(subset) if subset else None
-            classes = tuple(
-                config.get("label_names") or [info.index_to_description(n) if info else str(n) for n in numbers]
-            )
-        run = Classifier(
-            model.eval(),
-            classes,
-            tuple(about.get("input_size", config["input_size"])),
-            tuple(about.get("mean", config["mean"])),
-            tuple(about.get("std", config["std"])),
-            name,
-            1.0 if about else config["crop_pct"],
-            "bilinear" if about else config["interpolation"],
-        )
-    exchanged = swap_(run.model)
-    if exchanged:
-        print(f"attention of the network's own is run by blocks, to look into it: {len(exchanged)} modules exchanged")
-    return run
+    about = read_adapter(adapter).about if adapter else {}
+    classes, known = about.get("classes", ()), get_pretrained_cfg(name)
+    count = len(classes) or (known.num_classes if known else 1000)
+    model = create_model(name, num_classes=count, pretrained=pretrained).eval()
+    if adapter:
+        load_adapter(model, adapter)
+    config = {**config_of(model), **({"crop_pct": 1.0, "interpolation": "bilinear"} if about else {}), **about}
+    classes = classes or config.get("label_names")
+    if not classes and (subset := infer_imagenet_subset(config)):
+        classes = map(ImageNetInfo(subset).index_to_description, range(count))
+    size, mean, std = (tuple(config[key]) for key in ("input_size", "mean", "std"))
+    names = tuple(classes or map(str, range(count)))
+    return Classifier(model, names, size, mean, std, name, config["crop_pct"], config["interpolation"])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vision_attn.blocks import Attention2d
-from vision_attn.training.network import BLOCKS
 from vision_attn.training.settings import ATTENTION, FIELDS
 
 __all__ = ["ARMS", "recipe", "settings_of_arm"]
@@ -85,6 +84,7 @@ def split(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def suits(option: str, block: str) -> bool:
     """Whether a block takes an option; one that no block takes is left to all, which refuse it."""
+    from vision_attn.training.network import BLOCKS  # with timm, which the flags of compare do not wait for
 
     def taken(by: str) -> bool:
         hands_on = inspect.signature(Attention2d).parameters if by == "attention" else ()

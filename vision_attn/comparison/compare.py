@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,8 +102,9 @@ def compare(
     Path(output).mkdir(parents=True, exist_ok=True)
     try:
         carry_out(runs, jobs, done)
-    except Interrupted as stop:
-        raise Interrupted(stop.signal, "interrupted and saved; the same command goes on from here") from None
+    except KeyboardInterrupt as stop:
+        number = getattr(stop, "signal", signal.SIGINT)
+        raise Interrupted(number, "interrupted and saved; the same command goes on from here") from None
     assert found is not None
     print(f"\n{found.text}\nIn {output}: comparison.md, comparison.json, comparison.png, and a folder for each run.")
     return found
@@ -113,25 +115,22 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
     rows = [("arm", "parameters", "multiply-adds", "ms a step", "changed when closed %", "top-1 %", "by seed")]
     for arm, by_seed in outcomes.items():
         first, *_ = found = list(by_seed.values())
-        rows.append(
-            (
-                arm,
-                f"{first.parameters:,}",
-                f"{first.multiply_adds:,}",
-                f"{np.median([one.milliseconds for one in found]):.0f}",
-                "—" if first.changed is None else f"{np.mean([one.changed for one in found]):.1f}",
-                f"{np.mean(scores[arm]):.2f}" + (f" ± {np.std(scores[arm], ddof=1):.2f}" if len(found) > 1 else ""),
-                ", ".join(f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items()),
-            )
+        time = f"{np.median([one.milliseconds for one in found]):.0f}"
+        changed = "—" if first.changed is None else f"{np.mean([one.changed for one in found]):.1f}"
+        spread = f" ± {np.std(scores[arm], ddof=1):.2f}" if len(found) > 1 else ""
+        top1, seeds = (
+            f"{np.mean(scores[arm]):.2f}{spread}",
+            (f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items()),
         )
+        cost = f"{first.parameters:,}", f"{first.multiply_adds:,}", time
+        rows.append((arm, *cost, changed, top1, ", ".join(seeds)))
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
     held_out = " on held-out training images" if settings.hold_out is not None else ""
     note = (
         f"Top-1 after the last epoch{held_out}, mean ± standard deviation; {machine}, torch {torch.__version__}, "
         f"vision_attn {__version__}."
     )
-    if command:
-        note += f" `{command}`"
+    note = f"{note} `{command}`" if command else note
     differences = compare_scores(scores, pairs)
     return Comparison(outcomes, differences, "\n\n".join([markdown(rows), note, said_of(scores, differences)]) + "\n")
 
@@ -175,12 +174,13 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
 
 def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     """Leave it as Markdown, JSON and PNG."""
-    content: dict[str, Any] = {"arms": {}}
+    of_arms = {}
     for arm, by_seed in found.outcomes.items():
         scores = {seed: one.top1 for seed, one in by_seed.items()}
         by_run = {seed: asdict(one) for seed, one in by_seed.items()}
-        content["arms"][arm] = {"scores": scores, "runs": by_run, "settings": arms[arm]}
-    content["differences"] = [{**asdict(one), "verdict": one.verdict} for one in found.differences]
+        of_arms[arm] = {"scores": scores, "runs": by_run, "settings": arms[arm]}
+    differences = [{**asdict(one), "verdict": one.verdict} for one in found.differences]
+    content = {"arms": of_arms, "differences": differences}
     write_atomically(folder / "comparison.md", found.text.encode())
     write_atomically(folder / "comparison.json", json.dumps(content, indent=1).encode())
     save_figure(figure(found.differences), folder / "comparison.png")

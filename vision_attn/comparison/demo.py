@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,9 @@ TASK = """\
 Two handwritten digits at the ends of a canvas: are they of the same class?
 A CNN that ends in the mean over all positions and a linear classifier adds up
 what it finds at each place. The answer is no such sum: every digit is as
-frequent in both answers. Something has to see both digits, as a large kernel
-and attention may, or to make of the mean what is not linear, as squeeze and
-excitation and a perceptron may, which compare no places. Averaging is attention
-to all places alike. The same recipe for all, evaluated on held-out digits:
+frequent in both answers. A large kernel and attention may see both digits;
+squeeze and excitation and a perceptron may make of the mean what is not linear.
+Averaging is attention to all places alike. One recipe for all, held-out digits:
 """
 
 
@@ -60,19 +60,15 @@ def demo(output: str, *, epochs: int = 3, seed: int = 0, jobs: int | None = None
     print(f"\nGuessing scores 50 ± {chance:.1f} % on {len(labels):,} canvases. Better: {', '.join(beyond) or 'none'}.")
     print(f"Not better: {', '.join(others) or 'none'}.")
     print("\nThe trained attention block by every implementation, on the held-out canvases:")
-    for impl, agreement in agreements.items():
-        print(
-            f"  {impl:<8} top-1 {agreement['top1']:.2f} %   largest difference of a logit from 'sdpa' "
-            f"{agreement['largest_logit_difference']:.1e}"
-        )
+    for impl, one in agreements.items():
+        largest = f"{one['largest_logit_difference']:.1e}"
+        print(f"  {impl:<8} top-1 {one['top1']:.2f} %   largest difference of a logit from 'sdpa' {largest}")
     save_model(network.model, folder / "network", architecture="digit_pairs_attention")
     draw(network.model, normalize, images, labels, folder)
     ends = {arm: {**asdict(one), "training_seconds": one.seconds} for arm, one in found.items()}
     summary = {"epochs": epochs, "seed": seed, "arms": ends, "implementations": agreements}
     write_atomically(folder / "results.json", json.dumps(summary, indent=2).encode())
-    print(
-        f"\nIn {folder} too: attention.png and explorer.html (look at them), results.json, network (the trained one)."
-    )
+    print(f"\nIn {folder} too: attention.png and explorer.html (look at them), results.json, network (the trained one)")
 
 
 def compare_implementations(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
@@ -109,12 +105,5 @@ def draw(model: nn.Module, normalize: Normalize, images: Tensor, labels: Tensor,
     attention = replace(attention, weights=attention.weights[chosen])
     pixels = images[chosen] / 255
     save_figure(attention_figure(pixels, attention, titles=titles, width=9.0), folder / "attention.png")
-    explore(
-        model,
-        pixels,
-        folder / "explorer.html",
-        normalize=lambda image: normalize(255 * image),
-        classes=CLASSES,
-        titles=titles,
-        title="Two digits: are they of the same class?",
-    )
+    texts: Any = {"classes": CLASSES, "titles": titles, "title": "Two digits: are they of the same class?"}
+    explore(model, pixels, folder / "explorer.html", normalize=lambda image: normalize(255 * image), **texts)

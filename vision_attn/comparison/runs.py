@@ -57,12 +57,14 @@ def carry_out(runs: Sequence[Settings], jobs: int | None, done: Callable[[Settin
     """Make what is not complete yet complete, and tell of each run what it came to."""
     found = {settings: outcome_of(settings) for settings in runs}
     todo = [settings for settings, outcome in found.items() if outcome is None]
-    for settings, outcome in found.items():
-        if outcome is not None:
-            done(settings, outcome)
     gpus = torch.cuda.device_count() if runs[0].device != "cpu" else 0
     # Not by what is left to do: the last bits of a result depend on the threads that a run has.
     jobs = min(jobs or gpus or min(cores(), MOST_JOBS), len(runs))
+    epochs = sum(settings.epochs for settings in todo)
+    print(f"{len(todo)} of {len(runs)} runs are ahead, of {epochs:,} epochs together, {jobs} side by side", flush=True)
+    for settings, outcome in found.items():
+        if outcome is not None:
+            done(settings, outcome)
     if jobs > 1:
         side_by_side(todo, jobs, gpus, done)
     else:

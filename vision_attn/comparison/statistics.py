@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import optimize, stats
@@ -92,14 +92,9 @@ def difference(
         between = found.confidence_interval(level)
         welch = (float(between.low), float(between.high), min(1.0, comparisons * float(found.pvalue)))
         if fewest >= FEWEST:
-            resampled = stats.bootstrap(
-                (one, other),
-                lambda a, b, axis: a.mean(axis) - b.mean(axis),
-                confidence_level=level,
-                method="percentile",
-                rng=np.random.default_rng(0),
-            ).confidence_interval
-            bootstrap = (float(resampled.low), float(resampled.high))
+            how: Any = {"confidence_level": level, "method": "percentile", "rng": np.random.default_rng(0)}
+            found = stats.bootstrap((one, other), lambda a, b, axis: a.mean(axis) - b.mean(axis), **how)
+            bootstrap = (float(found.confidence_interval.low), float(found.confidence_interval.high))
     return Difference(arms, mean, float(low), float(high), p, welch, bootstrap)
 
 

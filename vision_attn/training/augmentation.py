@@ -18,6 +18,8 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from vision_attn.training.settings import Settings
+
 __all__ = ["Augmentation", "Choice", "crop_and_flip", "cut_out", "seeded", "share"]
 
 
@@ -44,9 +46,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are varied; the names are those of :class:`~vision_attn.training.settings.Settings`.
+    """How images of a size are varied in training.
 
-    >>> augmentation = Augmentation((8, 8), crop_padding=1, cutout=4, mixup=0.2)
+    >>> augmentation = Augmentation(Settings(dataset="digit-pairs", cutout=4, mixup=0.2), (8, 8))
     >>> images, labels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2, 0])
     >>> choice = next(augmentation.choices(4, seed=0, device="cpu"))
     >>> images, labels = augmentation.apply(images, labels, choice, normalize=torch.Tensor.float, classes=3)
@@ -54,21 +56,19 @@ class Augmentation:
     (torch.Size([4, 3, 8, 8]), torch.Size([4, 3]))
     """
 
+    settings: Settings
+    #: rows and columns
     size: tuple[int, int]
-    crop_padding: int = 0
-    hflip: float = 0.0
-    cutout: int = 0
-    reprob: float = 0.0
-    remode: str = "pixel"
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_switch_prob: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.cutout > min(self.size):
-            raise ValueError(
-                f"cutout must be at most the shorter side of the images, {min(self.size)} pixels; got {self.cutout}"
-            )
+        cutout, side = self.settings.cutout, min(self.size)
+        if cutout > side:
+            raise ValueError(f"cutout must be at most the shorter side of the images, {side} pixels; got {cutout}")
+
+    @property
+    def padding(self) -> int:
+        """Pixels around an image that is cropped; none where crops of any size are made while it is decoded."""
+        return self.settings.crop_padding if self.settings.train_crop == "pad" else 0
 
     def choices(self, batch_size: int, *, seed: int, device: torch.device | str) -> Iterator[Choice]:
         """What is drawn for one batch after the other, without end."""
@@ -76,36 +76,28 @@ class Augmentation:
         seeds = np.random.default_rng(seed)
         sides = torch.tensor(self.size, device=device)[:, None]
         while True:
-            corner = torch.randint(2 * self.crop_padding + 1, (2, batch_size), generator=generator, device=device)
-            flip = torch.rand(batch_size, generator=generator, device=device) < self.hflip
-            centre = None
-            if self.cutout:
+            corner = torch.randint(2 * self.padding + 1, (2, batch_size), generator=generator, device=device)
+            flip = torch.rand(batch_size, generator=generator, device=device) < self.settings.hflip
+            centre = erasing = None
+            if self.settings.cutout:
                 centre = (torch.rand(2, batch_size, generator=generator, device=device) * sides).long()
-            erasing = None
-            if self.reprob:
+            if self.settings.reprob:
                 erasing = torch.randint(2**62, (batch_size,), generator=generator, device=device)
             yield Choice(corner, flip, centre, erasing, int(seeds.integers(2**32)))
 
     def apply(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        choice: Choice,
-        *,
-        normalize: Callable[[Tensor], Tensor],
-        classes: int,
+        self, images: Tensor, labels: Tensor, choice: Choice, *, normalize: Callable[[Tensor], Tensor], classes: int
     ) -> tuple[Tensor, Tensor]:
         """All of it, from pixels to what a network and its loss take."""
-        images = normalize(crop_and_flip(images, choice, self.crop_padding))
+        how = self.settings
+        images = normalize(crop_and_flip(images, choice, self.padding))
         if choice.centre is not None:
-            images = cut_out(images, choice.centre, self.cutout)
+            images = cut_out(images, choice.centre, how.cutout)
         if choice.erasing is not None:
-            erase(images, choice.erasing, RandomErasing(self.reprob, mode=self.remode, device=images.device))
-        if not (self.mixup or self.cutmix):
+            erase(images, choice.erasing, RandomErasing(how.reprob, mode=how.remode, device=images.device))
+        if not (how.mixup or how.cutmix):
             return images, labels
-        mixup = Mixup(
-            self.mixup, self.cutmix, switch_prob=self.mixup_switch_prob, label_smoothing=0.0, num_classes=classes
-        )
+        mixup = Mixup(how.mixup, how.cutmix, None, 1.0, how.mixup_switch_prob, label_smoothing=0.0, num_classes=classes)
         with seeded(choice.seed):
             return mixup(images, labels)
 

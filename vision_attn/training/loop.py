@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -70,17 +70,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         settings, network, normalize = self.settings, self.network, self.normalize
-        self.augmentation = Augmentation(
-            network.size,
-            crop_padding=settings.crop_padding if settings.train_crop == "pad" else 0,
-            hflip=settings.hflip,
-            cutout=settings.cutout,
-            reprob=settings.reprob,
-            remode=settings.remode,
-            mixup=settings.mixup,
-            cutmix=settings.cutmix,
-            mixup_switch_prob=settings.mixup_switch_prob,
-        )
+        self.augmentation = Augmentation(settings, network.size)
         self.steps = len(self.train_data) // settings.batch_size
         self.step = TrainingStep(settings, self.accelerator, network, self.steps)
         if settings.class_weights:
@@ -104,20 +94,14 @@ class Trainer:
         self.look_every = 1 if self.accelerator.device.type == "cpu" else LOOK_EVERY
         #: a signal that came; 0 where none did
         self.signal = 0
-        self.how_to_evaluate = {
-            "batch_size": settings.images_at_once(self.accelerator.num_processes),
-            "accelerator": self.accelerator,
-            "between": self.between,
-        }
+        at_once = settings.images_at_once(self.accelerator.num_processes)
+        self.how_to_evaluate = {"batch_size": at_once, "accelerator": self.accelerator, "between": self.between}
 
     def train(self, checkpoint: CheckpointFile | None = None) -> Result:
         """Train from the first step, or the one after an interruption, to the last, alone in the folder of the run."""
-        if not self.accelerator.is_main_process:
-            return self.train_here(checkpoint)
-        with self.folder.alone():
-            if (
-                checkpoint is None and not self.settings.overwrite
-            ):  # one may have ended here since the settings were read
+        main = self.accelerator.is_main_process
+        with self.folder.alone() if main else nullcontext():
+            if main and checkpoint is None and not self.settings.overwrite:  # one may have ended here since then
                 self.folder.refuse_another_run()
             return self.train_here(checkpoint)
 
@@ -129,7 +113,8 @@ class Trainer:
         progress = self.checkpoints.progress
         if checkpoint is not None:
             middle = f" and step {progress.step} of the next" if progress.step else ""
-            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint.path}")
+            ahead = f"{settings.epochs - progress.epoch} of {settings.epochs} epochs are ahead"
+            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint.path}: {ahead}")
         if main:
             if checkpoint is None:  # once the folder can be written and has room, a run that lies there may go
                 self.checkpoints.save_last()
@@ -152,9 +137,8 @@ class Trainer:
                 raw = self.evaluate(self.step.model)[0] if self.step.ema else None
                 final, seen = self.evaluate()
                 self.close_epoch(loss, final, seen, raw)
-            closed = evaluate_closed(
-                self.step.evaluated, self.normalize, self.eval_data, final, seen, **self.how_to_evaluate
-            )
+            evaluated = self.step.evaluated, self.normalize, self.eval_data
+            closed = evaluate_closed(*evaluated, final, seen, **self.how_to_evaluate)
             if closed:
                 self.log(str(closed))
             if self.asked_to_stop():

@@ -10,23 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import timm
 import torch
 from timm.layers import SqueezeExcite, convert_sync_batchnorm
 from torch import nn
 
 from vision_attn.blocks import AttentionBlock2d, ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from vision_attn.checkpoints.load import load_file
-from vision_attn.checkpoints.read import CheckpointFile, find_weights, read_file
+from vision_attn.checkpoints.read import CheckpointFile, read_file
 from vision_attn.checkpoints.specification import from_word
 from vision_attn.errors import CheckpointError
-from vision_attn.insertion import CHILD, InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
+from vision_attn.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.models.registry import config_of, create_model
 from vision_attn.text import shorten
 from vision_attn.training.data import Source
 from vision_attn.training.settings import CHOICES, FIELDS, Settings
 
-__all__ = ["BLOCKS", "Network", "add_block", "build_network", "lines_of", "refuse_other_classes"]
+__all__ = ["BLOCKS", "NOTES", "Network", "add_block", "build_network", "lines_of", "refuse_other_classes"]
 
 
 #: What a checkpoint of one of our runs says of itself.
@@ -116,7 +115,9 @@ def build_network(
         say(lines_of(inserted))
     if file:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        say(load_weights(model, file, settings))
+        say(
+            str(load_file(model, file, ema=settings.weights_ema, fresh=head_keys(model) if settings.reset_head else ()))
+        )
     try_out(model, settings.model, (1, source.channels, *size))
     head = new_head(model, settings, len(source.classes))
     if settings.freeze_backbone:
@@ -147,34 +148,6 @@ def new_head(model: nn.Module, settings: Settings, classes: int) -> tuple[str, .
     """The classifier's keys where it begins anew: on request, or with pretrained weights for other classes."""
     made_anew = settings.pretrained and config_of(model)["num_classes"] != classes
     return head_keys(model) if settings.reset_head or made_anew else ()
-
-
-def load_weights(model: nn.Module, file: CheckpointFile, settings: Settings) -> str:
-    """Load a checkpoint as settings say; returns the report."""
-    fresh = head_keys(model) if settings.reset_head else ()
-    try:
-        return str(load_file(model, file, ema=settings.weights_ema, fresh=fresh))
-    except CheckpointError as error:
-        fitting = networks_of(file)
-        if not fitting or settings.model in fitting:
-            raise
-        said = str(error).split("\n")
-        raise CheckpointError(*said, f"Its keys are those of --model {' or '.join(fitting)}.") from error
-
-
-def networks_of(file: CheckpointFile) -> list[str]:
-    """The networks of our own zoo whose keys a checkpoint has: two families circulate under one name."""
-    try:
-        found = find_weights(file).tensors
-    except CheckpointError:
-        return []
-    of_blocks = {key for key in found if any(part.startswith(CHILD) for part in key.split("."))}
-    given = {key for key in found if not key.endswith("num_batches_tracked")} - of_blocks
-    return [
-        name
-        for name in timm.list_models(module="cifar_resnet")
-        if given == {key for key in timm.create_model(name).state_dict() if not key.endswith("num_batches_tracked")}
-    ]
 
 
 def notes_of(file: CheckpointFile, settings: Settings, source: Source) -> dict[str, Any]:

@@ -34,8 +34,6 @@ FILES = (
     "settings.yaml", "inserted.txt", "metrics.csv", "curves.png", "last.pth", "best.pth", "adapter.safetensors",
     "classes.csv", "confusion.csv", "confusion.png",
 )  # fmt: skip
-#: Bytes of a file of settings; that of a run has about 1,500.
-LARGEST = 2**16
 #: Seconds between two drawings of curves while a run goes on, since each takes a part of one.
 PAUSE = 30.0
 #: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
@@ -217,12 +215,7 @@ def confusion_figure(confusions: Tensor, classes: Sequence[str]) -> Figure:
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values alone, without the aliases by which a short file stands for a very long one."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.peek_event().anchor is not None:
-            raise yaml.YAMLError("it has an anchor or an alias")
-        return super().compose_node(parent, index)
+    """Plain values alone."""
 
 
 # YAML 1.1 takes 1e-3, as people write it, for a text.
@@ -236,11 +229,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ValueError: the file cannot be read, or is not one of settings that this version knows.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise yaml.YAMLError(f"it has more than {LARGEST:,} bytes")
-        values = Settings.values_in(yaml.load(text, Loader))
+        values = Settings.values_in(yaml.load(Path(path).read_bytes(), Loader))
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, RecursionError) as error:

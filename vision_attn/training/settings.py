@@ -10,7 +10,8 @@ import math
 import os
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,20 @@ __all__ = ["CHOICES", "FIELDS", "Settings", "type_of"]
 #: What is known to work for most networks, of the optimisers for which something is.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 #: Least and largest values: beyond them numbers overflow, memory ends or a run never does.
-SHARE, RATE, UP_TO_1000 = (0, 1), (1e-12, 1000), (0, 1000)
+SHARE, OPEN_SHARE, RATE, UP_TO_1000 = (0, 1), (1e-6, 1 - 1e-6), (1e-12, 1000), (0, 1000)
 SIZE, COUNT, EPOCHS = (1, 65_536), (1, 1_000_000), (0, 1_000_000)
 #: What settings apply to: other settings, as one of these texts, or as anything where there are none.
 HUB, STREAMS, TORCH = ("hfds/…",), ("hfids/…", "tfds/…", "wds/…"), ("cifar10", "cifar100", "torch/…")
 NAMED = {"dataset": ("torch/…", *HUB, *STREAMS)}
+SPLIT = {"dataset": ("folder", *NAMED["dataset"])}
+HELD_OUT = {"dataset": ("folder", *TORCH)}
 #: All but streams have images that can be kept; all but the embedded data set have images to decode.
 KEPT = {"dataset": ("folder", *TORCH, *HUB)}
-#: Those of which a part can be held out.
-SPLIT = {"dataset": ("folder", *TORCH)}
 IMAGES = {"dataset": (*KEPT["dataset"], *STREAMS)}
+LABELLED = {"dataset": (*KEPT["dataset"], "digit-pairs")}
 #: Schedules that end at a rate of their own.
 FALLING = ("cosine", "tanh", "poly", "wsd", "rsqrt")
+BLOCKS = ("attention", "conv", "norm", "se", "excite")
 INSERTED: dict[str, tuple[str, ...]] = {"insert": ()}
 ATTENTION = {**INSERTED, "block": ("attention",)}
 
@@ -54,6 +57,9 @@ def setting(default: Any, text: str, allowed: Collection[Any] = (), **rules: Any
     return field(default=default, metadata={"text": text, "allowed": allowed, **usual, **rules})
 
 
+of_machine, of_run = partial(setting, concerns="machine"), partial(setting, concerns="run")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a run does; ``vision-attn train --help`` says what each setting means.
@@ -65,54 +71,33 @@ class Settings:
     'sgd'
     """
 
-    data: str | None = setting(
-        None, "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or of the data set; without val/ see --val-split",
-        group="data", concerns="machine",
-    )  # fmt: skip
+    data: str | None = of_machine(None, "folder of train/CLASS/IMAGE and val/…, or of the data set", group="data")
     dataset: str = setting(
-        "folder", "folder, cifar10, cifar100, digit-pairs or a name of timm's: torch/…, hfds/…; streams: wds/…, tfds/…"
+        "folder", "folder, cifar10, cifar100, digit-pairs or timm's name: torch/…, hfds/…, wds/…, tfds/…"
     )
-    dataset_download: bool = setting(
-        False, "fetch it into --data if it is not there", needs={"dataset": TORCH}, concerns="machine"
-    )
+    dataset_download: bool = of_machine(False, "fetch it into --data if it is not there", needs={"dataset": TORCH})
     train_split: str = setting("train", "part of a data set of timm's; of shards 'train-{0..9}.tar|5000'", needs=NAMED)
     val_split: str = setting(
-        "validation",
-        "the part to evaluate on; of a folder without val/ the share of each class, 0.1 if none is given",
-        needs={"dataset": ("folder", *NAMED["dataset"])},
+        "validation", "to evaluate on: such a part, or of a folder without val/ a share: 0.1", needs=SPLIT
     )
     hold_out: float | None = setting(
-        None,
-        "share of the training images of each class to evaluate on, to choose by: those for evaluation stay unseen",
-        (1e-6, 1 - 1e-6),
-        needs=SPLIT,
+        None, "share of the training images of each class to evaluate on instead", OPEN_SHARE, needs=HELD_OUT
     )
     num_classes: int | None = setting(None, "of data that does not name its classes, as shards", SIZE, needs=NAMED)
-    img_size: int | None = setting(
-        None, "side of the images in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES
-    )
+    img_size: int | None = setting(None, "side in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES)
     mean: tuple[float, ...] | None = setting(None, "mean of each channel in 0…1 (default: the model's)", (-1000, 1000))
     std: tuple[float, ...] | None = setting(None, "standard deviation of each (default: the model's)", (1e-6, 1000))
-    train_crop: str = setting(
-        "pad", "random crops of the padded image, or, for photographs, of any size", ("pad", "resized"), needs=IMAGES
-    )
+    train_crop: str = setting("pad", "of the padded image, or crops of any size", ("pad", "resized"), needs=IMAGES)
     crop_padding: int = setting(4, "of pad, pixels on each side", (0, 1024), needs={"train_crop": ("pad",)})
     crop_scale: float = setting(
         0.08, "of resized, least share of an image that a crop has", (1e-4, 1), needs={"train_crop": ("resized",)}
     )
-    aa: str | None = setting(
-        None, "timm's RandAugment or the like, such as rand-m9-mstd0.5-inc1, augmix-m5-w4 or original", needs=IMAGES
-    )
-    color_jitter: float = setting(
-        0.0, "how much brightness, contrast and saturation vary, such as 0.4", (0, 100), needs=IMAGES
-    )
+    aa: str | None = setting(None, "timm's rand-m9-mstd0.5-inc1, augmix-m5-w4, original or the like", needs=IMAGES)
+    color_jitter: float = setting(0.0, "of brightness, contrast, saturation, such as 0.4", (0, 100), needs=IMAGES)
     hflip: float = setting(0.5, "probability of a horizontal flip", SHARE)
     cutout: int = setting(0, "side of a square in each image that is blotted out, in pixels", (0, 65_536))
     reprob: float = setting(0.0, "probability of timm's random erasing of a part of an image", SHARE)
-    remode: str = setting(
-        "pixel", "what takes its place: noise, one random colour or the mean colour", ("pixel", "rand", "const"),
-        needs={"reprob": ()},
-    )  # fmt: skip
+    remode: str = setting("pixel", "noise, one colour or none", ("pixel", "rand", "const"), needs={"reprob": ()})
     mixup: float = setting(0.0, "alpha of mixup, such as 0.2: two images laid over each other", UP_TO_1000)
     cutmix: float = setting(0.0, "alpha of cutmix, such as 1: a box of one image in another", UP_TO_1000)
     mixup_switch_prob: float = setting(
@@ -124,39 +109,25 @@ class Settings:
     weights: str | None = setting(None, "checkpoint to begin from: .pth, .pt, .th, .safetensors")
     weights_ema: bool = setting(False, "take the moving average in that checkpoint", needs={"weights": ()})
     reset_head: bool = setting(False, "begin with a new classifier, for other classes", needs={"weights": ()})
-    drop_path: float = setting(
-        0.0, "probability that a residual branch is left out, up to that of the last one", (0, 0.99)
-    )
+    drop_path: float = setting(0.0, "probability that a residual branch is left out, growing up to this one", (0, 0.99))
     insert: tuple[str, ...] = setting((), "where blocks go: modules (globs: layer3, 'layer*.1') or stages by index")
     at: str = setting("after", "of these sites", ("after", "before", "branch"), needs=INSERTED)
     block: str = setting(
-        "attention",
-        "attention; conv; norm, their shortcut alone; se, as such a block; excite, SE proper; or yours, MODULE:CLASS",
-        ("attention", "conv", "norm", "se", "excite"),
-        needs=INSERTED,
+        "attention", f"{', '.join(BLOCKS)} (SE proper) or yours, MODULE:CLASS", BLOCKS, metavar="BLOCK", needs=INSERTED
     )
-    num_heads: int = setting(
-        8, "heads of the attention; 8 are fewer where they do not divide the channels", SIZE, needs=ATTENTION
-    )
+    num_heads: int = setting(8, "heads; fewer where 8 do not divide the channels", SIZE, needs=ATTENTION)
     impl: str = setting("sdpa", "implementation of the attention", IMPLEMENTATIONS, needs=ATTENTION)
     block_options: tuple[str, ...] = setting(
-        (),
-        "further arguments of the block: 'position=Rope2d()' 'pattern=Window(4)' gate_init=0.1",
-        metavar="NAME=VALUE",
-        needs=INSERTED,
+        (), "more of it: 'position=Rope2d()' 'pattern=Window(4)' gate_init=0.1", metavar="NAME=VALUE", needs=INSERTED
     )
     freeze_backbone: bool = setting(False, "train inserted blocks (and a new head) alone, saved as an adapter")
     freeze_epochs: int = setting(0, "epochs in which they train alone, before all do", EPOCHS)
 
     epochs: int = setting(30, "passes over the training images", COUNT, group="recipe")
     batch_size: int = setting(128, "images in a step, over all processes together", (2, 1_000_000))
-    grad_accum_steps: int = setting(
-        1, "parts of the batch that go through the network one after the other for one step, to need less memory", COUNT
-    )
+    grad_accum_steps: int = setting(1, "parts of the batch that are computed one by one, to save memory", COUNT)
     opt: str = setting("sgd", "optimiser: sgd (with Nesterov momentum), adamw or any other that timm knows")
-    lr: float | None = setting(
-        None, "learning rate (default: sgd 0.1, adamw 0.001; a tenth of it from --weights or --pretrained)", RATE
-    )
+    lr: float | None = setting(None, "learning rate (default: sgd 0.1, adamw 0.001; a tenth from given weights)", RATE)
     attention_lr: float | None = setting(None, "rate of the inserted blocks (default: --lr)", RATE, needs=INSERTED)
     layer_decay: float | None = setting(None, "rate of a layer over that of the next, such as 0.75", (0.01, 1))
     momentum: float = setting(0.9, "of sgd and others that have one", SHARE)
@@ -165,78 +136,43 @@ class Settings:
     sched: str = setting("cosine", "how the rate falls, by timm's names", (*FALLING, "step", "multistep", "constant"))
     min_lr: float = setting(0.0, "rate that it ends at", UP_TO_1000, needs={"sched": FALLING})
     decay_epochs: float | None = setting(
-        None, "of step between two decays; of wsd and rsqrt those of decay, or below 1 their share (default: 0.2)",
+        None, "of step, from one decay to the next; of wsd and rsqrt, of decay, or below 1 their share (default: 0.2)",
         (1e-6, 1_000_000), needs={"sched": ("step", "wsd", "rsqrt")},
     )  # fmt: skip
     decay_milestones: tuple[int, ...] = setting(
         (), "epochs at which multistep decays", COUNT, needs={"sched": ("multistep",)}
     )
     decay_rate: float = setting(
-        0.1, "what step and multistep multiply the rate by; of poly its power", RATE,
-        needs={"sched": ("step", "multistep", "poly")},
-    )  # fmt: skip
+        0.1, "factor of step and multistep; power of poly", RATE, needs={"sched": ("step", "multistep", "poly")}
+    )
     clip_grad: float | None = setting(None, "norm that gradients are clipped to", (1e-12, 1e12))
     label_smoothing: float = setting(0.0, "share of the label spread over all classes", SHARE)
-    class_weights: str | None = setting(
-        None, "balanced: rare classes count more in the loss, all classes the same", ("balanced",),
-        needs={"dataset": (*KEPT["dataset"], "digit-pairs")},
-    )  # fmt: skip
+    class_weights: str | None = setting(None, "all classes count the same", ("balanced",), needs=LABELLED)
     model_ema: bool = setting(False, "keep a moving average of the weights, evaluate and save it")
-    model_ema_decay: float = setting(
-        0.999, "of that average in each step, after a warm-up", SHARE, needs={"model_ema": ()}
-    )
-    early_stopping: int | None = setting(
-        None, "stop after so many epochs without a higher top-1", COUNT, metavar="PATIENCE", concerns="machine"
-    )
+    model_ema_decay: float = setting(0.999, "of it in each step, after a warm-up", SHARE, needs={"model_ema": ()})
+    early_stopping: int | None = of_machine(None, "stop after so many epochs without a higher top-1", COUNT)
     seed: int = setting(0, "of everything random", (0, 2**32 - 1))
 
-    device: str | None = setting(
-        None, "where it runs (default: cuda where there is one)", ("cpu", "cuda"), group="machine", concerns="machine"
+    device: str | None = of_machine(None, "where it runs (default: cuda, if any)", ("cpu", "cuda"), group="machine")
+    cache_images: str = of_machine(
+        "auto", "keep images in memory; auto: up to 2 GiB, without --workers", ("auto", "ram", "none"), needs=KEPT
     )
-    cache_images: str = setting(
-        "auto",
-        "keep decoded images in memory: auto keeps up to 2 GiB of them, unless --workers is given",
-        ("auto", "ram", "none"),
-        needs=KEPT,
-        concerns="machine",
-    )
-    workers: int | None = setting(
-        None,
-        "processes that decode images that are not kept in memory (default: as many as cores, up to 16)",
-        (1, 1024),
-        needs=IMAGES,
-        concerns="machine",
+    workers: int | None = of_machine(
+        None, "processes that decode images not in memory (default: as cores, up to 16)", (1, 1024), needs=IMAGES
     )
     amp: bool = setting(False, "half precision where it is safe")
-    amp_dtype: str = setting(
-        "bfloat16", "which; float16 scales the loss, on CUDA only", ("bfloat16", "float16"), needs={"amp": ()}
-    )
+    amp_dtype: str = setting("bfloat16", "which; float16 on CUDA only", ("bfloat16", "float16"), needs={"amp": ()})
     sync_bn: bool = setting(False, "batch norms see the batch of all processes together (on CUDA)")
-    deterministic: bool = setting(
-        False, "the same bits each time on CUDA too, where it is slower; refuses what has no such kernel"
-    )
+    deterministic: bool = setting(False, "the same bits each time on CUDA too; slower, or refused by some kernels")
     channels_last: bool = setting(False, "keep maps in the channels-last memory format")
-    compile: bool = setting(False, "compile the network", concerns="machine")
+    compile: bool = of_machine(False, "compile the network")
 
-    output: str | None = setting(
-        None, "folder of the run (default: the next of runs/train-1, runs/train-2, …)", group="run", concerns="run"
-    )
-    overwrite: bool = setting(False, "begin anew in a folder that holds a run", concerns="run")
-    resume: str | None = setting(
-        None,
-        "go on with an interrupted run from its last.pth; auto: from the one in --output, or begin if there is none",
-        metavar="LAST.PTH",
-        concerns="run",
-    )
-    test_only: bool = setting(False, "evaluate, do not train", concerns="run")
-    report_classes: bool = setting(
-        False, "write the accuracy of each class and the confusion matrix into --output", concerns="run"
-    )
-    log_with: tuple[str, ...] = setting(
-        (),
-        "trackers that get the metrics too: tensorboard, wandb or any other that accelerate knows",
-        concerns="machine",
-    )
+    output: str | None = of_run(None, "folder of the run (default: the next of runs/train-1, …)", group="run")
+    overwrite: bool = of_run(False, "begin anew in a folder that holds a run")
+    resume: str | None = of_run(None, "last.pth to go on from; auto: the one in --output, or begin if there is none")
+    test_only: bool = of_run(False, "evaluate, do not train")
+    report_classes: bool = of_run(False, "write the accuracy of each class and the confusion matrix into --output")
+    log_with: tuple[str, ...] = of_machine((), "trackers: tensorboard, wandb or any other that accelerate knows")
 
     def __post_init__(self) -> None:
         for name in FIELDS:
@@ -277,11 +213,6 @@ class Settings:
         for name in ("warmup_epochs", "freeze_epochs"):
             if self.epochs <= getattr(self, name):
                 raise ValueError(f"{name} must be fewer than epochs={self.epochs}; got {getattr(self, name)}")
-        if self.batch_size % self.grad_accum_steps:
-            parts = f"grad_accum_steps={self.grad_accum_steps}"
-            raise ValueError(f"batch_size must be a multiple of {parts}; got {self.batch_size}")
-        if self.opt == "sgd" and not self.momentum:
-            raise ValueError("momentum must be above 0 for sgd, which is Nesterov's: for none, choose opt 'momentum'")
         frozen = "freeze_backbone" if self.freeze_backbone else "freeze_epochs" if self.freeze_epochs else None
         if frozen and not (self.insert or self.reset_head):
             raise ValueError(f"{frozen} leaves nothing to train: insert blocks, or begin a new head with reset_head")
@@ -369,15 +300,15 @@ def kind_of(value: object) -> object:
     return f"{value.partition('/')[0]}/…" if isinstance(value, str) and "/" in value else value
 
 
-def type_of(name: str) -> tuple[type, bool]:
-    """What a setting, or each part of it, is, and whether it has parts: as its annotation has it."""
-    hint = str(FIELDS[name].type)
-    return next(kind for kind in (bool, int, float, str) if kind.__name__ in hint), hint.startswith("tuple")
+def type_of(about: Field[Any]) -> tuple[type, bool]:
+    """What a setting, or each part of it, is on the command line, and whether it has parts: by its annotation."""
+    hint = str(about.type)
+    return next((kind for kind in (bool, int, float) if kind.__name__ in hint), str), hint.startswith("tuple")
 
 
 def checked(name: str, value: Any) -> Any:
     """A value as it is kept, lists as tuples and paths as texts; ValueError if it is not what the setting may be."""
-    kind, many = type_of(name)
+    kind, many = type_of(FIELDS[name])
     value = str(value) if name == "val_split" and isinstance(value, float) else value
     if value is None and FIELDS[name].default is None:
         return None

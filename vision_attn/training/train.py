@@ -14,7 +14,6 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
-    LoggerType,
     ProjectConfiguration,
     set_seed,
 )
@@ -31,7 +30,7 @@ from vision_attn.training.network import build_network, refuse_other_classes
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.settings import Settings
 from vision_attn.training.step import check_optimizer_settings
-from vision_attn.training.trained import ABOUT, Trained, source_of
+from vision_attn.training.trained import Trained
 
 __all__ = ["train"]
 
@@ -69,8 +68,6 @@ def train(settings: Settings, say: Callable[[str], None] = print, *, trained: Tr
         check_optimizer_settings(settings)
         path = checkpoint_to_resume(settings)
         checkpoint = read_file(path) if path else None
-        if checkpoint and set(ABOUT) <= checkpoint.content.keys():  # another file is refused where it is restored
-            source_of(checkpoint.path, checkpoint.content)
 
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         source = open_data(settings, train=False)
@@ -114,17 +111,11 @@ def train(settings: Settings, say: Callable[[str], None] = print, *, trained: Tr
         if closed:
             log(str(closed))
         return Result(network, model, normalize, final=score, best=score, closed=closed, seconds=0.0)
-    train_data = open_images(
-        train_source,
-        network.size,
-        accelerator.device,
-        **how_kept,
-        vary=vary,
-    )
+    train_data = open_images(train_source, network.size, accelerator.device, **how_kept, vary=vary)
     log(f"training: {describe(train_source, train_data)}")
     steps, over = divmod(len(train_data), settings.batch_size)
     left_out = f", {over:,} of them left out, others each time" if over else ""
-    log(f"an epoch: {steps:,} steps of {settings.batch_size} images{left_out}")
+    log(f"{settings.epochs:,} epochs, each of {steps:,} steps of {settings.batch_size} images{left_out}")
     trainer = Trainer(settings, accelerator, log, network, normalize, source.classes, train_data, data)
     try:
         return trainer.train(checkpoint)
@@ -139,7 +130,12 @@ def make_accelerator(settings: Settings) -> Accelerator:
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     if settings.amp_dtype == "float16" and on_cpu:
         raise ValueError("amp_dtype: float16 needs CUDA, whose gradients it scales: on the CPU use bfloat16")
-    check_trackers(settings.log_with)
+    there = ["all", *map(str, get_available_trackers())]  # accelerate would leave out one whose package is missing
+    for name in settings.log_with:
+        if name not in there:
+            raise ValueError(
+                f"log_with: {name!r} is not installed, or no tracker that accelerate knows; there are {there}"
+            )
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     accelerator = Accelerator(
@@ -160,22 +156,10 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return accelerator
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker that accelerate does not know or whose package is missing, which it would leave out."""
-    for name in names:
-        if name not in LoggerType.list():
-            raise ValueError(f"log_with must be among {', '.join(LoggerType.list())}; got {name!r}")
-        if name != "all" and LoggerType(name) not in get_available_trackers():
-            raise ValueError(f"log_with: {name} is not installed here: install its package, or choose another")
-
-
 def check_halves(train: Source, evaluation: Source) -> None:
-    for one, other in ((train, evaluation), (evaluation, train)):
-        missing = [name for name in other.classes if name not in one.classes]
-        if missing:
-            raise DataError(
-                f"{one.name} lacks classes that {other.name} has: {shorten(missing)}: both need the same class folders"
-            )
+    only = sorted(set(train.classes) ^ set(evaluation.classes))
+    if only:
+        raise DataError(f"{shorten(only)}: classes of {train.name} or of {evaluation.name}, and not of both")
 
 
 def check_batch(settings: Settings, images: int, processes: int) -> None:

@@ -18,22 +18,14 @@ from vision_attn.checkpoints.read import CheckpointFile, read_file
 from vision_attn.errors import CheckpointError
 from vision_attn.models.registry import create_model
 from vision_attn.training.data import Source
-from vision_attn.training.network import BLOCKS, Network, build_network
+from vision_attn.training.network import BLOCKS, NOTES, Network, build_network
 from vision_attn.training.settings import FIELDS, Settings
 from vision_attn.version import __version__
 
-__all__ = [
-    "ABOUT",
-    "Trained",
-    "nothing_to_resume",
-    "open_trained",
-    "settings_to_evaluate",
-    "settings_to_resume",
-    "source_of",
-]
+__all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
 
-#: What a checkpoint or adapter of a run says of it.
-ABOUT = ("settings", "classes", "input_size", "mean", "std")
+#: The settings that say what a network is.
+OF_NETWORK = ("model", "img_size", "drop_path", "insert", "at", "block", "num_heads", "impl", "block_options")
 
 
 @dataclass(frozen=True)
@@ -63,26 +55,15 @@ def open_trained(path: str | Path, *, weights: str | None = None) -> Trained:
         raise ValueError(f"weights apply to adapters, and {file.path} has all weights: leave them out")
     about: Mapping[str, Any] = file.content
     settings, source = settings_in(file.path, about), source_of(file.path, about)
-    again = replace(
-        settings,
-        weights=str(file.path),
-        weights_ema="model_ema" in about,
-        pretrained=False,
-        reset_head=False,
-        freeze_backbone=False,
-        freeze_epochs=0,
-        sync_bn=False,
-        resume=None,
-    )
-    refuse_larger(replace(again, weights=None, weights_ema=False), source, file)
-    network = build_network(again, source, lambda line: None, file)
-    network = replace(network, mean=tuple(about["mean"]), std=tuple(about["std"]))
-    return Trained(settings, network, source.classes)
+    again = Settings(data="", **{name: getattr(settings, name) for name in OF_NETWORK})
+    refuse_larger(again, source, file)
+    again = replace(again, weights=str(file.path), weights_ema="model_ema" in about)
+    return Trained(settings, build_network(again, source, lambda line: None, file), source.classes)
 
 
 def settings_in(path: Path, about: Mapping[str, Any]) -> Settings:
     """The settings of the run that a checkpoint or adapter is of."""
-    missing = set(ABOUT) - about.keys()
+    missing = set(NOTES) - about.keys()
     if missing:
         raise CheckpointError(
             f"{path} is no checkpoint of a run of vision-attn train (it lacks {', '.join(sorted(missing))}): give its "
@@ -171,12 +152,9 @@ def nothing_to_resume(path: str | Path) -> FileNotFoundError:
 
 def settings_to_evaluate(trained: Trained, given: Mapping[str, Any], path: str | Path) -> Settings:
     """The settings with which a run's network is evaluated: the run's as to its data, and those that are given."""
+    of_machine = (name for name, about in FIELDS.items() if about.metadata["concerns"] == "machine")
     names = [*FIELDS][: [*FIELDS].index("pretrained")]  # of the data, and the name of the model
-    names += [
-        "batch_size",
-        "seed",
-        *(name for name, about in FIELDS.items() if about.metadata["concerns"] == "machine"),
-    ]
+    names += ["batch_size", "seed", *of_machine]
     own = {name: getattr(trained.settings, name) for name in names}
     given = {name: value for name, value in given.items() if name != "weights"}
     return Settings(**{**refuse_fetching(own, given, path), **given})
