@@ -118,6 +118,7 @@ def test_a_run_begins_from_the_settings_of_another_and_flags_override_them(tmp_p
         ("", "settings must be names with values; got None"),
         ("lr: [", "is no file of settings: while parsing"),
         ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
+        ("data: &a [x]\ninsert: [*a, *a]", "it has an anchor or an alias"),
         ("[" * 2_000, "is no file of settings"),
         ("\0", "is no file of settings"),
         (None, "cannot be read: No such file"),

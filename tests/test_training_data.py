@@ -12,6 +12,7 @@ import signal
 import sys
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torchvision.transforms import v2
 
 from vision_attn import cli
 from vision_attn.errors import DataError, Interrupted
+from vision_attn.export.classifier import images_in
 from vision_attn.training import data as data_room
 from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
 from vision_attn.training.data import image_folder as open_folder
@@ -190,8 +192,41 @@ def test_folders_without_classes_or_images_are_refused(image_folder, tmp_path):
         (tmp_path / name).mkdir()
         Image.new("RGB", (32, 32)).save(tmp_path / name / "0.png")
     (tmp_path / "empty" / "0.png").unlink()
-    with pytest.raises(DataError, match=r"classes empty\..*\.jpg"):
+    with pytest.raises(DataError, match=r"empty.*\.jpg"):
         open_folder(tmp_path)
+
+
+def test_links_and_pipes_neither_multiply_nor_mislabel_images(tmp_path):
+    """Loops, links to other classes and to what lies around them; a link to images elsewhere is followed."""
+    root = tmp_path / "data"
+    for folder in (root / "cat", root / "dog" / "small", tmp_path / "more"):
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / f"{folder.name}.png")
+    (tmp_path / "outside.png").touch()
+    for link, target in (
+        ("cat/again", root / "cat"), ("cat/all", root), ("cat/above", tmp_path), ("cat/dogs", root / "dog"),
+        ("cat/more", tmp_path / "more"), ("dog/round", root / "dog"), ("dog/small/cats", root / "cat"),
+    ):  # fmt: skip
+        (root / link).symlink_to(target, target_is_directory=True)
+    os.mkfifo(root / "cat" / "pipe.png")
+    found = open_folder(root)
+    assert [(Path(path).name, label) for path, label in found.dataset.samples] == [
+        ("cat.png", 0), ("more.png", 0), ("small.png", 1),
+    ]  # fmt: skip
+    (root / "wolf").symlink_to(root / "dog", target_is_directory=True)
+    with pytest.raises(DataError, match="has no images of wolf"):
+        open_folder(root)
+    assert len(images_in([root])) == 2  # the images of a folder are classified without following links
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_too_many_pixels_is_refused_by_name(tmp_path, monkeypatch):
+    Image.new("RGB", (30, 20)).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 599)
+    with pytest.raises(ValueError, match="30×20 pixels, more than the 599 that one image may have"):
+        open_image(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert open_image(tmp_path / "large.png").size == (30, 20)
 
 
 # --- a folder without images to evaluate on --------------------------------------------------------------------------

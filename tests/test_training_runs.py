@@ -27,7 +27,7 @@ from vision_attn.errors import CheckpointError, DataError, Interrupted, Training
 from vision_attn.models import create_model
 from vision_attn.training import run_folder
 from vision_attn.training import train as train_room
-from vision_attn.training.checkpoint import Progress
+from vision_attn.training.checkpoint import Progress, progress_in
 from vision_attn.training.evaluation import Normalize
 from vision_attn.training.images import ImageSet
 from vision_attn.training.loop import Trainer
@@ -233,17 +233,24 @@ def once_passed(function):
 
 #: A field of last.pth that cannot be, as a damaged or foreign file may have it.
 WRONG = {
-    "epoch": 7, "rows": None, "best": 3, "optimizer": {}, "model": None, "model_ema": [], "train_images": torch.ones(2),
-    "settings": {"lr": "high"},
+    "epoch": [None, "1", -1, math.nan, 10**12, True], "step": [None, -1, 5, 1.0], "loss": [None, math.nan, "0"],
+    "seconds": [[], math.inf], "rows": [None, [], [None], [{"epoch": 1}]], "best": [None, 3, {"top1": 1}],
+    "optimizer": [None, {}], "model": [None, {}], "model_ema": [[]], "train_images": [torch.ones(2)],
 }  # fmt: skip
 
 
 def test_a_last_pth_with_a_field_that_cannot_be_is_refused_by_name(base, undisturbed, tmp_path):
     settings = replace(base, epochs=1, output=None, resume=str(tmp_path / "last.pth"))
     content = read_checkpoint(undisturbed / "last.pth")
+    known = {key: content[key] for key in ("epoch", "step", "loss", "epoch_seconds", "seconds", "rows", "best")}
+    assert progress_in(known, epochs=1, steps=4).epoch == 1
     trainer = trainer_of(settings)
-    for key, value in WRONG.items():
-        torch.save({**content, key: value}, tmp_path / "last.pth")
+    for key, values in WRONG.items():
+        for value in values:
+            if key in known:
+                with pytest.raises((TypeError, ValueError, LookupError)):
+                    progress_in({**known, key: value}, epochs=1, steps=4)
+        torch.save({**content, key: values[0]}, tmp_path / "last.pth")
         with pytest.raises((CheckpointError, ValueError), match=r"last\.pth is damaged|number of training images"):
             trainer.checkpoints.restore(read_file(tmp_path / "last.pth"))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.benchmark import Timer
 
 from vision_attn.convert.exchanged import Exchange, bare_copy, put_in
 from vision_attn.insertion.backbone import Hook, example_of, run_quietly, shown
@@ -53,19 +54,33 @@ def times_of(
 def time_ratio(module: nn.Module, kept: Exchange, args: Any, kwargs: Any) -> float:
     theirs, ours = bare_copy(module), bare_copy(module)
     put_in(ours, ours, kept)
+    device = next(module.parameters()).device
     leaf = cache(lambda x: x.detach().requires_grad_(module.training and x.is_floating_point()))
     args, kwargs = tree_map_only(Tensor, leaf, (args, kwargs))  # one tensor that is given twice stays one
     trained = [x for x in (*module.parameters(), *tree_leaves((args, kwargs))) if getattr(x, "requires_grad", False)]
 
-    def run(one: nn.Module) -> None:
-        y = one(*args, **kwargs)
-        y = y[0] if isinstance(y, tuple) else y
-        if module.training:
-            torch.autograd.grad(y.sum(), trained, allow_unused=True)
-
-    def seconds(one: nn.Module) -> float:
-        timer = Timer("run(one)", globals={"run": run, "one": one}, num_threads=torch.get_num_threads())
-        return timer.blocked_autorange(min_run_time=SHORTEST).median
+    def seconds(one: nn.Module, count: int) -> float:
+        began = finished(device)
+        for _ in range(count):
+            y = one(*args, **kwargs)
+            y = y[0] if isinstance(y, tuple) else y
+            if module.training:
+                torch.autograd.grad(y.sum(), trained, allow_unused=True)
+        return finished(device) - began
 
     with torch.set_grad_enabled(module.training), torch.random.fork_rng(enabled=module.training):
-        return median(seconds(ours) / seconds(theirs) for _ in range(ROUNDS))
+        last = [seconds(one, 1) for one in (theirs, ours) * 2][-1]
+        count = math.ceil(SHORTEST / max(last, 1e-6))
+        ratios = []
+        for turn in range(ROUNDS):
+            order = (theirs, ours) if turn % 2 else (ours, theirs)
+            took = {one is ours: seconds(one, count) for one in order}
+            ratios.append(took[True] / took[False])
+    return median(ratios)
+
+
+def finished(device: torch.device) -> float:
+    """The time when all that a device was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()

@@ -6,6 +6,7 @@ a state of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -139,7 +140,7 @@ class Checkpoints:
             )
         step = self.step
         try:
-            self.progress = progress_in(content)
+            self.progress = progress_in(content, self.settings.epochs, step.steps)
             step.model.load_state_dict(content["model"])
             step.optimizer.load_state_dict(content["optimizer"])
             if step.ema is not None:
@@ -150,12 +151,20 @@ class Checkpoints:
             raise CheckpointError(f"{path} is damaged, and nothing can go on from it: {error}") from error
 
 
-def progress_in(content: Mapping[str, Any]) -> Progress:
-    """How far a run has come, as its checkpoint has it; the file's checksums are right, or it was not read."""
+def progress_in(content: Mapping[str, Any], epochs: int, steps: int) -> Progress:
+    """What a checkpoint says of how far a run of so many epochs of so many steps has come."""
     found = Progress(**{part.name: content[part.name] for part in fields(Progress)})
     found.best = Evaluation(**content["best"]) if content["best"] else None
-    if len(found.rows) != found.epoch:
-        raise ValueError(f"it has {len(found.rows)} rows of metrics of {found.epoch} epochs")
+    numbers = [found.loss, found.epoch_seconds, found.seconds, *(float(str(row["eval_top1"])) for row in found.rows)]
+    numbers += [found.best.top1, found.best.loss] if found.best else []
+    if not (
+        type(found.epoch) is type(found.step) is int
+        and 0 <= found.epoch == len(found.rows) <= epochs
+        and 0 <= found.step <= steps
+        and (found.best is None) == (found.epoch == 0)
+        and all(isinstance(number, float | int) and math.isfinite(number) for number in numbers)
+    ):
+        raise ValueError(f"it says that {found.epoch} epochs and {found.step} steps are over")
     return found
 
 

@@ -17,10 +17,11 @@ from timm.data import IterableImageDataset, create_dataset
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
+from vision_attn.text import shorten
 from vision_attn.training import digits
 from vision_attn.training.images import (
     Bar,
@@ -188,22 +189,51 @@ class Folder(ImageFolder):
     """A folder of class folders; what has a name that begins with a dot is neither a class nor an image."""
 
     def __init__(self, folder: Path) -> None:
-        def is_image(path: str) -> bool:
-            hidden = f"{os.sep}." in path[len(str(folder)) :]
-            return has_file_allowed_extension(path, IMG_EXTENSIONS) and not hidden
-
-        try:
-            super().__init__(str(folder), loader=open_image, is_valid_file=is_image)
-        except FileNotFoundError as error:  # of a class
-            raise DataError(
-                f"{error} They end in {', '.join(IMG_EXTENSIONS)}: fill the folders or remove them"
-            ) from error
+        super().__init__(str(folder), loader=open_image)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
             raise DataError(f"{directory} has {len(names)} class folders: expected CLASS/IMAGE in it, of two or more")
         return names, {name: label for label, name in enumerate(names)}
+
+    @staticmethod
+    def make_dataset(directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any) -> list[tuple[str, int]]:
+        """The images of each class, in torchvision's order: regular files, of each real folder once.
+
+        Links are followed last: one that leads back into a class, or out to a folder around it, adds nothing.
+        """
+        samples, met, links = [], set[str](), list[tuple[int, str]]()
+        to_visit = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
+        root = os.path.realpath(directory)
+        while to_visit or links:
+            links.sort(reverse=True)
+            label, folder = (to_visit or links).pop()
+            real = os.path.realpath(folder)
+            if to_visit and os.path.islink(folder):
+                links.append((label, folder))
+                continue
+            if real in met or f"{root}{os.sep}".startswith(os.path.join(real, "")):
+                continue
+            met.add(real)
+            with os.scandir(folder) as found:
+                for entry in found:
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir():
+                        to_visit.append((label, entry.path))
+                    elif entry.name.lower().endswith(IMG_EXTENSIONS) and (
+                        entry.is_file() or not os.path.exists(entry.path)  # a link to nothing is a damaged image
+                    ):
+                        samples.append((entry.path, label))
+        filled = {label for _, label in samples}
+        empty = [name for name, label in class_to_idx.items() if label not in filled]
+        if empty:
+            raise DataError(
+                f"{directory} has no images of {shorten(empty)}, which end in {', '.join(IMG_EXTENSIONS)}: fill the "
+                "folders or remove them"
+            )
+        return sorted(samples, key=lambda one: (one[1], os.path.split(one[0])))
 
 
 def image_folder(folder: Path) -> Source:

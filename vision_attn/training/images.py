@@ -239,7 +239,16 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An image upright by its EXIF orientation, in 8 bits: of 16 the upper ones; transparency is dropped."""
+    """An image upright by its EXIF orientation, in 8 bits: of 16 the upper ones; transparency is dropped.
+
+    One of more pixels than Pillow calls safe, 89 million, is refused before it is decoded, at up to 8 bytes each.
+    """
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:
+        raise ValueError(
+            f"{image.width}×{image.height} pixels, more than the {most:,} that one image may have: make it smaller, or "
+            "raise PIL.Image.MAX_IMAGE_PIXELS in a script"
+        )
     # Pillow has some formats of 16 bits in a mode of 32, and would clip 16 bits at 255.
     deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if image.mode in ("I", "F") and not deep:

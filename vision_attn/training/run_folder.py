@@ -215,7 +215,12 @@ def confusion_figure(confusions: Tensor, classes: Sequence[str]) -> Figure:
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values alone."""
+    """Plain values alone, without the aliases by which a short file stands for a very long one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.peek_event().anchor is not None:
+            raise yaml.YAMLError("it has an anchor or an alias")
+        return super().compose_node(parent, index)
 
 
 # YAML 1.1 takes 1e-3, as people write it, for a text.

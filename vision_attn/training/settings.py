@@ -87,7 +87,7 @@ class Settings:
     img_size: int | None = setting(None, "side in pixels (default: the data's, or the model's)", SIZE, needs=IMAGES)
     mean: tuple[float, ...] | None = setting(None, "mean of each channel in 0…1 (default: the model's)", (-1000, 1000))
     std: tuple[float, ...] | None = setting(None, "standard deviation of each (default: the model's)", (1e-6, 1000))
-    train_crop: str = setting("pad", "of the padded image, or crops of any size", ("pad", "resized"), needs=IMAGES)
+    train_crop: str = setting("pad", "of the padded image, or of any size", ("pad", "resized"), needs=IMAGES)
     crop_padding: int = setting(4, "of pad, pixels on each side", (0, 1024), needs={"train_crop": ("pad",)})
     crop_scale: float = setting(
         0.08, "of resized, least share of an image that a crop has", (1e-4, 1), needs={"train_crop": ("resized",)}
@@ -97,7 +97,7 @@ class Settings:
     hflip: float = setting(0.5, "probability of a horizontal flip", SHARE)
     cutout: int = setting(0, "side of a square in each image that is blotted out, in pixels", (0, 65_536))
     reprob: float = setting(0.0, "probability of timm's random erasing of a part of an image", SHARE)
-    remode: str = setting("pixel", "noise, one colour or none", ("pixel", "rand", "const"), needs={"reprob": ()})
+    remode: str = setting("pixel", "noise, one colour or the mean", ("pixel", "rand", "const"), needs={"reprob": ()})
     mixup: float = setting(0.0, "alpha of mixup, such as 0.2: two images laid over each other", UP_TO_1000)
     cutmix: float = setting(0.0, "alpha of cutmix, such as 1: a box of one image in another", UP_TO_1000)
     mixup_switch_prob: float = setting(
@@ -147,7 +147,7 @@ class Settings:
     )
     clip_grad: float | None = setting(None, "norm that gradients are clipped to", (1e-12, 1e12))
     label_smoothing: float = setting(0.0, "share of the label spread over all classes", SHARE)
-    class_weights: str | None = setting(None, "all classes count the same", ("balanced",), needs=LABELLED)
+    class_weights: str | None = setting(None, "balanced: rare classes count more", ("balanced",), needs=LABELLED)
     model_ema: bool = setting(False, "keep a moving average of the weights, evaluate and save it")
     model_ema_decay: float = setting(0.999, "of it in each step, after a warm-up", SHARE, needs={"model_ema": ()})
     early_stopping: int | None = of_machine(None, "stop after so many epochs without a higher top-1", COUNT)
