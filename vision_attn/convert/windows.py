@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks import Attention, Attention2d
-from vision_attn.blocks.attention import check_queries
 from vision_attn.blocks.projection import in_format_of
+from vision_attn.blocks.weights import check_queries
 from vision_attn.convert.proof import check_carried, check_kind, check_source, proven
 from vision_attn.convert.timm_layers import check_vit, fused, fused_rows, vit_weights
 from vision_attn.convert.weights import Rows, attention, query_less_key, rows_of
