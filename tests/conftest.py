@@ -1,4 +1,4 @@
-"""What several rooms' tests share: a small folder of images, and where real data lies if it is there."""
+"""What several rooms' tests share: how examples are drawn, a small folder of images, and where real data lies."""
 
 import gc
 import socket
@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
+
+#: Examples are the same in every run. Those of tests marked ``thorough`` are drawn anew: a failure says how to draw it
+#: again.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("anew", settings.get_profile("same"), derandomize=False, max_examples=300, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)

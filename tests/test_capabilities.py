@@ -17,6 +17,7 @@ import torchvision
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch._dynamo.exc import TorchRuntimeError
+from torchvision.models.resnet import BasicBlock
 
 import vision_attn as va
 from vision_attn.insertion import inserted_keys
@@ -45,9 +46,10 @@ def compiled(module, backend="aot_eager", **options):
     return torch.compile(module, fullgraph=True, backend=backend, **options)
 
 
-def gradient(function):
+def output_and_gradient(function):
     x = example().requires_grad_()
-    return torch.autograd.grad(function(x).sum(), x)[0]
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
 def compiles(block):
@@ -56,11 +58,11 @@ def compiles(block):
 
 
 def has_a_backward_pass(block):
-    torch.testing.assert_close(gradient(block), gradient(make("bmm")))
+    torch.testing.assert_close(output_and_gradient(block), output_and_gradient(make("bmm")))
 
 
 def compiles_with_its_backward_pass(block):
-    torch.testing.assert_close(gradient(compiled(block)), gradient(block))
+    torch.testing.assert_close(output_and_gradient(compiled(block)), output_and_gradient(block))
 
 
 def compiles_once_for_all_sizes(block):
@@ -191,8 +193,16 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
-@pytest.mark.parametrize("name", CAPABILITIES)
+#: What is not tried where more than it is: a graph with gradients, or for any size.
+IMPLIED = {
+    "`torch.compile(fullgraph=True)`": "… and its gradients on the CPU",
+    "`torch.export`, one size": "`torch.export`, any batch and size",
+}
+TRIED = [(name, impl) for name in CAPABILITIES for impl in va.IMPLS
+         if name not in IMPLIED or (IMPLIED[name], impl) in REFUSALS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "impl"), TRIED)
 def test_the_table_is_so(name, impl):
     if (name, impl) in REFUSALS:
         kind, words = REFUSALS[name, impl]
@@ -262,7 +272,7 @@ def test_every_block_is_compiled_and_exported_with_any_size():
 
 #: The smallest of each; timm has some for tests.
 FAMILIES = (
-    "resnet18",  # of torchvision
+    "resnet10",  # of torchvision
     "test_convnext",
     "test_efficientnet",
     "regnetx_002",  # whose stages loop over their children
@@ -276,8 +286,8 @@ in_timms_families = pytest.mark.parametrize("family", FAMILIES[1:])
 
 
 def plain_network(family, **options):
-    if family == "resnet18":
-        return torchvision.models.resnet18(num_classes=5).eval()
+    if family == "resnet10":
+        return torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5).eval()
     return timm.create_model(family, num_classes=5, **options).eval()
 
 
@@ -355,9 +365,9 @@ def is_exported_as_onnx(model, x):
 @pytest.mark.parametrize(
     ("does", "family"),
     [
-        (is_compiled, "test_efficientnet"),
-        (is_exported_with_any_batch, "test_mambaout"),
-        (is_exported_as_onnx, "test_efficientnet"),
+        (is_compiled, "test_mambaout"),
+        (is_exported_with_any_batch, "test_efficientnet"),
+        (is_exported_as_onnx, "test_mambaout"),
     ],
 )
 def test_a_network_is_compiled_and_exported(does, family):
@@ -400,7 +410,7 @@ def test_a_moving_average_has_the_blocks(family):
         assert not torch.equal(ema.module(x), model(x))
 
 
-@in_families
+@pytest.mark.parametrize("family", ["test_convnext", "test_efficientnet", "test_mambaout"])  # layer norms, batch norms
 def test_a_network_runs_in_half_precision_and_under_autocast(family):
     model, x = network(family, gate=None)
     x = x[:1]

@@ -38,7 +38,7 @@ def test_projections_are_built_as_keras_builds_them(builders, free, bound, outpu
     assert projection_equation(free, bound, output) == builders._build_proj_equation(free, bound, output)
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(drawn=rank_and_axes())
 def test_attention_is_built_as_keras_builds_it_and_a_layer_of_keras_has_it(keras, builders, drawn):
     rank, axes = drawn

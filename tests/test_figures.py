@@ -104,8 +104,9 @@ def test_what_is_near_an_even_share_does_not_cover_the_picture():
     assert (overlays(figures.attention_figure(image, nothing))[0][1] == 0).all()
 
 
-@pytest.mark.parametrize(("size", "count"), [((32, 32), 2), ((8, 44), 3), ((60, 20), 1)])
-@pytest.mark.parametrize("titled", [False, True])
+@pytest.mark.parametrize(
+    ("size", "count", "titled"), [((32, 32), 2, False), ((32, 32), 2, True), ((8, 44), 2, True), ((60, 20), 1, False)]
+)
 def test_there_is_nothing_empty_around_the_images(size, count, titled, tmp_path):
     attention = seen(image_size=size, images=count, cells=((1, 1),))
     titles = ["title"] * count if titled else ()

@@ -34,10 +34,7 @@ EXAMPLES = {
     "all sizes given": va.Pattern("b n d (y p) (r q) -> (b y) n (p r q) d", p=4, q=3, r=4),
 }
 CPU = torch.device("cpu")
-drawn = [
-    settings(max_examples=30, deadline=None),
-    given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12))),
-]
+drawn = given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12)))
 
 
 def partition(pattern, size):
@@ -47,9 +44,26 @@ def partition(pattern, size):
 # --- lines of einx, and their twins in torch --------------------------------------------------------------------------
 
 
-@drawn[0]
-@drawn[1]
-def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern, size):
+@pytest.mark.parametrize("pattern", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern):
+    check_forms(pattern, (5, 7))  # which most of them pad
+
+
+@settings(max_examples=30)
+@drawn
+def test_every_position_is_a_query_once_and_the_index_says_where(pattern, size):
+    check_index(pattern, size)
+
+
+@pytest.mark.thorough
+@settings.get_profile("anew")
+@drawn
+def test_forms_and_indices_are_right_in_many_draws(pattern, size):
+    check_forms(pattern, size)
+    check_index(pattern, size)
+
+
+def check_forms(pattern, size):
     part, x = partition(pattern, size), torch.randn(2, 3 * 4 * 5, *size)
     for channels_last in (False, True):
         x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
@@ -69,9 +83,7 @@ def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern, siz
             assert apart[0].shape[:3] == (3, 2 * part.groups, 4)
 
 
-@drawn[0]
-@drawn[1]
-def test_every_position_is_a_query_once_and_the_index_says_where(pattern, size):
+def check_index(pattern, size):
     part = partition(pattern, size)
     queries, keys = part.index()
     assert sorted(queries[queries >= 0].tolist()) == list(range(size[0] * size[1]))

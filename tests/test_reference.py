@@ -223,35 +223,61 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         check_weights(case, impl, position, options["qk_norm"])
 
 
-def drawn(max_examples):
-    """Draws of everything that a block may be asked for."""
-    draws = given(
-        case=CASES,
-        impl=st.sampled_from(va.IMPLS),
-        position=st.sampled_from(list(POSITIONS)),
-        widths=st.sampled_from(WIDTHS),
-        options=OPTIONS,
-        dtype=st.sampled_from(DTYPES),
-        channels_last=st.booleans(),
-    )
-    return lambda check: settings(max_examples=max_examples, deadline=None)(draws(check))
+attention_drawn = given(
+    case=CASES,
+    impl=st.sampled_from(va.IMPLS),
+    position=st.sampled_from(list(POSITIONS)),
+    widths=st.sampled_from(WIDTHS),
+    options=OPTIONS,
+    dtype=st.sampled_from(DTYPES),
+    channels_last=st.booleans(),
+)
+weights_drawn = given(
+    case=CASES,
+    impl=st.sampled_from(va.IMPLS),
+    position=st.sampled_from(list(POSITIONS)),
+    qk_norm=st.booleans(),
+)
+linear_drawn = given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
 
 
-@drawn(15)
+@settings(max_examples=10)
+@attention_drawn
 def test_attention_equals_the_definition_forward_and_backward(**draw):
     check_attention(**draw)
 
 
+@settings(max_examples=5)
+@weights_drawn
+def test_weights_equal_the_definition(**draw):
+    check_weights(**draw)
+
+
+@settings(max_examples=10)
+@linear_drawn
+def test_linear_attention_equals_its_definition(**draw):
+    check_linear_attention(**draw)
+
+
 @pytest.mark.thorough
-@drawn(200)
+@settings.get_profile("anew")
+@attention_drawn
 def test_attention_equals_the_definition_in_many_draws(**draw):
     check_attention(**draw)
 
 
-@settings(max_examples=15, deadline=None)
-@given(case=CASES, position=st.sampled_from(list(POSITIONS)), qk_norm=st.booleans())
-def test_weights_equal_the_definition(case, position, qk_norm):
-    check_weights(case, "sdpa", position, qk_norm)
+@pytest.mark.thorough
+@settings.get_profile("anew")
+@weights_drawn
+def test_weights_equal_the_definition_in_many_draws(**draw):
+    check_weights(**draw)
+
+
+@pytest.mark.thorough
+@settings.get_profile("anew")
+@linear_drawn
+def test_linear_attention_equals_its_definition_in_many_draws(**draw):
+    check_linear_attention(**draw)
 
 
 def check_weights(case, impl, position, qk_norm):
@@ -295,9 +321,7 @@ def check_weights(case, impl, position, qk_norm):
     torch.testing.assert_close(block.attention_weights(x.float(), mask, tokens_of), found[:, :, tokens_of])
 
 
-@settings(max_examples=25, deadline=None)
-@given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
-def test_linear_attention_equals_its_definition(case, impl, dtype):
+def check_linear_attention(case, impl, dtype):
     torch.manual_seed(case["seed"])
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
     block, x = va.LinearAttention2d(8, n, impl=impl, dtype=dtype), make_map(case, 8, dtype)

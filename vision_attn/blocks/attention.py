@@ -13,18 +13,17 @@ from vision_attn.attend import (
     IMPLEMENTATIONS,
     Implementation,
     attend_groups,
-    attention_weights,
     check_impl,
     check_mask,
     combine_masks,
     open_rows,
-    repeat_kv,
     upcast,
     with_causal_mask,
 )
 from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
+from vision_attn.blocks.weights import Prepared, check_queries, weights_on_map
 from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
 from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
@@ -36,9 +35,6 @@ AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 #: By how many axes a map has.
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-#: What a kernel is given: queries, keys and values, the scale, and masks.
-Prepared = tuple[Tensor, Tensor, Tensor, float, tuple[Tensor | None, Tensor | None, bool]]
 
 
 class Attention(Specified):
@@ -170,7 +166,7 @@ class Attention(Specified):
 
         impl = IMPLEMENTATIONS[self.impl]
         part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size
-        q, k, v, scale, (mask, reachable, causal) = self.prepare(x, mask, context, part, impl)
+        q, k, v, scale, mask, reachable, causal = self.prepare(x, mask, context, part, impl)
         dropout = self.attn_drop if self.training else 0.0
         y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
         y = part.restore(impl.heads_together(y, part.cut.window), impl.merge)  # (b, heads·value_dim, h, w)
@@ -181,12 +177,12 @@ class Attention(Specified):
     def prepare(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None, part: Partition, impl: Implementation
     ) -> Prepared:
-        """Queries, keys and values ``(b·groups, heads, tokens, width)``, the scale, and what :meth:`masks` gives."""
+        """What the kernel is given."""
         q, k, v, keys = self.project(x, context, part, impl)
         scale, bias = self.scale, None
         if self.position is not None:
             q, k, scale, bias = self.position(q, k, scale, part, keys)
-        return q, k, v, scale, self.masks(x.shape[0], mask, bias, part, keys)
+        return Prepared(q, k, v, scale, *self.masks(x.shape[0], mask, bias, part, keys))
 
     def project(
         self, x: Tensor, context: Tensor | None, part: Partition, impl: Implementation
@@ -437,62 +433,9 @@ class Attention3d(Attention):
     rank = 3
 
 
-def weights_on_map(
-    part: Partition, prepared: Prepared, queries: Tensor | None = None, heads: list[int] | None = None
-) -> Tensor:
-    """The weights that a kernel gives the keys, ``(b, n, i, j)`` with zeros outside of a query's group.
-
-    Of chosen queries (indices of tokens) and heads no other takes memory.
-    """
-    q, k, _, scale, (mask, reachable, causal) = prepared
-    if heads is not None:
-        k = repeat_kv(q, k)[:, heads]
-        q = q[:, heads]
-        mask, reachable = (x if x is None or x.shape[2] == 1 else x[:, :, heads] for x in (mask, reachable))
-    if queries is not None and causal:
-        mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
-    if part.is_global:
-        if queries is not None:
-            q = q[:, :, queries]
-            mask, reachable = (x if x is None or x.shape[3] == 1 else x[:, :, :, queries] for x in (mask, reachable))
-        return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
-    group, row = part.group_and_row(queries)
-    if queries is None:
-        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
-        weights = weights.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 2)
-    else:  # each query as a group of its own
-        q = q.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
-        k = k.unflatten(0, (-1, part.groups))[:, group].flatten(0, 1)
-        mask, reachable = (
-            x if x is None else x.expand(-1, part.groups, -1, part.cut.tokens, -1)[:, group, :, row].movedim(0, 1)
-            for x in (mask, reachable)
-        )
-        mask, reachable = (x if x is None else x[:, :, :, None] for x in (mask, reachable))
-        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
-        weights = weights[:, :, 0].unflatten(0, (-1, len(queries))).transpose(1, 2)
-    return part.on_map(weights, group)
-
-
 def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
     """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
     if x.dim() != 2 + rank or x.shape[1] != channels:
         raise ValueError(
             f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
-        )
-
-
-def check_queries(queries: Tensor | None, tokens: int) -> None:
-    """Refuse what are no indices ``(i,)`` of so many tokens; None is for all."""
-    if queries is None:
-        return
-    if not isinstance(queries, Tensor):
-        raise ValueError(f"queries must be a tensor of indices, or None for all; got {type(queries).__name__}")
-    if queries.dim() != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
-        raise ValueError(
-            "queries must be indices of tokens, whole numbers of shape (i,); got "
-            f"{queries.dtype} of shape {tuple(queries.shape)}"
-        )
-    if queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < tokens:
-        raise ValueError(
-            f"queries must be indices of {tokens} tokens; got {int(queries.min())} to {int(queries.max())}"
         )

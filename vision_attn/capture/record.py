@@ -12,11 +12,12 @@ from functools import partial
 from itertools import product as pairs
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import EXCHANGED, Attention, attention_modules
-from vision_attn.blocks.attention import Prepared, weights_on_map
+from vision_attn.blocks.weights import Prepared, weights_on_map
 from vision_attn.capture.attention_map import AttentionMap
 from vision_attn.checks import product
 from vision_attn.insertion import plain_network
@@ -172,7 +173,7 @@ class Recording:
         cells = cells_of(self.points, size, self.image_size, path)
         names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
-        self.count(path, len(prepared[0]) // part.groups, len(groups[0]), len(cells), product(keys), prepared[0].dtype)
+        self.count(path, len(prepared.q) // part.groups, len(groups[0]), len(cells), product(keys), prepared.q.dtype)
         if self.reduce and len(heads) > 1:
             names = (f"{self.reduce} of {len(heads)} heads",)
 
@@ -188,7 +189,7 @@ class Recording:
             # Where the block has padded its map, the queries stand on a wider one.
             return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
 
-        tokens = torch.tensor([prefix + row_major(cell, part.size) for cell in cells], device=x.device)
+        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.size)) for cell in cells], device=x.device)
         every = self.points is None and len(tokens) == product(part.size) and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
@@ -230,11 +231,11 @@ def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iter
 
 def in_groups_of(prepared: Prepared, groups: int) -> Prepared:
     """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
-    *rest, (mask, reachable, causal) = prepared
     mask, reachable = (
-        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (mask, reachable)
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups))
+        for x in (prepared.mask, prepared.reachable)
     )
-    return (*rest, (mask, reachable, causal))  # type: ignore[return-value]
+    return prepared._replace(mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
@@ -290,10 +291,3 @@ def cells_of(
     return [
         tuple(int(at * n / length) for at, n, length in zip(point, size, image_size, strict=True)) for point in points
     ]
-
-
-def row_major(cell: Sequence[int], size: Sequence[int]) -> int:
-    index = 0
-    for at, length in zip(cell, size, strict=True):
-        index = index * length + at
-    return index

@@ -5,7 +5,7 @@ and to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, `
 """
 
 from vision_attn.patterns.line import Cut
-from vision_attn.patterns.partition import Partition, Partitioner, partition_of
+from vision_attn.patterns.partition import Partition, Partitioner, partition_of, row_major
 from vision_attn.patterns.specifications import (
     PATTERNS,
     AnyPattern,
@@ -30,4 +30,5 @@ __all__ = [
     "Window",
     "partition_of",
     "resolve_pattern",
+    "row_major",
 ]

@@ -7,16 +7,15 @@ query its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from vision_attn.checks import product
 from vision_attn.patterns.line import Cut, Line
-from vision_attn.patterns.partition import Partition, Partitioner, ReadLine
+from vision_attn.patterns.partition import Partition, Partitioner, ReadLine, outer, row_major
 
 __all__ = ["NeighborhoodPartitioner"]
 
@@ -61,13 +60,7 @@ class NeighborhoodPartition(Partition):
         super().__init__(partitioner, size, cut, key_cut, queries)
         self.tiles = tuple(groups)
         self.kernel = partitioner.kernel
-        rank = len(tiles)
-        allowed = torch.ones((1,) * (3 * rank), dtype=torch.bool, device=device)
-        for axis, along in enumerate(tiles):
-            view = [1] * (3 * rank)  # tiles of every axis, then queries, then keys
-            view[axis], view[rank + axis], view[2 * rank + axis] = along.allowed.shape
-            allowed = allowed & along.allowed.view(view)
-        self.mask = allowed.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)
+        self.mask = outer([along.allowed for along in tiles], torch.logical_and)
         lengths = list(self.size)
         self.query_index = row_major([along.queries for along in tiles], lengths)
         self.key_index = row_major([along.keys for along in tiles], lengths)
@@ -162,23 +155,6 @@ def axis_tiles_of(partitioner: NeighborhoodPartitioner, size: Sequence[int], dev
         # Tiles of a kernel's length: longer ones hold more keys than a query needs, shorter ones copy more keys.
         found.append(axis_tiles(length, kernel, dilation, stride, causal, tile=kernel, device=device))
     return found
-
-
-def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """What each axis says of its ``(tiles, tokens)``, combined for all axes, first axis first: ``(groups, tokens)``."""
-    rank = len(along)
-    views = []
-    for axis, part in enumerate(along):
-        view = [1] * (2 * rank)  # tiles of every axis, then tokens
-        view[axis], view[rank + axis] = part.shape
-        views.append(part.view(view))
-    return reduce(combine, views).flatten(rank).flatten(0, rank - 1)
-
-
-def row_major(along: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Numbers along each axis, each below its length, as one number for all axes, ``(groups, tokens)``."""
-    strides = [product(lengths[axis + 1 :]) for axis in range(len(lengths))]
-    return outer([part * stride for part, stride in zip(along, strides, strict=True)], torch.add)
 
 
 def gather(x: Tensor, index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vision_attn.checks import product
 from vision_attn.patterns.line import Cut, Line
 
-__all__ = ["LinePartitioner", "Partition", "Partitioner", "partition_of"]
+__all__ = ["LinePartitioner", "Partition", "Partitioner", "outer", "partition_of", "row_major"]
 
 #: How an implementation cuts a map into groups by a line, or puts them back.
 ReadLine = Callable[[Cut, Tensor], Tensor]
@@ -239,6 +239,32 @@ def padded_size(line: Line, size: Sequence[int]) -> tuple[int, ...]:
             )
         padded.append(length + -length % multiple)
     return tuple(padded)
+
+
+def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What each axis of the map says, combined for all of them, the first axis first.
+
+    It is said of its ``(tiles, tokens)`` or its ``(tiles, queries, keys)``; so is what comes out.
+
+    >>> outer([torch.tensor([[10, 20]]), torch.tensor([[1, 2, 3]])], torch.add)
+    tensor([[11, 12, 13, 21, 22, 23]])
+    """
+    rank, kinds = len(along), along[0].dim()
+    views = []
+    for axis, part in enumerate(along):
+        view = [1] * (kinds * rank)  # tiles of every axis, then queries of every axis, then keys
+        view[axis::rank] = part.shape
+        views.append(part.view(view))
+    combined = reduce(combine, views)
+    for kind in reversed(range(kinds)):
+        combined = combined.flatten(kind * rank, (kind + 1) * rank - 1)
+    return combined
+
+
+def row_major(along: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Numbers along each axis, each below its length, as one number for all axes, in the form of :func:`outer`."""
+    strides = [product(lengths[axis + 1 :]) for axis in range(len(lengths))]
+    return outer([part * stride for part, stride in zip(along, strides, strict=True)], torch.add)
 
 
 def partition_of(partitioner: Partitioner, x: Tensor) -> Partition:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attend import upcast
 from vision_attn.checks import product
-from vision_attn.patterns import Partition
+from vision_attn.patterns import Partition, row_major
 from vision_attn.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
 
 __all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
@@ -115,15 +115,8 @@ class TableTerm(PositionTerm):
 
 def table_rows(part: Partition, sides: Sequence[int]) -> Tensor:
     """The row of a table of these sides for each query and key of each group, ``(groups, queries, keys)``."""
-    offsets = part.offsets()
-    rank = len(offsets)
-    # Of every group, query and key: tiles of every axis, then queries, then keys.
-    row = offsets[0].new_zeros(())
-    for axis, (offset, width) in enumerate(zip(offsets, sides, strict=True)):
-        shape = [1] * (3 * rank)
-        shape[axis], shape[rank + axis], shape[2 * rank + axis] = offset.shape
-        row = row * width + (width // 2 - offset).view(shape)
-    return row.flatten(2 * rank).flatten(rank, -2).flatten(0, rank - 1)
+    rows = [width // 2 - offset for offset, width in zip(part.offsets(), sides, strict=True)]
+    return row_major(rows, sides)
 
 
 @dataclass(frozen=True)
