@@ -63,3 +63,23 @@ def test_hostile_and_mutated_files_are_read_or_refused():
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert int(re.match(r"\d+", done.stdout)[0]) > 900
+
+
+def block():
+    return va.Attention2d(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        *((function, "model") for function in (
+            va.gates, va.remove_, va.swap_, va.stage_names, va.freeze_backbone_, va.print_trainable_parameters,
+            lambda model: va.set_impl(model, "bmm"), lambda model: va.explore(model, torch.rand(1, 3, 4, 4), "page.html"),
+            lambda model: va.use_impl(model, "bmm").__enter__(),
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_type_is_refused_by_the_name_of_the_argument(call, name):
+    for wrong in ("3", 3.5):
+        with pytest.raises(ValueError, match=rf"^{name} must "):
+            call(wrong)

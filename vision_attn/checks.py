@@ -14,6 +14,7 @@ __all__ = [
     "check_flags",
     "check_number",
     "check_probability",
+    "check_type",
     "product",
 ]
 
@@ -65,6 +66,12 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not value > above:
         least = "" if above == -math.inf else f" above {above:g}"
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], what: str) -> None:
+    """Refuse what is of none of these types."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} must be {what}; got {type(value).__name__}")
 
 
 def product(factors: Iterable[int]) -> int:

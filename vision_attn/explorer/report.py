@@ -78,7 +78,7 @@ def explore(
     if titles and len(titles) != len(images):
         raise ValueError(f"titles must be as many as the images, {len(images)}; got {len(titles)}")
     names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
-    place = next(model.parameters())
+    place = next(plain_network(model).parameters())
     shown = []
     with quiet_eval(model):
         for image, name in zip(images.split(1), names, strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
 __all__ = [
@@ -46,6 +47,7 @@ def plain_network(model: nn.Module) -> nn.Module:
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
+    check_type("model", model, nn.Module, "a network, an nn.Module")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and (isinstance(model, nn.DataParallel) or is_synchronised(model)):
@@ -65,6 +67,7 @@ def changeable(model: nn.Module) -> nn.Module:
     >>> changeable(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
+    network = plain_network(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
@@ -73,7 +76,7 @@ def changeable(model: nn.Module) -> nn.Module:
                 f"model is wrapped in {type(module).__name__}, which has counted its parameters already: insert into "
                 "the network and wrap it then"
             )
-    return plain_network(model)
+    return network
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
     >>> print_trainable_parameters(model)
     trainable params: 312 || all params: 536 || trainable%: 58.2090
     """
-    parameters = list(model.parameters())
+    parameters = list(plain_network(model).parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = 100 * trained / total if total else 0.0
     print(f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {share:.4f}")
