@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vision_attn as va
+from vision_attn.attend import attend
 from vision_attn.checkpoints import read_checkpoint
 
 
@@ -65,18 +66,15 @@ def test_hostile_and_mutated_files_are_read_or_refused():
     assert int(re.match(r"\d+", done.stdout)[0]) > 900
 
 
-def block():
-    return va.Attention2d(8, 2)
-
-
 @pytest.mark.parametrize(
     ("call", "name"),
     [
         *((function, "model") for function in (
             va.gates, va.remove_, va.swap_, va.stage_names, va.freeze_backbone_, va.print_trainable_parameters,
-            lambda model: va.set_impl(model, "bmm"), lambda model: va.explore(model, torch.rand(1, 3, 4, 4), "page.html"),
-            lambda model: va.use_impl(model, "bmm").__enter__(),
+            lambda model: va.explore(model, torch.rand(1, 3, 4, 4), "page.html"),
+            lambda model: va.set_impl(model, "bmm"), lambda model: va.use_impl(model, "bmm").__enter__(),
         )),
+        *((lambda x, name=name: attend(**{**dict.fromkeys("qkv", torch.rand(1, 2, 4, 4)), name: x}), name) for name in "qkv"),
     ],
 )  # fmt: skip
 def test_what_is_of_another_type_is_refused_by_the_name_of_the_argument(call, name):

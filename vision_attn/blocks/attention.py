@@ -162,7 +162,7 @@ class Attention(Specified):
         """Attend."""
         if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
-        if x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return self.forward(x[None], mask, None if context is None else context[None])[0]
         self.check_maps(x, context)
         if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
@@ -293,7 +293,7 @@ class Attention(Specified):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        if x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             x, context = x[None], None if context is None else context[None]
         self.check_maps(x, context)
         part = partition_of(self.partitioner, x)
@@ -475,10 +475,9 @@ def weights_on_map(
 
 def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
     """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
-    if x.dim() != 2 + rank or x.shape[1] != channels:
-        raise ValueError(
-            f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
-        )
+    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
 
 
 def check_queries(queries: Tensor | None, tokens: int) -> None:
