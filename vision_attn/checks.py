@@ -6,14 +6,21 @@ import math
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
+
+import torch
 
 __all__ = [
+    "MOST",
+    "as_list",
     "check_count",
     "check_counts",
     "check_divides",
+    "check_factory",
     "check_flags",
     "check_number",
     "check_probability",
+    "check_sizes",
     "check_type",
     "product",
 ]
@@ -28,6 +35,12 @@ def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MOST:
         most = f" and at most {MOST:,}" if isinstance(value, Integral) and value > MOST else ""
         raise ValueError(f"{name} must be a whole number of at least 1{most}; got {reprlib.repr(value)}")
+
+
+def check_sizes(**counts: int) -> None:
+    """Refuse the first of several arguments that is no count."""
+    for name, value in counts.items():
+        check_count(name, value)
 
 
 def check_counts(**counts: int | None) -> None:
@@ -68,10 +81,30 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
 
 
-def check_type(name: str, value: object, kinds: type | tuple[type, ...], what: str) -> None:
+def check_factory(device: Any, dtype: Any) -> None:
+    """Refuse where and as what no parameter can be made."""
+    check_type("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating point, to be trained; got {dtype}")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0][:120]
+        raise ValueError(f"device must be one that there is, as 'cpu'; got {reprlib.repr(device)}: {why}") from error
+
+
+def check_type(name: str, value: object, kinds: Any, what: str) -> None:
     """Refuse what is of none of these types."""
     if not isinstance(value, kinds):
         raise ValueError(f"{name} must be {what}; got {type(value).__name__}")
+
+
+def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...] = ()) -> list[Any]:
+    """The things that an argument names, of which it may be one itself; refused where it is none and holds none."""
+    if isinstance(value, single):
+        return [value]
+    check_type(name, value, Iterable, what)
+    return list(value)
 
 
 def product(factors: Iterable[int]) -> int:
