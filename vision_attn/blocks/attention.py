@@ -25,7 +25,16 @@ from vision_attn.attend import (
 from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
-from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
+from vision_attn.checks import (
+    check_counts,
+    check_divides,
+    check_factory,
+    check_flags,
+    check_number,
+    check_probability,
+    check_sizes,
+    product,
+)
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
 from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
@@ -73,7 +82,7 @@ class Attention(Specified):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
+        check_sizes(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
         check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
@@ -85,6 +94,7 @@ class Attention(Specified):
             check_number("scale", scale)
         self.attn_drop = attn_drop
         check_impl(impl)
+        check_factory(device, dtype)
         if key_dim is None or value_dim is None:
             check_divides("num_heads", num_heads, "channels", channels)
         self.channels = channels
