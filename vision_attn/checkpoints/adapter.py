@@ -17,6 +17,7 @@ from vision_attn.checkpoints.adapter_file import Adapter, Placement, fingerprint
 from vision_attn.checkpoints.adapters import ADAPTERS, named_adapters, set_adapter
 from vision_attn.checkpoints.load import matching, refuse_meta
 from vision_attn.checkpoints.write import copy_to_write
+from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
     REPLACED,
@@ -105,6 +106,7 @@ def save_adapter(
     7
     """
     path = Path(path)
+    check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     model = plain_network(model)
@@ -197,6 +199,7 @@ def load(
             f"model must have nothing inserted; it has blocks at {shorten(map(repr, inserted(model)))}: remove_(model) "
             "first"
         )
+    check_flags(strict=strict)
     adapter = read_adapter(path)
     makers = makers_of(adapter.placements, adapter.tensors, path, block)
     own = model.state_dict()

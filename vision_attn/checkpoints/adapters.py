@@ -80,7 +80,7 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
     """
     model = changeable(model)
     adapters = named_adapters(model)
-    if name is not None and name not in adapters.blocks:
+    if name is not None and (not isinstance(name, str) or name not in adapters.blocks):
         named = ", ".join(map(repr, adapters.blocks)) or "none: load_adapter(model, path, name=…) first"
         raise ValueError(f"name must be that of an adapter of the model, or None; it has {named}; got {name!r}")
     if name == adapters.active:

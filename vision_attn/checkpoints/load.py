@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from vision_attn.checkpoints.adapter_file import ENTRY
 from vision_attn.checkpoints.read import AVERAGED, CheckpointFile, find_weights, read_file
 from vision_attn.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.checks import as_list, check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import CHILD, keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
@@ -167,7 +168,9 @@ def load_file(
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
     own, blocks = state | of_kept | state, blocks_of(state)
-    fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
+    check_type("prefix", prefix, str, "a text")
+    check_flags(strict=strict, ema=ema)
     asked = matching("fresh", fresh, own)
 
     if ENTRY in file.metadata:
@@ -252,7 +255,8 @@ def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
     """The keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
-    for glob in (globs,) if isinstance(globs, str) else globs:
+    for glob in as_list(argument, globs, "globs on keys", single=str):
+        check_type(argument, glob, str, "a glob on keys, or several")
         matches = [key for key in keys if fnmatchcase(key, glob)]
         if not matches:
             raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
