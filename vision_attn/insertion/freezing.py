@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from vision_attn.checks import check_number
+from vision_attn.checks import as_list, check_flags, check_number, check_type
 from vision_attn.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
@@ -123,6 +123,7 @@ def freeze_gates_(model: nn.Module, frozen: bool = True) -> int:
     Traceback (most recent call last):
     ValueError: model has no gate (nothing is inserted in it): insert a block that has one, such as AttentionBlock2d
     """
+    check_flags(frozen=frozen)
     found = gates(model)
     for gate in found.values():
         gate.requires_grad_(not frozen)
@@ -156,7 +157,8 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     >>> freeze_backbone_(model) == report.parameters
     True
     """
-    globs = (also_train,) if isinstance(also_train, str) else tuple(also_train)
+    check_flags(frozen=frozen)
+    globs = tuple(as_list("also_train", also_train, "globs on keys", single=str))
     if globs and not frozen:
         raise ValueError(f"also_train applies to frozen=True; got {globs} to thaw")
     model = plain_network(model)
@@ -194,6 +196,7 @@ def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
     keys = model.state_dict().keys()
     live = inserted_keys(model)
     for pattern in globs:
+        check_type("also_train", pattern, str, "a glob on keys, or several")
         matched = {key for key in keys if fnmatchcase(key, pattern)}
         if not matched:
             raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")

@@ -234,7 +234,8 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 def check_maker(block: object) -> None:
     """Refuse what makes no blocks."""
-    if block is not None and (isinstance(block, nn.Module) or not callable(block)):
+    other = isinstance(block, type) and not issubclass(block, nn.Module)
+    if block is not None and (isinstance(block, nn.Module) or not callable(block) or other):
         raise ValueError(f"block must be a class or a function that makes a block, or None; got {shown(block)}")
 
 

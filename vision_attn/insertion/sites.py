@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import REPLACED, inserted, is_target
 from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
@@ -50,6 +51,7 @@ def select_sites(
     """The paths of the modules that are chosen by stage, by name or by a function."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
+    check_type("where", len if where is None else where, Callable, "a function of path and module")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
     own = {
         id(module)
