@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks import EXCHANGED
+from vision_attn.checks import check_flags, check_type
 from vision_attn.convert.exchanged import (
     Exchange,
     Swapped,
@@ -157,8 +158,10 @@ def swap_(
     (torch.Size([1, 1000]), True)
     """
     model = changeable(model)
+    check_flags(slower=slower, copy=copy, dry_run=dry_run)
     if names is not None and where is not None:
         raise ValueError("choose modules by names or by where, not both")
+    check_type("where", len if where is None else where, Callable, "a function of path and module")
     modules = dict(model.named_modules())
     inside = attention = attention_in(modules)
     if names is not None or where is not None:
