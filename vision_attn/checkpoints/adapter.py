@@ -32,6 +32,7 @@ from vision_attn.insertion import (
     remove_,
     replace_,
 )
+from vision_attn.insertion.backbone import all_or_nothing
 from vision_attn.text import Report, Table, escaped, shorten
 from vision_attn.version import __version__
 
@@ -122,6 +123,7 @@ def save_adapter(
     return path
 
 
+@all_or_nothing
 def load_adapter(
     model: nn.Module,
     path: str | Path,
@@ -173,6 +175,7 @@ def load_adapter(
     active = named.active
     if active is not None:
         set_adapter(model, None)
+        named = named_adapters(model)
     try:
         report, before = load(model, path, strict=strict, block=block, example_input=example_input)
     except BaseException:

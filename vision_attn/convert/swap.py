@@ -28,7 +28,7 @@ from vision_attn.convert.proof import TOLERANCE, check_outputs, explained, path_
 from vision_attn.convert.timing import SLOWEST, times_of
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
-from vision_attn.insertion.backbone import changeable, modules_around
+from vision_attn.insertion.backbone import all_or_nothing, changeable, modules_around
 from vision_attn.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
 
@@ -107,6 +107,7 @@ class SwapReport(Report):
         return [*found, *self.notes]
 
 
+@all_or_nothing
 def swap_(
     model: nn.Module,
     *,
@@ -203,6 +204,7 @@ def swap_(
     return SwapReport(tuple(lines), "would be exchanged" if dry_run else "exchanged", tuple(notes))
 
 
+@all_or_nothing
 def swap_back_(model: nn.Module) -> SwapReport:
     """Undo :func:`swap_`: every module is the object that it was before, in the mode, type and place that it has now.
 

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import check_type
@@ -20,6 +21,7 @@ from vision_attn.errors import SiteError
 __all__ = [
     "Example",
     "Hook",
+    "all_or_nothing",
     "changeable",
     "declared_stages",
     "end_of_sequential",
@@ -33,6 +35,9 @@ __all__ = [
 
 #: A forward hook that is given keyword arguments, too.
 Hook = Callable[[nn.Module, Any, Any, Any], Any]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Images, sound and video where nothing else is said: a second at 16 kHz, pixels, 16 frames.
 USUAL = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
@@ -147,9 +152,10 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     if isinstance(given, Example):
         return given
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
-    images = [module for module in convolutions if module.weight.dim() == 4]  # others may be of vectors beside them
+    # Not of their weights, which spectral norm changes where they are looked at. Others may be of vectors beside them.
+    images = [module for module in convolutions if len(module.kernel_size) == 2]
     first = next(iter(images or convolutions), None)
-    axes = 2 if first is None else first.weight.dim() - 2
+    axes = 2 if first is None else len(first.kernel_size)
     if given is None:
         config = getattr(model, "pretrained_cfg", None) or {}
         channels, *size = config.get("input_size", (3, *USUAL[axes]))
@@ -224,25 +230,64 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, attributes and hooks are as they were: what a forward counts, keeps or sets up is gone."""
+    restore = remembered(model)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def all_or_nothing(change: Callable[P, R]) -> Callable[P, R]:
+    """What changes a model, its first argument, leaves it as it was where it fails, at whatever step."""
+
+    @wraps(change)
+    def changed(*args: P.args, **kwargs: P.kwargs) -> R:
+        model = args[0] if args else kwargs.get("model")
+        restore = remembered(model) if isinstance(model, nn.Module) else None
+        try:
+            return change(*args, **kwargs)
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+
+    return changed
+
+
+def remembered(model: nn.Module) -> Callable[[], None]:
+    """What brings back the modules, attributes, buffers and hooks that a model has now, and the random numbers to come.
+
+    Of parameters it brings back which they are and whether they are trained, not their values.
+    """
     before = [
         (module, type(module), [(held, dict(held)) for held in held_in(module)], clones_of(module))
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
-    try:
-        yield
-    finally:
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    numbers = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        torch.set_rng_state(numbers)
+        for index, state in enumerate(on_gpus):
+            torch.cuda.set_rng_state(state, index)
         for module, kind, all_held, clones in before:
-            if type(module) is not kind:  # a lazy module, which is made now
-                continue
+            if type(module) is not kind:
+                if issubclass(kind, LazyModuleMixin):  # which is made now
+                    continue
+                module.__class__ = kind
             for held, attributes in all_held:
-                for name in held.keys() - attributes.keys():
-                    del held[name]
+                held.clear()  # hooks and children in the order that they had, too
                 held.update(attributes)
             for buffer, clone in clones:
                 if not torch.equal(buffer, clone):
                     with torch.no_grad():
                         buffer.copy_(clone)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+
+    return restore
 
 
 def held_in(module: nn.Module) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from vision_attn.checks import as_list, check_flags, check_number, check_type
 from vision_attn.insertion.attach import inserted, inserted_keys, replaced
-from vision_attn.insertion.backbone import plain_network
+from vision_attn.insertion.backbone import all_or_nothing, plain_network
 from vision_attn.text import Report, Table
 
 __all__ = ["freeze_backbone_", "freeze_gates_", "gates", "print_trainable_parameters", "set_gates_"]
@@ -130,6 +130,7 @@ def freeze_gates_(model: nn.Module, frozen: bool = True) -> int:
     return len(found)
 
 
+@all_or_nothing
 def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str | Iterable[str] = ()) -> int:
     """Train the inserted blocks alone, in place: all else keeps its values, running statistics included.
 

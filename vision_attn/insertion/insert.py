@@ -29,7 +29,7 @@ from vision_attn.insertion.attach import (
     take_out,
     with_owners,
 )
-from vision_attn.insertion.backbone import changeable, example_of, run_quietly, shown
+from vision_attn.insertion.backbone import all_or_nothing, changeable, example_of, run_quietly, shown
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.maps import Map
 from vision_attn.insertion.report import InsertionReport, describe
@@ -41,6 +41,7 @@ __all__ = ["ATTENTION_BLOCKS", "check_maker", "fitting_heads", "insert_", "remov
 ATTENTION_BLOCKS: dict[int, Callable[..., nn.Module]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 
+@all_or_nothing
 def insert_(
     model: nn.Module,
     block: Callable[..., nn.Module] | None = None,
@@ -109,6 +110,7 @@ def insert_(
     return report
 
 
+@all_or_nothing
 def replace_(
     model: nn.Module,
     block: Callable[..., nn.Module] | None = None,
@@ -201,6 +203,7 @@ def uncalled(model: nn.Module, run: DryRun, sites: Iterable[str]) -> list[str]:
     return [site for site in sites if site not in called]
 
 
+@all_or_nothing
 def remove_(model: nn.Module) -> InsertionReport:
     """Take out every block that was inserted, and put back what was replaced: the model as it was, object for object.
 
@@ -305,7 +308,7 @@ def report_of(blocks: Iterable[nn.Module], verb: str) -> InsertionReport:
     """The report of new blocks, with its warnings given before anything is changed: they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
     for line in report.warnings:
-        warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+        warnings.warn(line.removeprefix("warning: "), stacklevel=4)
     return report
 
 
