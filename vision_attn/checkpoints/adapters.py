@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vision_attn.insertion import REPLACED, InsertedBlock, changeable, inserted
 from vision_attn.insertion.attach import CHILD, HELD, RECORD, attach, exchange, take_out
+from vision_attn.insertion.backbone import all_or_nothing
 from vision_attn.insertion.insert import forget_compiled_graphs
 from vision_attn.insertion.maps import Form, Map
 
@@ -49,6 +50,7 @@ def named_adapters(model: nn.Module) -> NamedAdapters:
     return found
 
 
+@all_or_nothing
 def set_adapter(model: nn.Module, name: str | None) -> None:
     """Put one of several adapters into their network, in the place of the one that is in it.
 
@@ -85,15 +87,22 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
         raise ValueError(f"name must be that of an adapter of the model, or None; it has {named}; got {name!r}")
     if name == adapters.active:
         return
-    if adapters.active is not None:
-        exchange_values(model, adapters.also[adapters.active])
-        adapters.blocks[adapters.active] = put_aside(model)
-        adapters.active = None
-    if name is not None:
-        for one in sorted(adapters.blocks[name], key=lambda one: one.old is None):  # what replaces a module first
-            put_in(model, one)
-        exchange_values(model, adapters.also[name])
-        adapters.blocks[name], adapters.active = [], name
+    also = {key: dict(values) for key, values in adapters.also.items()}
+    adapters = vars(model)[ADAPTERS] = NamedAdapters(adapters.active, dict(adapters.blocks), also)
+    changed: list[tuple[Tensor, Tensor]] = []
+    try:
+        if adapters.active is not None:
+            changed += exchange_values(model, adapters.also[adapters.active])
+            adapters.blocks[adapters.active] = put_aside(model)
+            adapters.active = None
+        if name is not None:
+            for one in sorted(adapters.blocks[name], key=lambda one: one.old is None):  # what replaces a module first
+                put_in(model, one)
+            changed += exchange_values(model, adapters.also[name])
+            adapters.blocks[name], adapters.active = [], name
+    except BaseException:
+        put_back(changed)
+        raise
     forget_compiled_graphs()
 
 
@@ -126,9 +135,20 @@ def put_in(model: nn.Module, one: Aside) -> None:
     attach(model, Map(record.site, record.at, record.element, nowhere, record.layout, owner=one.owner), one.block)
 
 
-def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> None:
-    """Give tensors of a network other values, and keep those that they had in the place of these."""
-    state = model.state_dict()
-    for key, value in others.items():
-        others[key] = state[key].clone()
-        state[key].copy_(value)
+def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Give tensors of a network other values, and keep those that they had in the place of these; they come back."""
+    state, changed = model.state_dict(), []
+    try:
+        for key, value in others.items():
+            others[key] = state[key].clone()
+            changed.append((state[key], others[key]))
+            state[key].copy_(value)
+    except BaseException:
+        put_back(changed)
+        raise
+    return changed
+
+
+def put_back(changed: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in reversed(changed):
+        tensor.copy_(value)

@@ -224,13 +224,25 @@ def load_file(
             *str(report).split("\n")[1:],
             *remedies(report, dict(model.named_modules())),
         )
+    before = {key: own[key].clone() for key in (*report.loaded, *report.replaced)}
+    try:
+        load_both(model, kept, weights, report)
+    except BaseException:  # as that of Ctrl-C between two tensors
+        load_both(model, kept, before, report)
+        raise
+    return report
+
+
+def load_both(
+    model: nn.Module, kept: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: LoadReport
+) -> None:
+    """Weights into the model and into the modules that it keeps besides."""
     model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
     for site, module in kept.items():
         begin = f"{site}."
         module.load_state_dict(
             {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
         )
-    return report
 
 
 def refuse_meta(model: nn.Module) -> None:
