@@ -36,10 +36,13 @@ from vision_attn.attend import IMPLEMENTATIONS, IMPLS, attend
 SECONDS = 30
 #: What is handed over in the place of any argument.
 ANYTHING = (
-    None, True, False, 0, 1, 2, 3, -1, 2**31, 2**63, 10**30, 0.0, 0.5, -1.0, 1e300, float("nan"), float("inf"), "", "full",
-    "0", "2", "layer3", "all", "a\x1b[2J\nb", "\ud800", "\0", b"0", (), [], {}, (2, 3), [1], (1, 2, 3, 4), [None], {"a": 1},
+    None, True, False, 0, 1, 2, 3, -1, 2**31, 2**63, 10**30, 0.0, 0.5, -1.0, 1e300, float("nan"), float("inf"), "",
+    "full",
+    "0", "2", "layer3", "all", "a\x1b[2J\nb", "\ud800", "\0", b"0", (), [], {}, (2, 3), [1], (1, 2, 3, 4), [None],
+    {"a": 1},
     {1: 2}, {0}, object(), int, len, lambda *given, **named: None, range(2), iter([0]), np.int64(2), np.float32(0.5),
-    np.ones(2), torch.tensor(2), torch.ones(2), torch.ones(1, 8, 4, 5), torch.float16, torch.int64, torch.device("meta"),
+    np.ones(2), torch.tensor(2), torch.ones(2), torch.ones(1, 8, 4, 5), torch.float16, torch.int64,
+    torch.device("meta"),
     "cpu", "meta", "cuda:99", "einx", nn.ReLU(), nn.Conv2d(3, 8, 1), re.compile("2"), Path("nothing"), va.Window(2),
     va.RelPosTable(), ValueError, va.Attention2d, "mean", "softmax", "after",
 )  # fmt: skip
@@ -188,7 +191,8 @@ def honest(folder):
         (va.remove_, {}), (va.gates, {}), (va.inserted, {}), (va.freeze_backbone_, {}), (va.freeze_gates_, {}),
         (va.set_gates_, {"value": 0.5}), (va.print_trainable_parameters, {}), (va.parameter_groups, {"lr": 0.1}),
         (va.set_impl, {"impl": "bmm"}), (va.set_adapter, {"name": None}), (va.contribution, {"batch": image()}),
-        (va.save_adapter, {"path": folder / "b.safetensors"}), (va.explore, {"images": image(), "output": folder / "p.html"}),
+        (va.save_adapter, {"path": folder / "b.safetensors"}), (va.explore, {"images": image(),
+        "output": folder / "p.html"}),
         (va.check_optimizer, {"optimizer": torch.optim.SGD(network().parameters())}),
     ):  # fmt: skip
         calls[function.__name__] = function, lambda more=more: {**blocks(), **more}
@@ -325,14 +329,21 @@ def short(value):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "", " ", "0", "1", "2", "-1", "-2", "0.5", "1e-300", "1e300", "nan", "inf", "-inf", "2147483648", "1" + "0" * 30, "9" * 5000,
-    "0x10", "1,2", "1,2,3,4", "a,b", "full", "Window(4)", "Window(0)", "Grid(99999)", "Window(", "lambda: 0", "__import__('os')",
-    "pattern=Window(4)", "position=Rope2d()", "gate_init=x", "layer3", "layer9", "*", "[", "**." * 50, "none", "all", "auto",
-    "\x1b[2J", "a\nb", "a\rb", "木 ŵ", "\udcff", "\0", "/", ".", "/dev/null", "/proc/self/mem", "no/such/file", "resnet20",
-    "resnet20.cifar10.x", "torchvision:resnet18x", "hfds/", "torch/", "wds/x", "cifar10", "adamw", "cpu", "float16", "=",
-    "a=", "=a", "plain", "attention", "x=attention --lr 1", "y=plain --lr", "'", "--", "sdpa", "last", "max", "rand-m9", "a:b",
+    "", " ", "0", "1", "2", "-1", "-2", "0.5", "1e-300", "1e300", "nan", "inf", "-inf", "2147483648", "1" + "0" * 30,
+    "9" * 5000,
+    "0x10", "1,2", "1,2,3,4", "a,b", "full", "Window(4)", "Window(0)", "Grid(99999)", "Window(", "lambda: 0",
+    "__import__('os')",
+    "pattern=Window(4)", "position=Rope2d()", "gate_init=x", "layer3", "layer9", "*", "[", "**." * 50, "none", "all",
+    "auto",
+    "\x1b[2J", "a\nb", "a\rb", "木 ŵ", "\udcff", "\0", "/", ".", "/dev/null", "/proc/self/mem", "no/such/file",
+    "resnet20",
+    "resnet20.cifar10.x", "torchvision:resnet18x", "hfds/", "torch/", "wds/x", "cifar10", "adamw", "cpu", "float16",
+    "=",
+    "a=", "=a", "plain", "attention", "x=attention --lr 1", "y=plain --lr", "'", "--", "sdpa", "last", "max",
+    "rand-m9", "a:b",
 )  # fmt: skip
-#: The functions that do the work of some commands, which takes minutes: when they are reached, all arguments were right.
+#: The functions that do the work of some commands, which takes minutes: when they are reached, all arguments were
+#: right.
 WORK = (
     "vision_attn.comparison.compare.carry_out",
     "vision_attn.benchmark.run.times",
@@ -358,7 +369,8 @@ def honest_lines(folder):
         "explore": [one, "--model", saved, "--output", str(folder / "r.html")],
         "convert": [str(folder / "m.pth"), str(folder / "o.safetensors"), "--from", "torch-mha", "--num-heads", "2"],
         "compare": [*train, "--output", str(folder / "compare"), "--seeds", "0"],
-        "demo": ["--output", str(folder / "demo")], "bench": ["--rows", "forward", "--shapes", "1,8,4,4", "--rounds", "1"],
+        "demo": ["--output", str(folder / "demo")], "bench": ["--rows", "forward", "--shapes", "1,8,4,4", "--rounds",
+        "1"],
     }  # fmt: skip
 
 
@@ -404,6 +416,7 @@ def attempt_line(lines, rng):
         return what, "hung", "takes too long"
     except BaseException as error:
         return what, type(error).__name__, f"{error!r:.200}{place(error)}"
+    torch.use_deterministic_algorithms(False)  # as a run may have asked for
     for stream in streams:
         stream.flush()
     said = streams[1].buffer.getvalue().decode(streams[1].encoding)
@@ -450,9 +463,8 @@ def attack(count, seed=0, kinds=("calls", "lines")):
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (24 * 2**30,) * 2)
     torch.set_num_threads(1)
-    outcomes, wrong = attack(
-        int(sys.argv[1]), int((sys.argv + [0])[2]) if len(sys.argv) > 2 else 0, sys.argv[3:] or ("calls", "lines")
-    )
+    number, seed, *kinds = [*sys.argv[1:], "0"] if len(sys.argv) == 2 else sys.argv[1:]
+    outcomes, wrong = attack(int(number), int(seed), kinds or ("calls", "lines"))
     for found in wrong:
         print(json.dumps(found))
     for (kind, outcome), number in sorted(outcomes.items()):
