@@ -202,7 +202,7 @@ NETWORKS = {
     "compiled part": lambda: changed(lambda m: torch.compile(m, backend="eager")),
     "bfloat16": in_half, "frozen and mixed": mixed, "meta": lambda: network().to("meta"),
     "dropout": lambda: nn.Sequential(*network(), nn.Dropout2d(0.5), nn.BatchNorm2d(8, momentum=None)),
-    "traced": lambda: torch.jit.trace(network(), image()), "lazy": lambda: nn.Sequential(nn.LazyConv2d(8, 1), conv()),
+    "traced": lambda: torch.jit.trace(network(), image()),
     "fx": lambda: torch.fx.symbolic_trace(network()), "deep copy": lambda: copy.deepcopy(hooked()),
 }  # fmt: skip
 
