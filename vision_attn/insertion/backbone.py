@@ -269,9 +269,10 @@ def remembered(model: nn.Module) -> Callable[[], None]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
-        torch.set_rng_state(numbers)
-        for index, state in enumerate(on_gpus):
-            torch.cuda.set_rng_state(state, index)
+        if all(type(module) is kind or not issubclass(kind, LazyModuleMixin) for module, kind, *_ in before):
+            torch.set_rng_state(numbers)  # which what was made now has drawn from
+            for index, state in enumerate(on_gpus):
+                torch.cuda.set_rng_state(state, index)
         for module, kind, all_held, clones in before:
             if type(module) is not kind:
                 if issubclass(kind, LazyModuleMixin):  # which is made now
