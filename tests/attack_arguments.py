@@ -296,7 +296,7 @@ def attempt_call(calls, rng):
     if (
         any(callable(given[one]) for one in own)
         or "push_to_hub" in changed
-        or ("weights" in changed and given["weights"] == "pretrained")
+        or ("weights" in changed and str(given["weights"]) == "pretrained")
     ):
         return name, "skipped", None
     what = f"{name}({', '.join(f'{one}={short(given[one])}' for one in changed)})"

@@ -16,11 +16,10 @@ __all__ = [
     "check_count",
     "check_counts",
     "check_divides",
-    "check_factory",
     "check_flags",
+    "check_new",
     "check_number",
     "check_probability",
-    "check_sizes",
     "check_type",
     "product",
 ]
@@ -35,12 +34,6 @@ def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= MOST:
         most = f" and at most {MOST:,}" if isinstance(value, Integral) and value > MOST else ""
         raise ValueError(f"{name} must be a whole number of at least 1{most}; got {reprlib.repr(value)}")
-
-
-def check_sizes(**counts: int) -> None:
-    """Refuse the first of several arguments that is no count."""
-    for name, value in counts.items():
-        check_count(name, value)
 
 
 def check_counts(**counts: int | None) -> None:
@@ -81,8 +74,10 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
 
 
-def check_factory(device: Any, dtype: Any) -> None:
-    """Refuse where and as what no parameter can be made."""
+def check_new(device: Any, dtype: Any, **sizes: int) -> None:
+    """Refuse what no new parameters can be of: sizes that are no counts, no type of theirs, no place that there is."""
+    for name, value in sizes.items():
+        check_count(name, value)
     check_type("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be of floating point, to be trained; got {dtype}")

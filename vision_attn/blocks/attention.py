@@ -28,11 +28,10 @@ from vision_attn.blocks.specified import Specified
 from vision_attn.checks import (
     check_counts,
     check_divides,
-    check_factory,
     check_flags,
+    check_new,
     check_number,
     check_probability,
-    check_sizes,
     product,
 )
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
@@ -82,7 +81,7 @@ class Attention(Specified):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
+        check_new(device, dtype, channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
         check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
@@ -94,7 +93,6 @@ class Attention(Specified):
             check_number("scale", scale)
         self.attn_drop = attn_drop
         check_impl(impl)
-        check_factory(device, dtype)
         if key_dim is None or value_dim is None:
             check_divides("num_heads", num_heads, "channels", channels)
         self.channels = channels

@@ -92,16 +92,17 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
     changed: list[tuple[Tensor, Tensor]] = []
     try:
         if adapters.active is not None:
-            changed += exchange_values(model, adapters.also[adapters.active])
+            exchange_values(model, adapters.also[adapters.active], changed)
             adapters.blocks[adapters.active] = put_aside(model)
             adapters.active = None
         if name is not None:
             for one in sorted(adapters.blocks[name], key=lambda one: one.old is None):  # what replaces a module first
                 put_in(model, one)
-            changed += exchange_values(model, adapters.also[name])
+            exchange_values(model, adapters.also[name], changed)
             adapters.blocks[name], adapters.active = [], name
     except BaseException:
-        put_back(changed)
+        for tensor, value in reversed(changed):
+            tensor.copy_(value)
         raise
     forget_compiled_graphs()
 
@@ -135,20 +136,10 @@ def put_in(model: nn.Module, one: Aside) -> None:
     attach(model, Map(record.site, record.at, record.element, nowhere, record.layout, owner=one.owner), one.block)
 
 
-def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Give tensors of a network other values, and keep those that they had in the place of these; they come back."""
-    state, changed = model.state_dict(), []
-    try:
-        for key, value in others.items():
-            others[key] = state[key].clone()
-            changed.append((state[key], others[key]))
-            state[key].copy_(value)
-    except BaseException:
-        put_back(changed)
-        raise
-    return changed
-
-
-def put_back(changed: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in reversed(changed):
-        tensor.copy_(value)
+def exchange_values(model: nn.Module, others: dict[str, Tensor], changed: list[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors of a network other values, and keep those that they had in the place of these, and in a list."""
+    state = model.state_dict()
+    for key, value in others.items():
+        others[key] = state[key].clone()
+        changed.append((state[key], others[key]))
+        state[key].copy_(value)
