@@ -98,8 +98,10 @@ def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...]
     """The things that an argument names, of which it may be one itself; refused where it is none and holds none."""
     if isinstance(value, single):
         return [value]
-    check_type(name, value, Iterable, what)
-    return list(value)
+    try:
+        return list(value)
+    except TypeError:  # also of what says that it can be gone through, as a tensor of one number
+        raise ValueError(f"{name} must be {what}; got {type(value).__name__}") from None
 
 
 def product(factors: Iterable[int]) -> int:

@@ -44,6 +44,8 @@ def rollout(maps: Mapping[str, AttentionMap], *, residual: float = 0.5) -> dict[
             [0.1250, 0.1250]])
     """
     check_type("maps", maps, Mapping, "maps by path, as of capture")
+    for one in maps.values():
+        check_type("maps", one, AttentionMap, "maps by path, as of capture")
     check_probability("residual", residual)
     if not maps:
         raise ValueError("maps must hold one at least; got none")

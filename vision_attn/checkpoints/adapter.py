@@ -168,6 +168,7 @@ def load_adapter(
     model = changeable(model)
     refuse_meta(model)
     named = named_adapters(model)
+    check_type("name", name, (str, type(None)), "a text, or None")
     if name in named.blocks or (name is None and named.blocks):
         raise ValueError(
             f"name must be one that none of the model's adapters has ({', '.join(named.blocks)}); got {name!r}"

@@ -74,6 +74,7 @@ def export_classifier(
     ('torch-export', True, True)
     """
     check_type("classifier", classifier, Classifier, "a Classifier")
+    check_type("format", format, (str, type(None)), "a text, or None")
     output = Path(os.path.abspath(output))  # or the name of .. is none
     name = format_of(output, format)
     form = FORMATS[name]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vision_attn.checks import check_type
+from vision_attn.checks import as_list, check_type
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import REPLACED, inserted, is_target
 from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
@@ -79,7 +79,9 @@ def select_sites(
 
 def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """One or several of some kinds, as a list."""
-    items = [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else list(given)
+    items = (
+        [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else as_list(argument, given, "several")
+    )
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
         raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
