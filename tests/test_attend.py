@@ -452,3 +452,30 @@ def test_feature_maps_of_linear_attention_are_what_their_names_say(impl):
     assert "feature_map='elu'" in repr(block)
     assert block.specification()["feature_map"] == "elu"
     assert not block(torch.randn(1, 8, 3, 4), torch.zeros(12, dtype=torch.bool)).isnan().any()
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("flush", [False, True])
+def test_denormals_neither_overflow_nor_become_nan(impl, flush):
+    tiny = torch.finfo(torch.float32).tiny / 8
+    q, v = (torch.randn(1, 2, 5, 4) * tiny for _ in range(2))
+    try:
+        torch.set_flush_denormal(flush)
+        y = attend(q, q, v, impl=impl)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (y - v.double().mean(2, keepdim=True)).abs().max() <= (tiny if flush else 1e-44)
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_deterministic_mode_refuses_nothing_and_gives_the_same_bits(impl):
+    block, x = (
+        va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable()),
+        torch.randn(2, 8, 4, 4),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (torch.autograd.grad(block(x).square().sum(), list(block.parameters())) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))

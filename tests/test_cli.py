@@ -26,11 +26,12 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+def small(image_folder):
+    return "train", "--data", image_folder, "--epochs", 1, "--batch-size", 16, "--device", "cpu"
+
+
 def train(capsys, image_folder, tmp_path, *arguments):
-    return run(
-        capsys, "train", "--data", image_folder, "--epochs", 1, "--batch-size", 16, "--device", "cpu",
-        "--output", tmp_path / "run", *arguments,
-    )  # fmt: skip
+    return run(capsys, *small(image_folder), "--output", tmp_path / "run", *arguments)
 
 
 def test_the_issue_of_the_library_in_one_command(capsys, image_folder, tmp_path):
@@ -315,6 +316,10 @@ def test_an_output_that_cannot_be_written_is_said_before_training(capsys, image_
     assert "run" in err
     assert "epoch 1/" not in out
     assert (tmp_path / "run").read_text() == "a file where the folder should be"
+    code, out, err = run(capsys, *small(image_folder), "--output", "/proc/nothing")  # where root cannot write either
+    assert (code, err.count("\n")) == (1, 1)
+    assert "/proc/nothing" in err
+    assert "epoch 1/" not in out
 
 
 def test_the_traceback_is_there_on_request(capsys, tmp_path):

@@ -83,7 +83,7 @@ def test_rollout_refuses_what_it_cannot_multiply():
     for maps, residual, message in (
         ({}, 0.5, "maps must hold one at least"),
         ({"a": one}, 0.5, "'a' is of 1 of 2: capture without queries"),
-        ({"a": one}, 2, "residual be in 0…1; got 1 and 2"),
+        ({"a": one}, 2, "residual must be a probability between 0 and 1; got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             va.rollout(maps, residual=residual)

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import sys
 import tarfile
@@ -150,6 +151,14 @@ def test_damaged_images_are_named(damaged_folder):
     assert len(next(batches)[0]) == 8
     with pytest.raises(DataError, match=f"^damaged or no images: .*{NAMES}.* and 3 more: "):
         next(batches)
+
+
+def test_an_image_that_vanishes_after_it_was_listed_is_named(image_folder, tmp_path):
+    shutil.copytree(image_folder / "train", tmp_path / "images")
+    source = open_folder(tmp_path / "images")
+    (tmp_path / "images" / "red" / "3.png").unlink()
+    with pytest.raises(DataError, match=r"^damaged or no images: .*red/3\.png \(.*No such file"):
+        source.read((32, 32))
 
 
 @pytest.mark.parametrize("cache", ["ram", "none"])

@@ -800,12 +800,17 @@ def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_pa
         assert on_two_processes(forks, interrupted, log, faults) == [143, 143], log.read_text()
         saved = read_checkpoint(tmp_path / "interrupted" / "last.pth")
         assert (saved["epoch"], saved["step"]) == (epoch, 2)
+        if epoch == 0:  # it goes on on one process as well
+            shutil.copytree(tmp_path / "interrupted", tmp_path / "alone")
     assert on_two_processes(forks, interrupted, log) == [0, 0], log.read_text()
+    train(replace(interrupted, output=str(tmp_path / "alone")), quiet)
+    alone = read_checkpoint(tmp_path / "alone" / "last.pth")["model"]
 
     one, two, resumed = (read_checkpoint(tmp_path / name / "last.pth") for name in ("run", "whole", "interrupted"))
     given = read_checkpoint(tmp_path / "base.pth")
     for key, value in one["model"].items():
         assert torch.equal(resumed["model"][key], two["model"][key])
+        torch.testing.assert_close(alone[key], value, rtol=1e-5, atol=1e-6)
         assert torch.equal(resumed["model_ema"][key], two["model_ema"][key])
         torch.testing.assert_close(two["model"][key], value, rtol=1e-5, atol=1e-6)  # larger rates carry rounding on
     for key in ("conv_stem.weight", "classifier.weight"):

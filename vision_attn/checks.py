@@ -6,14 +6,21 @@ import math
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
+
+import torch
 
 __all__ = [
+    "MOST",
+    "as_list",
     "check_count",
     "check_counts",
     "check_divides",
     "check_flags",
+    "check_new",
     "check_number",
     "check_probability",
+    "check_type",
     "product",
 ]
 
@@ -65,6 +72,36 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not value > above:
         least = "" if above == -math.inf else f" above {above:g}"
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
+
+
+def check_new(device: Any, dtype: Any, **sizes: int) -> None:
+    """Refuse what no new parameters can be of: sizes that are no counts, no type of theirs, no place that there is."""
+    for name, value in sizes.items():
+        check_count(name, value)
+    check_type("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating point, to be trained; got {dtype}")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0][:120]
+        raise ValueError(f"device must be one that there is, as 'cpu'; got {reprlib.repr(device)}: {why}") from error
+
+
+def check_type(name: str, value: object, kinds: Any, what: str) -> None:
+    """Refuse what is of none of these types."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{name} must be {what}; got {type(value).__name__}")
+
+
+def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...] = ()) -> list[Any]:
+    """The things that an argument names, of which it may be one itself; refused where it is none and holds none."""
+    if isinstance(value, single):
+        return [value]
+    try:
+        return list(value)
+    except TypeError:  # also of what says that it can be gone through, as a tensor of one number
+        raise ValueError(f"{name} must be {what}; got {type(value).__name__}") from None
 
 
 def product(factors: Iterable[int]) -> int:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.blocks.residual import GatedResidual
+from vision_attn.checks import as_list
 from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
 from vision_attn.text import Report, Table
 
@@ -162,7 +163,7 @@ def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[Non
     (False, True)
     """
     found = branches(model)
-    sites = list(found) if sites is None else list(sites)
+    sites = list(found) if sites is None else as_list("sites", sites, "names of blocks")
     for site in sites:
         if site not in found:
             raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from vision_attn.capture import AttentionMap
 from vision_attn.capture.record import chosen_heads
 from vision_attn.checkpoints import write_atomically
+from vision_attn.checks import as_list, check_number, check_type
 
 try:
     from matplotlib import figure as matplotlib_figure
@@ -88,13 +90,18 @@ def attention_figure(
     >>> len(attention_figure(torch.rand(2, 3, 28, 28), seen, heads=[0, 5], reduction="none").axes)
     7
     """
+    check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
+    check_type("attention", attention, AttentionMap, "an AttentionMap")
+    check_type("titles", titles, (list, tuple), "a list of texts")
+    check_number("width", width, above=0)
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         raise ValueError(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
         )
-    queries = [query] if isinstance(query, int) else list(query)
-    if not queries or not all(0 <= one < len(attention.cells) for one in queries):
+    queries = as_list("query", query, "numbers of queries", single=Integral)
+    if not queries or not all(isinstance(one, Integral) and 0 <= int(one) < len(attention.cells) for one in queries):
         raise ValueError(f"query must be from 0 to {len(attention.cells) - 1}; got {query}")
+    queries = [int(one) for one in queries]  # which True and False are not to torch
     chosen = chosen_heads(heads, attention.weights.shape[1])
     weights = attention.weights[:, chosen][:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vision_attn.attend.implementations import BMM, EINSUM, EINX, SDPA, Implementation, groups_as_heads
 from vision_attn.attend.masks import add_mask, check_mask, open_rows, upcast, with_causal_mask, zero_rows
+from vision_attn.checks import check_flags, check_number, check_probability, check_type
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -104,6 +105,18 @@ def attend(
     torch.Size([2, 4, 49, 8])
     """
     check_impl(impl)
+    check_flags(causal=causal)
+    check_probability("dropout", dropout)
+    if scale is not None:
+        check_number("scale", scale)
+    for name, x, like in (("q", q, q), ("k", k, q), ("v", v, k)):
+        check_type(name, x, Tensor, "a tensor (batch, heads, tokens, width)")
+        same = {"k": (0, 3), "v": (0, 1, 2)}.get(name, ())
+        if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
+            raise ValueError(
+                f"{name} must be of floating point and (batch, heads, tokens, width), with the batch of q, k of its "
+                f"width and v of k's heads and tokens; got {x.dtype} {tuple(x.shape)} beside {tuple(like.shape)}"
+            )
     reachable = None
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # of which not every implementation can tell the sizes
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)

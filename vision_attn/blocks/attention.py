@@ -24,7 +24,15 @@ from vision_attn.blocks.normalization import UnitLength, qk_norms
 from vision_attn.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
 from vision_attn.blocks.specified import Specified
 from vision_attn.blocks.weights import Prepared, check_queries, weights_on_map
-from vision_attn.checks import check_counts, check_divides, check_flags, check_number, check_probability, product
+from vision_attn.checks import (
+    check_counts,
+    check_divides,
+    check_flags,
+    check_new,
+    check_number,
+    check_probability,
+    product,
+)
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
 from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
 
@@ -69,7 +77,7 @@ class Attention(Specified):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_counts(channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
+        check_new(device, dtype, channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
         check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
@@ -158,7 +166,7 @@ class Attention(Specified):
         """Attend."""
         if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
-        if x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             return self.forward(x[None], mask, None if context is None else context[None])[0]
         self.check_maps(x, context)
         if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
@@ -289,7 +297,7 @@ class Attention(Specified):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        if x.dim() == 1 + self.rank:
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
             x, context = x[None], None if context is None else context[None]
         self.check_maps(x, context)
         part = partition_of(self.partitioner, x)
@@ -435,7 +443,6 @@ class Attention3d(Attention):
 
 def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
     """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
-    if x.dim() != 2 + rank or x.shape[1] != channels:
-        raise ValueError(
-            f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {tuple(x.shape)}"
-        )
+    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")

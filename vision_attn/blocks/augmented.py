@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention2d
 from vision_attn.blocks.specified import Specified
-from vision_attn.checks import check_counts, check_divides
+from vision_attn.checks import check_divides, check_new
 
 __all__ = ["AugmentedConv2d"]
 
@@ -60,8 +60,10 @@ class AugmentedConv2d(Specified):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_counts(in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride)
-        check_counts(num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
+        check_new(
+            device, dtype, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride
+        )
+        check_new(device, dtype, num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
         for name in ("key_dim", "value_dim", "out_channels", "context_channels"):

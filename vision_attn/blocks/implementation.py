@@ -10,6 +10,7 @@ from torch import nn
 from vision_attn.attend import check_impl
 from vision_attn.blocks.attention import Attention
 from vision_attn.blocks.linear import LinearAttention2d
+from vision_attn.checks import check_type
 
 __all__ = ["EXCHANGED", "attention_modules", "set_impl", "use_impl"]
 
@@ -83,6 +84,7 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
 
 def with_impl(model: nn.Module) -> dict[str, Attention | LinearAttention2d]:
     """Every block of a model that has a choice of implementation, by its path."""
+    check_type("model", model, nn.Module, "a network, an nn.Module")
     blocks = {
         name: module if kept is None else kept.block
         for name, module in model.named_modules()

@@ -9,7 +9,7 @@ from vision_attn.attend.linear import LINEAR_IMPLS, attend_linear, check_feature
 from vision_attn.blocks.attention import check_map
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
 from vision_attn.blocks.specified import Specified
-from vision_attn.checks import check_counts, check_divides, check_flags, check_probability, product
+from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
 __all__ = ["LinearAttention2d"]
 
@@ -63,7 +63,7 @@ class LinearAttention2d(Specified):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_counts(channels=channels, num_heads=num_heads)
+        check_new(device, dtype, channels=channels, num_heads=num_heads)
         check_divides("num_heads", num_heads, "channels", channels)
         check_flags(qkv_bias=qkv_bias)
         check_probability("proj_drop", proj_drop)

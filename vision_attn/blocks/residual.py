@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.blocks.attention import Attention, Attention1d, Attention2d, Attention3d
-from vision_attn.checks import check_count, check_number
+from vision_attn.checks import check_count, check_new, check_number
 
 __all__ = ["AttentionBlock", "AttentionBlock1d", "AttentionBlock2d", "AttentionBlock3d", "GatedResidual", "LayerNorm2d"]
 
@@ -66,7 +66,7 @@ class GatedResidual(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        check_count("channels", channels)
+        check_new(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
         self.begins_open = gate_init is None

@@ -13,7 +13,7 @@ from vision_attn.blocks.attention import Attention2d
 from vision_attn.blocks.projection import Pointwise2d, in_format_of
 from vision_attn.blocks.residual import LayerNorm2d, refuse_other_channels
 from vision_attn.blocks.specified import Specified
-from vision_attn.checks import check_count, check_flags, check_number, check_probability
+from vision_attn.checks import check_count, check_flags, check_new, check_number, check_probability
 
 __all__ = ["TransformerBlock2d"]
 
@@ -75,6 +75,7 @@ class TransformerBlock2d(Specified):
         check_probability("mlp_drop", mlp_drop)
         refuse_other_channels("TransformerBlock2d", channels, attention)
         hidden = max(1, round(channels * mlp_ratio))
+        check_new(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
         self.norm_first = norm_first

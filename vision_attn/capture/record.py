@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product as pairs
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from vision_attn.blocks import EXCHANGED, Attention, attention_modules
 from vision_attn.blocks.weights import Prepared, weights_on_map
 from vision_attn.capture.attention_map import AttentionMap
-from vision_attn.checks import product
+from vision_attn.checks import as_list, product
 from vision_attn.insertion import plain_network
 from vision_attn.insertion.backbone import Example
 from vision_attn.insertion.sites import Names, match_names, several
@@ -93,7 +94,7 @@ def capture(
     >>> maps["1.attn"].weights.shape
     torch.Size([1, 2, 2, 8, 8])
     """
-    if reduce is not None and reduce not in REDUCTIONS:
+    if reduce is not None and (not isinstance(reduce, str) or reduce not in REDUCTIONS):
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
     points, model = points_of(queries), plain_network(model)
     modules = modules_at(model, sites)
@@ -262,19 +263,24 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    points = [] if isinstance(queries, str) else list(queries)
-    if not points:
+    points = [] if isinstance(queries, (str, bytes)) or not isinstance(queries, Iterable) else list(queries)
+    if not points or not all(is_point(point) for point in points):
         raise ValueError(
             f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
         )
     return points
 
 
+def is_point(value: Any) -> bool:
+    held = value.tolist() if hasattr(value, "tolist") else value
+    return isinstance(held, (tuple, list)) and all(isinstance(at, Real) and math.isfinite(at) for at in held)
+
+
 def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
-    chosen = list(range(count) if heads is None else [heads] if isinstance(heads, int) else heads)
-    if not chosen or not all(0 <= head < count for head in chosen):
+    chosen = list(range(count)) if heads is None else as_list("heads", heads, "numbers of heads", single=Integral)
+    if not chosen or not all(isinstance(head, Integral) and 0 <= int(head) < count for head in chosen):
         raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
-    return chosen
+    return [int(head) for head in chosen]
 
 
 def cells_of(

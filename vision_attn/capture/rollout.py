@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.capture.attention_map import AttentionMap
-from vision_attn.checks import product
+from vision_attn.checks import check_probability, check_type, product
 
 __all__ = ["rollout"]
 
@@ -43,8 +43,12 @@ def rollout(maps: Mapping[str, AttentionMap], *, residual: float = 0.5) -> dict[
     tensor([[0.6250, 0.1250],
             [0.1250, 0.1250]])
     """
-    if not maps or not 0 <= residual <= 1:
-        raise ValueError(f"maps must hold one at least and residual be in 0…1; got {len(maps)} and {residual!r}")
+    check_type("maps", maps, Mapping, "maps by path, as of capture")
+    for one in maps.values():
+        check_type("maps", one, AttentionMap, "maps by path, as of capture")
+    check_probability("residual", residual)
+    if not maps:
+        raise ValueError("maps must hold one at least; got none")
     found: dict[str, AttentionMap] = {}
     rolled: Tensor | None = None
     first: tuple[int, ...] = ()

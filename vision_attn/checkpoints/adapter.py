@@ -14,6 +14,7 @@ from vision_attn.checkpoints.adapters import ADAPTERS, named_adapters, set_adapt
 from vision_attn.checkpoints.load import matching, refuse_without_values
 from vision_attn.checkpoints.placements import makers_of, place, placements_of
 from vision_attn.checkpoints.write import copy_to_write
+from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import (
     InsertionReport,
@@ -24,6 +25,7 @@ from vision_attn.insertion import (
     records,
     remove_,
 )
+from vision_attn.insertion.backbone import all_or_nothing
 from vision_attn.text import Report, Table, escaped, shorten
 from vision_attn.version import __version__
 
@@ -90,6 +92,7 @@ def save_adapter(
     7
     """
     path = Path(path)
+    check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     model = plain_network(model)
@@ -105,6 +108,7 @@ def save_adapter(
     return path
 
 
+@all_or_nothing
 def load_adapter(
     model: nn.Module,
     path: str | Path,
@@ -150,12 +154,15 @@ def load_adapter(
     model = changeable(model)
     refuse_without_values(model)
     named = named_adapters(model)
+    check_type("name", name, (str, type(None)), "a text, or None")
     if name in named.blocks or (name is None and named.blocks):
         raise ValueError(
             f"name must be one that none of the model's adapters has ({', '.join(named.blocks)}); got {name!r}"
         )
     active = named.active
-    set_adapter(model, None)
+    if active is not None:
+        set_adapter(model, None)
+        named = named_adapters(model)
     try:
         report, before = load(model, path, strict=strict, block=block, example_input=example_input)
     except BaseException:
@@ -174,6 +181,7 @@ def load(
     if blocks := inserted(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
+    check_flags(strict=strict)
     adapter = read_adapter(path)
     makers = makers_of(adapter.placements, adapter.tensors, path, block)
     own = model.state_dict()

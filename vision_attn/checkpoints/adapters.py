@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vision_attn.insertion import changeable, inserted
 from vision_attn.insertion.attach import RECORD, as_now, attach, detach
+from vision_attn.insertion.backbone import all_or_nothing
 from vision_attn.insertion.insert import forget_compiled_graphs
 
 #: The attribute in which a network keeps its named adapters.
@@ -32,6 +33,7 @@ def named_adapters(model: nn.Module) -> NamedAdapters:
     return found
 
 
+@all_or_nothing
 def set_adapter(model: nn.Module, name: str | None) -> None:
     """Put one of several adapters into their network, in the place of the one that is in it.
 
@@ -63,31 +65,40 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
     """
     model = changeable(model)
     adapters = named_adapters(model)
-    if name is not None and name not in adapters.blocks:
+    if name is not None and (not isinstance(name, str) or name not in adapters.blocks):
         named = ", ".join(map(repr, adapters.blocks)) or "none: load_adapter(model, path, name=…) first"
         raise ValueError(f"name must be that of an adapter of the model, or None; it has {named}; got {name!r}")
     if name == adapters.active:
         return
-    if adapters.active is not None:
-        exchange_values(model, adapters.also[adapters.active])
-        blocks = inserted(model)
-        for site, block in blocks.items():
-            detach(model, site, block)
-        adapters.blocks[adapters.active] = list(blocks.values())
-        adapters.active = None
-    if name is not None:
-        for block in adapters.blocks[name]:
-            target = model.get_submodule(vars(block)[RECORD].site)
-            as_now(block, target if any(True for _ in target.parameters()) else model)
-            attach(model, block)
-        exchange_values(model, adapters.also[name])
-        adapters.blocks[name], adapters.active = [], name
+    also = {key: dict(values) for key, values in adapters.also.items()}
+    adapters = vars(model)[ADAPTERS] = NamedAdapters(adapters.active, dict(adapters.blocks), also)
+    changed: list[tuple[Tensor, Tensor]] = []
+    try:
+        if adapters.active is not None:
+            exchange_values(model, adapters.also[adapters.active], changed)
+            blocks = inserted(model)
+            for site, block in blocks.items():
+                detach(model, site, block)
+            adapters.blocks[adapters.active] = list(blocks.values())
+            adapters.active = None
+        if name is not None:
+            for block in adapters.blocks[name]:
+                target = model.get_submodule(vars(block)[RECORD].site)
+                as_now(block, target if any(True for _ in target.parameters()) else model)
+                attach(model, block)
+            exchange_values(model, adapters.also[name], changed)
+            adapters.blocks[name], adapters.active = [], name
+    except BaseException:
+        for tensor, value in reversed(changed):
+            tensor.copy_(value)
+        raise
     forget_compiled_graphs()
 
 
-def exchange_values(model: nn.Module, others: dict[str, Tensor]) -> None:
-    """Give tensors of a network other values, and keep those that they had in the place of these."""
+def exchange_values(model: nn.Module, others: dict[str, Tensor], changed: list[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors of a network other values, and keep those that they had in the place of these, and in a list."""
     state = model.state_dict()
     for key, value in others.items():
         others[key] = state[key].clone()
+        changed.append((state[key], others[key]))
         state[key].copy_(value)

@@ -13,6 +13,7 @@ from vision_attn.checkpoints.adapter_file import ENTRY
 from vision_attn.checkpoints.load_report import LoadReport, Shapes, remedies
 from vision_attn.checkpoints.read import CheckpointFile, find_weights, read_file
 from vision_attn.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.checks import as_list, check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import keys_of_blocks, plain_network, replaced
 from vision_attn.position import PositionTerm
@@ -85,7 +86,9 @@ def load_file(
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
     own, blocks = state | of_kept | state, blocks_of(state)
-    fresh = (fresh,) if isinstance(fresh, str) else tuple(fresh)
+    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
+    check_type("prefix", prefix, str, "a text")
+    check_flags(strict=strict, ema=ema)
     asked = matching("fresh", fresh, own)
 
     if ENTRY in file.metadata:
@@ -138,13 +141,25 @@ def load_file(
             *str(report).split("\n")[1:],
             *remedies(report, dict(model.named_modules())),
         )
+    before = {key: own[key].clone() for key in (*report.loaded, *report.replaced)}
+    try:
+        load_both(model, kept, weights, report)
+    except BaseException:  # as that of Ctrl-C between two tensors
+        load_both(model, kept, before, report)
+        raise
+    return report
+
+
+def load_both(
+    model: nn.Module, kept: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: LoadReport
+) -> None:
+    """Weights into the model and into the modules that it keeps besides."""
     model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
     for site, module in kept.items():
         begin = f"{site}."
         module.load_state_dict(
             {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
         )
-    return report
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -159,7 +174,8 @@ def refuse_without_values(model: nn.Module) -> None:
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
     """The keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
-    for glob in (globs,) if isinstance(globs, str) else globs:
+    for glob in as_list(argument, globs, "globs on keys", single=str):
+        check_type(argument, glob, str, "a glob on keys, or several")
         matches = [key for key in keys if fnmatchcase(key, glob)]
         if not matches:
             raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")

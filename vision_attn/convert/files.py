@@ -17,6 +17,7 @@ from torch import Tensor
 from vision_attn.checkpoints.read import find_entry, read_file
 from vision_attn.checkpoints.specification import BLOCKS
 from vision_attn.checkpoints.write import copy_to_write, write_atomically
+from vision_attn.checks import check_counts, check_flags, check_type
 from vision_attn.convert.diffusers_layers import diffusers_rows
 from vision_attn.convert.keras_layers import keras_weights
 from vision_attn.convert.repositories import guided_rows, latent_rows
@@ -162,7 +163,10 @@ def convert_file(
     """
     output, source = Path(output), Path(source)
     check_rank(rank)
-    if layout not in LAYOUTS:
+    check_counts(num_heads=num_heads)
+    check_flags(dry_run=dry_run)
+    check_type("prefix", prefix, str, "a text")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     if num_heads is None and layout != "keras-mha":
         raise ValueError(f"num_heads must be given for {layout}: no shape in the file tells it")

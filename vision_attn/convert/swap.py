@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vision_attn.blocks import EXCHANGED
+from vision_attn.checks import check_flags, check_type
 from vision_attn.convert.exchanged import (
     Exchange,
     Swapped,
@@ -28,7 +29,7 @@ from vision_attn.convert.refusal import path_of
 from vision_attn.convert.timing import SLOWEST, times_of
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.insertion.attach import exchange
-from vision_attn.insertion.backbone import changeable, modules_around
+from vision_attn.insertion.backbone import all_or_nothing, changeable, modules_around
 from vision_attn.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
 
@@ -107,6 +108,7 @@ class SwapReport(Report):
         return [*found, *self.notes]
 
 
+@all_or_nothing
 def swap_(
     model: nn.Module,
     *,
@@ -158,8 +160,10 @@ def swap_(
     (torch.Size([1, 1000]), True)
     """
     model = changeable(model)
+    check_flags(slower=slower, copy=copy, dry_run=dry_run)
     if names is not None and where is not None:
         raise ValueError("choose modules by names or by where, not both")
+    check_type("where", len if where is None else where, Callable, "a function of path and module")
     modules = dict(model.named_modules())
     inside = attention = attention_in(modules)
     if names is not None or where is not None:
@@ -201,6 +205,7 @@ def swap_(
     return SwapReport(tuple(lines), "would be exchanged" if dry_run else "exchanged", tuple(notes))
 
 
+@all_or_nothing
 def swap_back_(model: nn.Module) -> SwapReport:
     """Undo :func:`swap_`: every module is the object that it was before, in the mode, type and place that it has now.
 

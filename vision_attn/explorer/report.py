@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vision_attn.capture import AttentionMap, capture, rollout
 from vision_attn.checkpoints import write_atomically
+from vision_attn.checks import check_count, check_type
 from vision_attn.contribution import branches, closed, measured
 from vision_attn.insertion import plain_network, quiet_eval
 from vision_attn.insertion.sites import Names
@@ -73,12 +74,18 @@ def explore(
     >>> page.read_text()[:15]
     '<!doctype html>'
     """
+    check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
+    check_type("title", title, str, "a text")
+    check_count("top", top)
+    check_type("normalize", len if normalize is None else normalize, Callable, "a function of images")
+    for name, given in (("titles", titles), ("classes", classes)):
+        check_type(name, given, (list, tuple), "a list of texts")
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
     if titles and len(titles) != len(images):
         raise ValueError(f"titles must be as many as the images, {len(images)}; got {len(titles)}")
     names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
-    place = next(model.parameters())
+    place = next(plain_network(model).parameters())
     shown = []
     with quiet_eval(model):
         for image, name in zip(images.split(1), names, strict=True):

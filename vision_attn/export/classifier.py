@@ -21,6 +21,7 @@ from torchvision.transforms.v2 import Normalize
 
 from vision_attn.blocks import set_impl
 from vision_attn.checkpoints import write_atomically
+from vision_attn.checks import check_type
 from vision_attn.errors import DataError
 from vision_attn.insertion import inserted, plain_network, quiet_eval
 from vision_attn.models.folder import load_model
@@ -58,6 +59,10 @@ class Classifier:
     interpolation: str = "bilinear"
 
     def __post_init__(self) -> None:
+        for name in ("classes", "input_size", "mean", "std"):
+            check_type(name, getattr(self, name), (tuple, list), "a tuple")
+        if len(self.input_size) != 3:
+            raise ValueError(f"input_size must be channels, rows and columns; got {tuple(self.input_size)}")
         if not len(self.mean) == len(self.std) == self.input_size[0] or not min(self.std) > 0:
             raise ValueError(
                 f"mean and std must have a value for each of the {self.input_size[0]} channels, and std positive ones; "

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from vision_attn.checkpoints.write import put_in_place
+from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
 from vision_attn.export.classifier import Classifier
 from vision_attn.export.formats import FORMATS, Format
@@ -72,6 +73,8 @@ def export_classifier(
     >>> report.format, report.normalize, report.difference < 1e-5
     ('torch-export', True, True)
     """
+    check_type("classifier", classifier, Classifier, "a Classifier")
+    check_type("format", format, (str, type(None)), "a text, or None")
     output = Path(os.path.abspath(output))  # or the name of .. is none
     name = format_of(output, format)
     form = FORMATS[name]

@@ -7,17 +7,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
 #: A forward hook that is given keyword arguments, too.
 Hook = Callable[[nn.Module, Any, Any, Any], Any]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Images, sound and video where nothing else is said: a second at 16 kHz, pixels, 16 frames.
 USUAL = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
@@ -32,6 +37,7 @@ def plain_network(model: nn.Module) -> nn.Module:
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
+    check_type("model", model, nn.Module, "a network, an nn.Module")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and (isinstance(model, nn.DataParallel) or is_synchronised(model)):
@@ -51,6 +57,7 @@ def changeable(model: nn.Module) -> nn.Module:
     >>> changeable(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
+    network = plain_network(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
@@ -59,7 +66,7 @@ def changeable(model: nn.Module) -> nn.Module:
                 f"model is wrapped in {type(module).__name__}, which has counted its parameters already: insert into "
                 "the network and wrap it then"
             )
-    return plain_network(model)
+    return network
 
 
 @dataclass(frozen=True)
@@ -123,9 +130,10 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     if isinstance(given, Example):
         return given
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
-    images = [module for module in convolutions if module.weight.dim() == 4]  # others may be of vectors beside them
+    # Not of their weights, which spectral norm changes where they are looked at. Others may be of vectors beside them.
+    images = [module for module in convolutions if len(module.kernel_size) == 2]
     first = next(iter(images or convolutions), None)
-    axes = 2 if first is None else first.weight.dim() - 2
+    axes = 2 if first is None else len(first.kernel_size)
     if given is None:
         config = getattr(model, "pretrained_cfg", None) or {}
         channels, *size = config.get("input_size", (3, *USUAL[axes]))
@@ -200,27 +208,75 @@ def run_quietly(model: nn.Module, example: Example, hooks: Mapping[str, Hook] | 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers, attributes and hooks are as they were: what a forward counts, keeps or sets up is gone."""
-    before = []
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            # Its attributes, and those of them that are plain dictionaries, as its buffers and hooks are.
-            held = [vars(module), *(value for value in vars(module).values() if type(value) in (dict, OrderedDict))]
-            buffers = [buffer for buffer in module._buffers.values() if buffer is not None and not buffer.is_meta]
-            copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
-            before.append((module, type(module), [(one, dict(one)) for one in held], copies))
+    restore = remembered(model)
     try:
         yield
     finally:
-        for module, kind, attributes, copies in before:
-            if type(module) is not kind:  # a lazy module, which is made now
-                continue
-            for held_now, held_before in attributes:
-                held_now.clear()
-                held_now.update(held_before)
-            for buffer, copy in copies:
-                if not torch.equal(buffer, copy):
+        restore()
+
+
+def all_or_nothing(change: Callable[P, R]) -> Callable[P, R]:
+    """What changes a model, its first argument, leaves it as it was where it fails, at whatever step."""
+
+    @wraps(change)
+    def changed(*args: P.args, **kwargs: P.kwargs) -> R:
+        model = args[0] if args else kwargs.get("model")
+        restore = remembered(model) if isinstance(model, nn.Module) else None
+        try:
+            return change(*args, **kwargs)
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+
+    return changed
+
+
+def remembered(model: nn.Module) -> Callable[[], None]:
+    """What brings back the modules, attributes, buffers and hooks that a model has now, and the random numbers to come.
+
+    Of parameters it brings back which they are and whether they are trained, not their values.
+    """
+    before = [
+        (module, type(module), [(held, dict(held)) for held in held_in(module)], clones_of(module))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    numbers = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        if all(type(module) is kind or not issubclass(kind, LazyModuleMixin) for module, kind, *_ in before):
+            torch.set_rng_state(numbers)  # which what was made now has drawn from
+            for index, state in enumerate(on_gpus):
+                torch.cuda.set_rng_state(state, index)
+        for module, kind, all_held, clones in before:
+            if type(module) is not kind:
+                if issubclass(kind, LazyModuleMixin):  # which is made now
+                    continue
+                module.__class__ = kind
+            for held, attributes in all_held:
+                held.clear()  # hooks and children in the order that they had, too
+                held.update(attributes)
+            for buffer, clone in clones:
+                if not torch.equal(buffer, clone):
                     with torch.no_grad():
-                        buffer.copy_(copy)
+                        buffer.copy_(clone)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+
+    return restore
+
+
+def held_in(module: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module, and those of them that are plain dictionaries, as its buffers and hooks are."""
+    return [vars(module), *(value for value in vars(module).values() if type(value) in (dict, OrderedDict))]
+
+
+def clones_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The buffers that hold numbers, and copies of them."""
+    return [(x, x.detach().clone()) for x in module._buffers.values() if x is not None and not x.is_meta]
 
 
 @contextmanager

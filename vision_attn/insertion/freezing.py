@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from vision_attn.checks import check_number
+from vision_attn.checks import as_list, check_flags, check_number, check_type
 from vision_attn.insertion.attach import inserted, inserted_keys, replaced
-from vision_attn.insertion.backbone import plain_network
+from vision_attn.insertion.backbone import all_or_nothing, plain_network
 from vision_attn.text import Report, Table
 
 #: The attribute in which a module with something frozen keeps what it was.
@@ -121,12 +121,14 @@ def freeze_gates_(model: nn.Module, frozen: bool = True) -> int:
     Traceback (most recent call last):
     ValueError: model has no gate (nothing is inserted in it): insert a block that has one, such as AttentionBlock2d
     """
+    check_flags(frozen=frozen)
     found = gates(model)
     for gate in found.values():
         gate.requires_grad_(not frozen)
     return len(found)
 
 
+@all_or_nothing
 def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str | Iterable[str] = ()) -> int:
     """Train the inserted blocks alone, in place: all else keeps its values, running statistics included.
 
@@ -154,7 +156,8 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     >>> freeze_backbone_(model) == report.parameters
     True
     """
-    globs = (also_train,) if isinstance(also_train, str) else tuple(also_train)
+    check_flags(frozen=frozen)
+    globs = tuple(as_list("also_train", also_train, "globs on keys", single=str))
     if globs and not frozen:
         raise ValueError(f"also_train applies to frozen=True; got {globs} to thaw")
     model = plain_network(model)
@@ -182,7 +185,7 @@ def print_trainable_parameters(model: nn.Module) -> None:
     >>> print_trainable_parameters(model)
     trainable params: 312 || all params: 536 || trainable%: 58.2090
     """
-    parameters = list(model.parameters())
+    parameters = list(plain_network(model).parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = 100 * trained / total if total else 0.0
     print(f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {share:.4f}")
@@ -192,6 +195,7 @@ def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
     keys = model.state_dict().keys()
     live = inserted_keys(model)
     for pattern in globs:
+        check_type("also_train", pattern, str, "a glob on keys, or several")
         matched = {key for key in keys if fnmatchcase(key, pattern)}
         if not matched:
             raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")

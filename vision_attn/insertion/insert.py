@@ -27,7 +27,7 @@ from vision_attn.insertion.attach import (
     records,
     with_holders,
 )
-from vision_attn.insertion.backbone import changeable, example_of, run_quietly, shown
+from vision_attn.insertion.backbone import all_or_nothing, changeable, example_of, run_quietly, shown
 from vision_attn.insertion.dry_run import DryRun
 from vision_attn.insertion.maps import Map
 from vision_attn.insertion.report import InsertionReport, describe
@@ -37,6 +37,7 @@ from vision_attn.insertion.sites import Names, select_sites, targets_of
 ATTENTION_BLOCKS: dict[int, Callable[..., nn.Module]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 
+@all_or_nothing
 def insert_(
     model: nn.Module,
     block: Callable[..., nn.Module] | None = None,
@@ -97,6 +98,7 @@ def insert_(
     return put_in(model, [new_block(run, block, one, side, block_options) for one in maps], "inserted")
 
 
+@all_or_nothing
 def replace_(
     model: nn.Module,
     block: Callable[..., nn.Module] | None = None,
@@ -163,20 +165,16 @@ def replace_(
         blocks.append(new_block(run, make, taken, "instead", block_options, given, own))
     report = put_in(model, blocks, "put in place")
     called: set[str] = set()
-    try:
-        run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
-        if idle := [site for site in sites if site not in called]:
-            raise SiteError(
-                f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a "
-                "list of its own beside its children. Choose others, or put them into an nn.ModuleList"
-            )
-    except SiteError:
-        for site, new in zip(sites, blocks, strict=True):
-            detach(model, site, new)
-        raise
+    run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
+    if idle := [site for site in sites if site not in called]:
+        raise SiteError(
+            f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a "
+            "list of its own beside its children. Choose others, or put them into an nn.ModuleList"
+        )
     return report
 
 
+@all_or_nothing
 def remove_(model: nn.Module) -> InsertionReport:
     """Take out every block that was inserted, and put back what was replaced: the model as it was, object for object.
 
@@ -211,7 +209,8 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 def check_maker(block: object) -> None:
     """Refuse what makes no blocks."""
-    if block is not None and (isinstance(block, nn.Module) or not callable(block)):
+    other = isinstance(block, type) and not issubclass(block, nn.Module)
+    if block is not None and (isinstance(block, nn.Module) or not callable(block) or other):
         raise ValueError(f"block must be a class or a function that makes a block, or None; got {shown(block)}")
 
 
@@ -282,7 +281,7 @@ def put_in(model: nn.Module, blocks: Sequence[nn.Module], verb: str) -> Insertio
     """Put new blocks in; the report's warnings come before anything is changed, as they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
     for line in report.warnings:
-        warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+        warnings.warn(line.removeprefix("warning: "), stacklevel=4)
     for block in blocks:
         attach(model, block)
     forget_compiled_graphs()

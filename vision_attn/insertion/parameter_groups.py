@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision_attn.checks import check_number
+from vision_attn.checks import check_number, check_type
 from vision_attn.insertion.attach import inserted_keys
 from vision_attn.insertion.backbone import plain_network
 from vision_attn.position import PositionTerm
@@ -111,6 +111,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Traceback (most recent call last):
     ValueError: optimizer lacks 7 parameters that are to be trained (0.inserted.gate, ...): make it after insert_, ...
     """
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch")
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = plain_network(model).named_parameters()
     lacking = [key for key, parameter in trained if parameter.requires_grad and id(parameter) not in known]

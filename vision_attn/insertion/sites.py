@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vision_attn.checks import as_list, check_type
 from vision_attn.errors import SiteError
 from vision_attn.insertion.attach import inserted, is_site
 from vision_attn.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
@@ -48,6 +49,7 @@ def select_sites(
     """The paths of the modules that are chosen by stage, by name or by a function."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
+    check_type("where", len if where is None else where, Callable, "a function of path and module")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
     blocks = inserted(run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
@@ -69,7 +71,9 @@ def select_sites(
 
 def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """One or several of some kinds, as a list."""
-    items = [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else list(given)
+    items = (
+        [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else as_list(argument, given, "several")
+    )
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
         raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
 from vision_attn.blocks import use_impl
-from vision_attn.checks import check_counts
+from vision_attn.checks import check_count, check_counts
 from vision_attn.errors import SiteError
 from vision_attn.insertion import InsertedBlock, insert_, inserted, plain_network
 from vision_attn.insertion.backbone import Example, end_of_sequential, example_of, run_quietly
@@ -89,10 +90,11 @@ def inspect_model(
     >>> [(site.path, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
-    check_counts(batch_size=batch_size, num_heads=num_heads)
+    check_count("batch_size", batch_size)
+    check_counts(num_heads=num_heads)
     if input_size is not None and example_input is not None:
         raise ValueError("input_size must be left out with example_input, which has the size of its images")
-    if memory_limit is not None and not 0 < memory_limit < math.inf:
+    if memory_limit is not None and not (isinstance(memory_limit, Real) and 0 < memory_limit < math.inf):
         raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size) if example_input is None else example_of(network, example_input)

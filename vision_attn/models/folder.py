@@ -37,6 +37,7 @@ from vision_attn.checkpoints.placements import (
 )
 from vision_attn.checkpoints.read import find_weights, read_file
 from vision_attn.checkpoints.write import put_in_place
+from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.models.registry import config_of
@@ -121,11 +122,13 @@ def save_model(
     model, folder = plain_network(model), Path(folder)
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if architecture is None or not timm.is_model(architecture):
+    if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ValueError(
             f"architecture must be a name that timm knows; got {architecture!r}: of other networks save the weights, "
             "or the blocks with save_adapter"
         )
+    check_type("classes", () if classes is None else classes, (list, tuple), "a list of names")
+    check_type("model_args", {} if model_args is None else model_args, Mapping, "a mapping of arguments")
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
     blocks = said_of(placements_of(model))

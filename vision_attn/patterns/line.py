@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vision_attn.checks import product
+from vision_attn.checks import MOST, product
 
 __all__ = ["AXES", "Cut", "Line"]
 
@@ -82,7 +82,7 @@ class Line:
         for name, size in sizes.items():
             if name not in names:
                 raise refuse(f"there is no {name!r} in it to have the size {size!r}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST:
                 raise refuse(f"the size of {name!r} must be a whole number of at least 1; got {size!r}")
         for axis in axes:
             unknown = [name for name in axis if name not in sizes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vision_attn.checks import MOST
 from vision_attn.patterns.halo import HaloPartitioner
 from vision_attn.patterns.line import AXES, Line
 from vision_attn.patterns.neighborhood import NeighborhoodPartitioner
@@ -276,7 +277,7 @@ def line_by_axis(form: str, sides: Sequence[int]) -> Line:
 
 def check_lengths(owner: str, name: str, value: object, least: int) -> None:
     lengths = value if isinstance(value, tuple) else (value,)
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in lengths):
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in lengths):
         raise ValueError(
             f"{owner}: {name} must be a whole number of at least {least}, or a tuple (…, …) of them; got {value!r}"
         )

@@ -62,7 +62,7 @@ class SinCosTerm(PositionTerm):
         size = x.shape[2:]
         waves = x.shape[1] // (2 * len(size))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        speed = self.specification.temperature ** -(torch.arange(waves, device=x.device, dtype=dtype) / waves)
+        speed = float(self.specification.temperature) ** -(torch.arange(waves, device=x.device, dtype=dtype) / waves)
         angles = []
         for axis, length in enumerate(size):
             angle = speed[:, None] * torch.arange(length, device=x.device, dtype=dtype)

@@ -73,7 +73,7 @@ class RotaryTerm(PositionTerm):
         """The angle of every pair of a head at every position of a map, ``(h·w, pairs)``; ``x`` is ``(…, d)``."""
         exact: dict[str, Any] = {"device": x.device, "dtype": upcast(x[:0]).dtype}
         each = x.shape[-1] // 4
-        speed = self.specification.temperature ** -(torch.arange(each, **exact) / each)
+        speed = float(self.specification.temperature) ** -(torch.arange(each, **exact) / each)
         feat_size = self.specification.feat_size
         angles = []
         for axis, (length, reference) in enumerate(zip(here.size, queries.size, strict=True)):

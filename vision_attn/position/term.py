@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from vision_attn.checks import MOST
 from vision_attn.patterns import Partition, Partitioner
 
 __all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "PositionTerm", "check_feat_size"]
@@ -78,7 +79,7 @@ class PositionTerm(nn.Module):
 def check_feat_size(owner: str, feat_size: object) -> None:
     """Refuse what is neither a size of a map in positions, one for all axes or one for each, nor None."""
     lengths = feat_size if isinstance(feat_size, tuple) else (feat_size,)
-    if any(n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1) for n in lengths):
+    if any(n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST) for n in lengths):
         raise ValueError(
             f"{owner}: feat_size must be a whole number of at least 1, or a tuple (…, …) of them; got {feat_size!r}"
         )
