@@ -259,7 +259,30 @@ class Tokens(torch.nn.Module):
         return self.attn(x.flatten(2).transpose(1, 2))
 
 
-NETWORKS = {"tokens": Tokens, "plain": lambda: torch.nn.Conv2d(3, 8, 1)}
+class Begun(Tokens):
+    """With a head of zeros, as torchvision's ViT begins, and one that evaluation does not use, as of distillation."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        torch.nn.init.zeros_(self.head.weight), torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+NETWORKS = {"tokens": Tokens, "plain": lambda: torch.nn.Conv2d(3, 8, 1), "begun": Begun}
+
+
+def test_a_network_whose_head_is_zero_and_that_uses_not_all_of_its_parameters_is_timed(monkeypatch):
+    monkeypatch.setattr(contestants, "network_of", lambda name: NETWORKS[name]())
+    monkeypatch.setattr(timing, "time_ratio", lambda *arguments: 0.5)
+    x = make_map((1, 3, 8, 8), "nchw", CPU, torch.float32)
+    (case,) = contestants.swap(x, ["begun"])
+    assert run.check_outputs(case, x, "here", "float32") == 0
+    for one in case.contestants.values():
+        (step,) = one.steps
+        assert None in step.gradients()()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Step:
     def gradients(self) -> Callable[[], object]:
         """A function that runs forward and backward."""
         of_output, leaves = torch.randn_like(self.forward()), (*self.inputs, *self.parameters)
-        return lambda: torch.autograd.grad(self.call(*self.inputs), leaves, of_output)
+        return lambda: torch.autograd.grad(self.call(*self.inputs), leaves, of_output, allow_unused=True)
 
 
 @dataclass(frozen=True)
