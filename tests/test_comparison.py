@@ -113,9 +113,9 @@ def test_words_follow_from_the_numbers(scores, verdict, interval):
 
 
 def test_the_text_says_what_the_table_says():
-    difference = Difference(("a", "b"), 1.25, 0.5, 2.0, 0.0123, (-0.1, 2.6, 0.07), (0.75, 1.75))
+    difference = Difference(("a", "b"), 1.25, 0.5, 2.0, 1e-9, (-0.1, 2.6, 0.07), (0.75, 1.75))
     text = said_of({"b": [1.0, 2.0, 3.0], "a": [2.25, 3.25, 4.25]}, [difference])
-    assert "| a − b | +1.25 | +0.50 to +2.00 | 0.012 | -0.10 to +2.60, 0.070 | +0.75 to +1.75 | above |" in text
+    assert "| a − b | +1.25 | +0.50 to +2.00 | < 0.001 | -0.10 to +2.60, 0.070 | +0.75 to +1.75 | above |" in text
     least = f"3 seeds {detectable(1.0, 3):.2g}, 5 seeds {detectable(1.0, 5):.2g}, 8 seeds {detectable(1.0, 8):.2g}"
     assert (
         f"The spread over seeds is 1. What can be shown here, four times in five, is a difference of: {least}" in text

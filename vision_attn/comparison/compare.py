@@ -147,13 +147,16 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
     def between(interval: Sequence[float | None] | None, p: str = "") -> str:
         return " to ".join(f"{end:+.2f}" for end in interval or () if end is not None) + p or "—"
 
+    def chance(p: float) -> str:
+        return "< 0.001" if p < 0.0005 else f"{p:.3f}"
+
     spread, freedom = pooled_spread(scores)
     if not freedom:
         return "One seed shows no spread to measure differences by, so nothing is told apart: give more seeds."
     rows = [("difference", "mean", "95 % interval", "p", "Welch's interval, p", "bootstrap", "verdict")]
     for one in differences:
-        student = "—" if one.p is None else f"{one.p:.3f}"
-        welch = between(one.welch[:2], f", {one.welch[2]:.3f}") if one.welch else "—"
+        student = "—" if one.p is None else chance(one.p)
+        welch = between(one.welch[:2], f", {chance(one.welch[2])}") if one.welch else "—"
         cells = f"{one.mean:+.2f}", between((one.low, one.high)), student, welch, between(one.bootstrap)
         rows.append((" − ".join(one.arms), *cells, one.verdict))
     alike = [" and ".join(one.arms) for one in differences if one.verdict == "not told apart"]
