@@ -22,6 +22,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import conftest  # noqa: F401  the profiles of draws, as a script, too
 import numpy as np
 import torch
 from attack_files import TooLongError, too_long

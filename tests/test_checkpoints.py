@@ -442,6 +442,25 @@ def test_a_model_without_values_is_refused(make, trained, tmp_path):
         va.load_checkpoint(make(), tmp_path / "file.pth")
 
 
+UNWRITABLE = {
+    "sparse": lambda: nn.Buffer(torch.eye(2).to_sparse()),
+    "nested": lambda: nn.Buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    "expanded": lambda: nn.Buffer(torch.ones(1).expand(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_a_model_with_a_tensor_that_cannot_be_written_is_refused_before_anything_is_loaded(what, tmp_path):
+    model = nn.Linear(2, 2)
+    model.odd = UNWRITABLE[what]()
+    before = model.weight.clone()
+    torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2), "odd": torch.ones(3)}, tmp_path / "net.pth")
+    with pytest.raises(ValueError, match=f"model: 'odd' is {what}"):
+        va.load_checkpoint(model, tmp_path / "net.pth")
+    assert torch.equal(model.weight, before)
+
+
 def test_two_tensors_for_one_name_are_refused(tmp_path):
     """As a script saves that adds its keys to those of another run: which of them is meant, nobody knows."""
     content = {"_orig_mod.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2), "bias": torch.ones(2)}

@@ -165,6 +165,22 @@ def test_what_argparse_refuses_exits_with_2(capsys, arguments):
     assert "usage: vision-attn" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--epoch=3"], "unrecognized arguments: --epoch=3; did you mean --epochs?\n"),
+        (["train", "--lable-smoothing=0.1", "--apm"], "; did you mean --label-smoothing --amp?\n"),
+        (["bench", "--round", "3"], "; did you mean --rounds?\n"),
+        (["bench", "--xyz", "3"], "unrecognized arguments: --xyz 3\n"),
+    ],
+)
+def test_a_mistyped_flag_is_refused_with_the_one_that_may_be_meant(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(message)
+
+
 def test_the_help_of_training_begins_with_what_it_does_and_two_examples(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])

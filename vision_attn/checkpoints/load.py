@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -57,7 +58,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device or lazy, or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device, lazy, or has a tensor that nothing can be copied into (sparse,
+            nested, expanded), or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -97,6 +99,7 @@ def load_file(
             "load_adapter(model, path)"
         )
     found = find_weights(file, ema=ema, own=own, prefix=prefix)
+    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
     stretched = stretched_tables(model, found.tensors)
     weights = {**found.tensors, **stretched}
     refuse_other_kinds(weights, own, file.path)
@@ -169,6 +172,18 @@ def refuse_without_values(model: nn.Module) -> None:
             "model has tensors without values, in which nothing can be loaded: model.to_empty(device=…) makes those on "
             "the meta device, and a first forward those of lazy modules"
         )
+
+
+def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of a model that torch copies nothing into."""
+    for key, value in tensors.items():
+        what = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else ""
+        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+            what = "expanded, several of its numbers are one in memory"
+        if what:
+            raise ValueError(
+                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
+            )
 
 
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:

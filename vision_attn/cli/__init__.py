@@ -7,10 +7,12 @@ interrupted. What is a user's to mend is said in a line; only a fault of the pro
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vision_attn.cli import costs, looking, training, using
 from vision_attn.cli.flags import given
@@ -59,16 +61,30 @@ def parser() -> argparse.ArgumentParser:
     >>> parser().parse_args(["train", "--lr", "0.1"]).lr
     0.1
     """
-    top = argparse.ArgumentParser(
-        prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False
-    )
+    top = Parser(prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"vision-attn {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error came from")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for name, (text, add_arguments) in COMMANDS.items():
         add_arguments(subparsers.add_parser(name, parents=[common], allow_abbrev=False, help=text))
     return top
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says what a mistyped flag may have been meant to be."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what the parser above could say less of."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:
+            shown = [
+                flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS
+            ]
+            close = [near for word in rest for near in difflib.get_close_matches(word.partition("=")[0], shown, 1)]
+            hint = f"; did you mean {' '.join(close)}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return known, rest
 
 
 def take_any_encoding() -> None:
