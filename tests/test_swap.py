@@ -1,6 +1,7 @@
 """``swap_``: the attention of whole models becomes ours and computes the same; and everything else stays as it was."""
 
 import copy
+import inspect
 import pickle
 import time
 import warnings
@@ -84,10 +85,14 @@ MODELS = {
 }
 
 
+#: A later timm has gated attention.
+GATED = {"gated": True} if "gated" in inspect.signature(TimmAttention).parameters else {}
+
+
 class Gated(timm.models.vision_transformer.Block):
     def __init__(self, dim, num_heads, **options):
         super().__init__(dim, num_heads, **options)
-        self.attn = TimmAttention(dim, num_heads, qk_norm=True, norm_layer=nn.LayerNorm, gated=True)
+        self.attn = TimmAttention(dim, num_heads, qk_norm=True, norm_layer=nn.LayerNorm, **GATED)
 
 
 gated = Gated

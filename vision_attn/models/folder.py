@@ -141,7 +141,7 @@ def save_model(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
         made = Path(aside) / "model"
         made.mkdir()
-        save_config_for_hf(model, str(made / "config.json"), config, model_args=dict(model_args or {}))
+        save_config_for_hf(model, made / "config.json", config, model_args=dict(model_args or {}))
         save_weights(model, made / "model.safetensors")
         if not (folder / "README.md").exists():
             (made / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
