@@ -34,7 +34,7 @@ import timm
 import torch
 from PIL import Image
 from timm.layers import AttentionPool2d, SqueezeExcite
-from timm.models import register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -42,7 +42,7 @@ import vision_attn as va
 from vision_attn import cli
 from vision_attn.comparison.arms import settings_of_arm
 from vision_attn.comparison.compare import compare
-from vision_attn.models.cifar_resnet import CifarResNet
+from vision_attn.models.cifar_resnet import CifarResNet, cifar_cfg
 from vision_attn.training.data import image_folder
 from vision_attn.training.network import add_block
 
@@ -190,11 +190,12 @@ class Remembering(CifarResNet):
         return self.seen(maps[found].to(x.device, memory_format=torch.channels_last))
 
 
+default_cfgs = generate_default_cfgs({"remembering_resnet20.cifar10": cifar_cfg(10, **CIFAR10)})
 if "remembering_resnet20" not in timm.list_models("remembering_*"):
 
     @register_model
     def remembering_resnet20(pretrained=False, **options):
-        return timm.models.build_model_with_cfg(Remembering, "remembering_resnet20", pretrained, **options)
+        return build_model_with_cfg(Remembering, "remembering_resnet20", pretrained, **options)
 
 
 def digest(image):
