@@ -119,6 +119,26 @@ def test_scores_may_be_maps_or_missing(batch):
     assert va.contribution(dense, images[:, :, :8, :8]).predictions == 2 * 8 * 8
 
 
+@pytest.mark.parametrize("block", [va.AttentionBlock1d, va.AttentionBlock2d, va.AttentionBlock3d])
+def test_channels_are_told_apart_whatever_the_axes_of_a_map(block):
+    model = nn.Sequential(block(8, 2, gate_init=1.0))
+    with torch.no_grad():
+        model[0].gate[0] = 0.0
+    found = va.contribution(model, torch.randn(2, 8, *(5, 4, 3)[: block.rank])).blocks[0].by_channel
+    assert found.shape == (8,)
+    assert (found == 0).tolist() == [True] + 7 * [False]
+
+
+def test_blocks_of_a_compiled_model_close():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0)).eval()
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(1, 3, 6, 6)
+    with torch.no_grad():
+        open_ = compiled(x)
+        with va.closed(compiled):
+            assert torch.equal(compiled(x), model[0](x))
+        assert torch.equal(compiled(x), open_)
+
+
 @pytest.mark.parametrize("wrong", [[1, 2], "images", (torch.zeros(1),)])
 def test_what_is_no_batch_is_refused(model, wrong):
     with pytest.raises(ValueError, match="batch must be images or a pair"):
