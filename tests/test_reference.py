@@ -319,7 +319,7 @@ def check_weights(case, impl, position, qk_norm, dtypes=DTYPES):
         sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
         np.testing.assert_allclose(found.sum(3).double().numpy(), sums, rtol=0, atol=10 * atol)
     tokens_of = torch.tensor([tokens - 1, 0])
-    torch.testing.assert_close(block.attention_weights(x.float(), mask, tokens_of), found[:, :, tokens_of])
+    torch.testing.assert_close(block.attention_weights(x.to(dtype), mask, tokens_of), found[:, :, tokens_of])
 
 
 def check_linear_attention(case, impl, dtype):
