@@ -1,14 +1,18 @@
 """What several rooms' tests share: how examples are drawn, a small folder of images, and where real data lies."""
 
 import gc
+import importlib
 import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny  # noqa: F401 - a network that timm knows by this name
 import torch
 from hypothesis import settings
 from PIL import Image
+
+gc.disable()  # what is imported stays; it is on again when the first test begins
 
 #: Examples are the same in every run. Those of tests marked ``thorough`` are drawn anew: a failure says how to draw it
 #: again.
@@ -41,6 +45,7 @@ def no_network():
 @pytest.fixture(scope="session", autouse=True)
 def imports_outlive_collection():
     """What the imports made, a million objects, is not looked through by each of the collections that runs ask for."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     yield
@@ -73,6 +78,14 @@ def image_folder(tmp_path_factory):
                 pixels[:, :, 2 - channel] += 120
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
     return root
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes as long as the runs of tests do."""
+    run_folder = importlib.import_module("vision_attn.training.run_folder")
+    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr(run_folder, "curves_figure", lambda rows: None)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import pytest
 import timm
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -511,6 +511,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(values)
 def test_values_come_back_from_their_code(value):
     again = from_code(to_code("option", value))

@@ -98,11 +98,23 @@ def test_an_import_that_points_up_is_found(room, source, upward):
     assert upward_imports(room, source) == upward
 
 
-def test_importing_the_package_loads_nothing_heavy():
+def test_the_package_loads_nothing_heavy_opens_no_connection_and_is_a_program():
+    """In one process, since importing torch is most of what it does."""
     heavy = ("einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision", "keras")
-    code = f"import sys, vision_attn; print([name for name in {heavy} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    code = f"""
+import runpy, sys
+sys.addaudithook(lambda event, arguments: print(event) if event.startswith("socket.") else None)
+import vision_attn
+print([name for name in {heavy} if name in sys.modules])
+sys.argv = ["", "--version"]
+runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *events, loaded, version = done.stdout.splitlines()
+    assert set(events) <= {"socket.gethostname"}
+    assert loaded == "[]"
+    assert (version, done.stderr) == (f"vision-attn {vision_attn.__version__}", "")
 
 
 def test_every_public_name_exists():

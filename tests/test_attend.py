@@ -43,25 +43,26 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
 @pytest.mark.parametrize("options", GRID)
-def test_implementations_are_equal_forward_and_backward(options, dtype, tolerance):
-    block, x = va.Attention2d(16, 4, dtype=dtype, **GRID[options]), torch.randn(2, 16, 5, 7, dtype=dtype)
-    keys = block.keys_size(x)
-    bool_mask = torch.rand(2, 1, 35, keys[0] * keys[1]) < 0.6
-    bool_mask[0, :, 3] = False
-    for mask in (None, bool_mask, torch.randn(4, *bool_mask.shape[2:], dtype=dtype)):
-        results = {}
-        for impl in va.IMPLS:
-            leaf = x.clone().requires_grad_()
-            with va.use_impl(block, impl):
-                y = block(leaf, mask)
-            results[impl] = [y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])]
-        for impl in va.IMPLS:
-            for found, expected in zip(results[impl], results["bmm"], strict=True):
-                assert torch.isfinite(found).all()
-                largest = max(1.0, float(expected.detach().abs().max()))
-                assert (found - expected).abs().max() <= tolerance * largest, impl
+def test_implementations_are_equal_forward_and_backward(options):
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        block, x = va.Attention2d(16, 4, dtype=dtype, **GRID[options]), torch.randn(2, 16, 5, 7, dtype=dtype)
+        keys = block.keys_size(x)
+        bool_mask = torch.rand(2, 1, 35, keys[0] * keys[1]) < 0.6
+        bool_mask[0, :, 3] = False
+        masks = (None, bool_mask, torch.randn(4, *bool_mask.shape[2:], dtype=dtype))
+        for mask in masks if dtype == torch.float64 else masks[1:2]:
+            results = {}
+            for impl in va.IMPLS:
+                leaf = x.clone().requires_grad_()
+                with va.use_impl(block, impl):
+                    y = block(leaf, mask)
+                results[impl] = [y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])]
+            for impl in va.IMPLS:
+                for found, expected in zip(results[impl], results["bmm"], strict=True):
+                    assert torch.isfinite(found).all()
+                    largest = max(1.0, float(expected.detach().abs().max()))
+                    assert (found - expected).abs().max() <= tolerance * largest, impl
 
 
 @each_implementation
@@ -106,17 +107,17 @@ def test_attention_weights_make_the_output():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("scale", [0.0, -0.5, 0.5])
-def test_causal_attention_is_right_with_any_scale(scale, dtype):
-    q, k, v = heads(*[(2, 2, 9, 4)] * 3, dtype=dtype)
-    exact = attend(*(x.double() for x in (q, k, v)), impl="bmm", scale=scale, causal=True)
-    for impl in va.IMPLS:
-        y = attend(q, k, v, impl=impl, scale=scale, causal=True)
-        assert (y.double() - exact).abs().max() <= rounding(dtype) * max(1.0, float(exact.abs().max())), impl
-    block = va.Attention2d(8, 2, causal=True, scale=scale, dtype=dtype)
-    x = torch.randn(1, 8, 3, 4, dtype=dtype)
-    y = block(x)
-    assert (y.double() - block.double()(x.double())).abs().max() <= 2 * rounding(dtype)
+def test_causal_attention_is_right_with_any_scale(dtype):
+    for scale in (0.0, -0.5, 0.5):
+        q, k, v = heads(*[(2, 2, 9, 4)] * 3, dtype=dtype)
+        exact = attend(*(x.double() for x in (q, k, v)), impl="bmm", scale=scale, causal=True)
+        for impl in va.IMPLS:
+            y = attend(q, k, v, impl=impl, scale=scale, causal=True)
+            assert (y.double() - exact).abs().max() <= rounding(dtype) * max(1.0, float(exact.abs().max())), impl
+        block = va.Attention2d(8, 2, causal=True, scale=scale, dtype=dtype)
+        x = torch.randn(1, 8, 3, 4, dtype=dtype)
+        y = block(x)
+        assert (y.double() - block.double()(x.double())).abs().max() <= 2 * rounding(dtype)
 
 
 SHIFTS = {
@@ -149,20 +150,20 @@ def test_a_float32_mask_is_not_rounded_to_half_precision(shift, dtype):
             assert (found.float() - expected).abs().max() <= rounding(dtype) * largest, impl
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @each_implementation
-def test_rows_of_a_billion_below_zero_have_the_gradients_of_rows_of_zeros(impl, dtype):
-    q, k, v = heads(*[(1, 2, 6, 4)] * 3, dtype=dtype, grad=True)
-    mask = torch.zeros(6, 6)
-    mask[2] = -1e9
-    mask[4, 1:] = -1e9
-    zeros = torch.where(mask.amax(1, keepdim=True) < 0, 0.0, mask)
-    found, expected = (
-        torch.autograd.grad(attend(q, k, v, impl=impl, mask=given).float().sin().sum(), (q, k, v))
-        for given in (mask, zeros)
-    )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=rounding(dtype))
+def test_rows_of_a_billion_below_zero_have_the_gradients_of_rows_of_zeros(impl):
+    for dtype in (torch.float32, *HALVES):
+        q, k, v = heads(*[(1, 2, 6, 4)] * 3, dtype=dtype, grad=True)
+        mask = torch.zeros(6, 6)
+        mask[2] = -1e9
+        mask[4, 1:] = -1e9
+        zeros = torch.where(mask.amax(1, keepdim=True) < 0, 0.0, mask)
+        found, expected = (
+            torch.autograd.grad(attend(q, k, v, impl=impl, mask=given).float().sin().sum(), (q, k, v))
+            for given in (mask, zeros)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=rounding(dtype))
 
 
 @each_implementation

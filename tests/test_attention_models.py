@@ -35,6 +35,11 @@ SITES = {
 SIDES = {"resnet18": 64, "convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
 
 
+def quick(names, chosen):
+    """Names as parameters: those that are not chosen are for thorough tests."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in chosen)) for name in names]
+
+
 def millions(model):
     return sum(p.numel() for p in model.parameters()) / 1e6
 
@@ -63,7 +68,7 @@ def open_gates(model):
 # --- attention inserted in a network that there is --------------------------------------------------------------------
 
 
-@pytest.fixture(params=SIDES, scope="module")
+@pytest.fixture(params=quick(SIDES, {"convnext_atto", "resnet20"}), scope="module")
 def base(request, tmp_path_factory):
     """A network's name, the network, a file of its weights, and an image for it."""
     model = trained(request.param)
@@ -146,7 +151,7 @@ def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
         from_file("resnet20_attention", tmp_path / "part.pth")
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("name", quick(SITES, {"resnet18", "convnext_atto", "efficientnet_b0", "resnet20"}))
 def test_its_configurations_are_those_of_its_base(name):
     assert list(va.inserted(on_meta(f"{name}_attention"))) == SITES[name]
     ours, plain = (timm.models.get_arch_pretrained_cfgs(full) for full in (f"{name}_attention", name))

@@ -369,18 +369,12 @@ def test_an_interrupt_exits_with_130_in_a_line(capsys, monkeypatch, image_folder
 
 
 def test_a_log_file_holds_lines_and_no_bars(capfd, image_folder, tmp_path):
-    small = "--model", "test_resnet", "--img-size", 16
+    small = "--model", "tiny", "--img-size", 16
     code, out, err = train(capfd, image_folder, tmp_path, *small, "--epochs", 2, "--batch-size", 36)
     assert (code, err) == (0, "")
     assert "\r" not in out
     assert len(out.splitlines()) == 8
     assert "2 epochs, each of 2 steps of 36 images" in out.splitlines()
-
-
-def test_the_version_is_the_packages_and_the_package_is_a_program():
-    command = [sys.executable, "-W", "error", "-m", "vision_attn", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == (f"vision-attn {vision_attn.__version__}\n", "")
 
 
 def in_two_processes(*arguments):

@@ -699,24 +699,24 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("training", [True, False])
-def test_type_mode_and_whether_it_is_trained_are_kept_and_the_source_is_left_as_it_is(name, training):
-    source = SOURCES[name]().to(torch.bfloat16).train(training)
-    before = {key: x.clone() for key, x in source.state_dict().items()}
-    state = torch.get_rng_state()
-    block = getattr(convert, name)(source)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert {module.training for module in block.modules()} == {training}
-    assert {module.training for module in source.modules()} == {training}
-    assert {(p.dtype, p.device) for p in block.parameters()} == {(torch.bfloat16, torch.device("cpu"))}
-    assert all(p.is_contiguous() for p in block.parameters())
-    own = {"proj.weight"} if name == "from_timm_bottleneck_attn" else set()
-    assert {key for key, p in block.named_parameters() if not p.requires_grad} == own
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.fill_(7.0)
-    assert all(torch.equal(x, before[key]) for key, x in source.state_dict().items())
-    assert not any(p.requires_grad for p in getattr(convert, name)(source.requires_grad_(False)).parameters())
+def test_type_mode_and_whether_it_is_trained_are_kept_and_the_source_is_left_as_it_is(name):
+    for training in (True, False):
+        source = SOURCES[name]().to(torch.bfloat16).train(training)
+        before = {key: x.clone() for key, x in source.state_dict().items()}
+        state = torch.get_rng_state()
+        block = getattr(convert, name)(source)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert {module.training for module in block.modules()} == {training}
+        assert {module.training for module in source.modules()} == {training}
+        assert {(p.dtype, p.device) for p in block.parameters()} == {(torch.bfloat16, torch.device("cpu"))}
+        assert all(p.is_contiguous() for p in block.parameters())
+        own = {"proj.weight"} if name == "from_timm_bottleneck_attn" else set()
+        assert {key for key, p in block.named_parameters() if not p.requires_grad} == own
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter.fill_(7.0)
+        assert all(torch.equal(x, before[key]) for key, x in source.state_dict().items())
+        assert not any(p.requires_grad for p in getattr(convert, name)(source.requires_grad_(False)).parameters())
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention as DiffusersAttention
 from safetensors.torch import load_file, save_file
 from timm.layers import Attention as TimmAttention
 from timm.models.maxxvit import Attention2d as MaxxVit
@@ -14,11 +13,19 @@ import vision_attn as va
 from vision_attn import convert
 from vision_attn.cli import main
 
+
+def diffusers_attention(*given, **options):
+    """Imported in a test, for it takes seconds."""
+    from diffusers.models.attention_processor import Attention
+
+    return Attention(*given, **options)
+
+
 LAYERS = {
     "torch-mha": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     "timm": lambda: TimmAttention(8, 2, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm),
     "timm-maxxvit": lambda: MaxxVit(8, dim_head=4),
-    "diffusers": lambda: DiffusersAttention(8, heads=2, dim_head=4),
+    "diffusers": lambda: diffusers_attention(8, heads=2, dim_head=4),
 }
 
 

@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "train_cifar.py": ["--dataset", "folder", "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
+    "train_cifar.py": ["--dataset", "folder", "--model", "tiny", "--insert", "layer2",
+                      "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
                       "--device", "cpu"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
     "trainer_throughput.py": ["--dataset", "digit-pairs", "--model", "digit_pairs", "--epochs", "3", "--device", "cpu"],
@@ -372,8 +373,8 @@ def exported(tmp_path_factory):
     """A network, and the file that is exported of it with these flags, once for all tests."""
     folder = tmp_path_factory.mktemp("classify")
     torch.manual_seed(0)
-    model = create_model("digit_pairs", num_classes=3, in_chans=3).eval()
-    of_run = Settings(data="", model="digit_pairs").as_dict()
+    model = create_model("tiny", num_classes=3).eval()
+    of_run = Settings(data="", model="tiny").as_dict()
     about = {"settings": of_run, "classes": CLASSES, "input_size": [3, 32, 32], **STATISTICS}
     torch.save({"model": model.state_dict(), **about}, folder / "best.pth")
 

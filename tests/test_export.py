@@ -30,13 +30,15 @@ from vision_attn.training.images import prepare
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 FILES = {"onnx": "net.onnx", "torch-export": "net.pt2", "folder": "net", "safetensors": "net.safetensors"}
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 CLASSES = ["blue", "green", "red"]
 
 
 def settings_of(image_folder, **options):
-    common = {"model": "resnet20", "insert": ("layer3",), "num_heads": 4, "mean": MEAN, "std": STD}
+    common = {"model": "tiny", "insert": ("layer2",), "num_heads": 4, "mean": MEAN, "std": STD}
     return Settings(data=str(image_folder), device="cpu", **{**common, **options})
 
 
@@ -59,8 +61,8 @@ def save_checkpoint(path, settings, model, **further):
 @pytest.fixture(scope="module")
 def network():
     torch.manual_seed(0)
-    model = create_model("resnet20", num_classes=3)
-    va.insert_(model, names="layer3", num_heads=4, example_input=(1, 3, 32, 32))
+    model = create_model("tiny", num_classes=3)
+    va.insert_(model, names="layer2", num_heads=4, example_input=(1, 3, 32, 32))
     return model.eval()
 
 
@@ -95,7 +97,7 @@ def exported(image_folder, network, tmp_path_factory):
         checkpoint = save_checkpoint(folder / "best.pth", settings_of(image_folder), network)
         with redirect_stdout(said):
             assert cli.main(["export", str(checkpoint), "--output", str(path)]) == 0
-        return path, said.getvalue(), Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, "resnet20")
+        return path, said.getvalue(), Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, "tiny")
 
     return exported
 
@@ -116,8 +118,8 @@ def run(path, images):
             return torch.export.load(path).module()(images)
         if path.is_dir():
             return timm.create_model(f"local-dir:{path}", pretrained=True).eval()(images)
-        model = create_model("resnet20", num_classes=3).eval()
-        va.insert_(model, names="layer3", num_heads=4, example_input=(1, 3, 32, 32))
+        model = create_model("tiny", num_classes=3).eval()
+        va.insert_(model, names="layer2", num_heads=4, example_input=(1, 3, 32, 32))
         model.load_state_dict(load_file(path), strict=True)
         return model(images)
 
@@ -170,7 +172,7 @@ def test_a_file_says_what_must_be_known_to_use_it(exported, format):
 def test_a_folder_says_it_in_the_words_of_timm(tmp_path):
     # A network whose own configuration says 224 pixels, bicubic and a margin around the centre.
     classifier = Classifier(
-        create_model("resnet18", num_classes=3), tuple(CLASSES), (3, 96, 96), MEAN, STD, architecture="resnet18"
+        create_model("test_resnet", num_classes=3), tuple(CLASSES), (3, 96, 96), MEAN, STD, architecture="test_resnet"
     )
     export_classifier(classifier, tmp_path / "net")
     model = timm.create_model(f"local-dir:{tmp_path / 'net'}")
@@ -194,7 +196,7 @@ def test_what_computes_something_else_leaves_no_file(capsys, checkpoint, tmp_pat
     def with_a_weaker_gate(classifier, normalize, path):
         other = classifier.to_export()
         with torch.no_grad():
-            other.model.layer3[2].inserted.gate.mul_(0.99)
+            other.model.layer2[2].inserted.gate.mul_(0.99)
         form.write(other, normalize, path)
 
     monkeypatch.setitem(formats.FORMATS, format, replace(form, write=with_a_weaker_gate))
@@ -231,7 +233,7 @@ def test_an_old_file_survives_a_failure(tmp_path, monkeypatch, write, message):
 
 @pytest.mark.parametrize("format", ["folder", "safetensors"])
 def test_what_is_there_is_replaced_whole_or_not_at_all(network, tmp_path, monkeypatch, format):
-    classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, architecture="resnet20")
+    classifier = Classifier(network, tuple(CLASSES), (3, 32, 32), MEAN, STD, architecture="tiny")
     path = tmp_path / "out" / FILES[format]
     export_classifier(classifier, path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -285,15 +287,15 @@ def test_nothing_but_an_export_is_written_over(capsys, checkpoint, tmp_path, mon
 
 def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, tmp_path):
     torch.manual_seed(0)
-    model = create_model("resnet20", num_classes=3)
-    va.insert_(model, names="layer3", num_heads=8, example_input=(1, 3, 32, 32))
+    model = create_model("tiny", num_classes=3)
+    va.insert_(model, names="layer2", num_heads=8, example_input=(1, 3, 32, 32))
     checkpoint = save_checkpoint(tmp_path / "best.pth", settings_of(image_folder, num_heads=8), model.eval())
     code, _, err = export(capsys, checkpoint, tmp_path / "net", "--format", "timm")
     assert code == 2
-    assert "timm alone knows no resnet20 with the blocks at layer3.2: choose a folder, which load_run reads" in err
+    assert "timm alone knows no tiny with the blocks at layer2.2: choose a folder, which load_run reads" in err
     assert not (tmp_path / "net").exists()
     assert export(capsys, checkpoint, tmp_path / "net")[0] == 0
-    assert va.inserted(load_run(tmp_path / "net").model)["layer3.2"].attn.num_heads == 8
+    assert va.inserted(load_run(tmp_path / "net").model)["layer2.2"].attn.num_heads == 8
     # What a checkpoint says of its blocks is compared with what its settings say.
     save_checkpoint(checkpoint, settings_of(image_folder, num_heads=4), model)
     code, _, err = export(capsys, checkpoint, tmp_path / "other")
@@ -302,9 +304,9 @@ def test_timm_is_told_apart_what_only_differs_in_heads(capsys, image_folder, tmp
 
 def test_the_plain_network_and_other_channels_go_to_timm_too(image_folder, tmp_path):
     torch.manual_seed(0)
-    model = create_model("convnext_atto", num_classes=3, in_chans=1).eval()
+    model = create_model("test_convnext", num_classes=3, in_chans=1).eval()
     settings = settings_of(
-        image_folder, model="convnext_atto", insert=(), num_heads=8, img_size=64, mean=None, std=None
+        image_folder, model="test_convnext", insert=(), num_heads=8, img_size=64, mean=None, std=None
     )
     checkpoint = save_checkpoint(tmp_path / "best.pth", settings, model, input_size=[1, 64, 64], mean=[0.4], std=[0.3])
     export_classifier(load_run(checkpoint), tmp_path / "net")

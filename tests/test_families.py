@@ -9,8 +9,6 @@ import timm
 import timm.models as tm
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, UNet2DModel
-from diffusers.models.attention_processor import Attention as DiffusersAttention
 from timm.layers import Attention as TimmAttention
 from timm.layers import RelPosBias, RelPosMlp
 from timm.layers.attention2d import MultiQueryAttentionV2
@@ -35,6 +33,13 @@ from vision_attn.reference import neighborhood
 
 WINDOW = (2, 3)
 N = WINDOW[0] * WINDOW[1]
+
+
+def diffusers_attention(*given, **options):
+    """What imports for seconds is imported in a test, not in every process that collects them."""
+    from diffusers.models.attention_processor import Attention
+
+    return Attention(*given, **options)
 
 
 def randn(*shape, seed=0):
@@ -291,13 +296,13 @@ MODULES = {
         [(randn(2, 8, 3, 4),)],
     ),
     "non-local": (lambda: NonLocalAttn(16), [(randn(2, 16, 3, 4),)]),
-    "diffusers": (lambda: DiffusersAttention(8, heads=2, dim_head=3), [(randn(2, 5, 8),)]),
+    "diffusers": (lambda: diffusers_attention(8, heads=2, dim_head=3), [(randn(2, 5, 8),)]),
     "diffusers, crossing": (
-        lambda: DiffusersAttention(8, 6, heads=2, dim_head=4, bias=True, scale_qk=False),
+        lambda: diffusers_attention(8, 6, heads=2, dim_head=4, bias=True, scale_qk=False),
         [(randn(2, 5, 8), randn(2, 4, 6, seed=1))],
     ),
     "diffusers, of its VAE": (
-        lambda: DiffusersAttention(
+        lambda: diffusers_attention(
             8, heads=2, dim_head=4, bias=True, norm_num_groups=4, residual_connection=True, rescale_output_factor=2.0
         ),
         [(randn(2, 8, 3, 4),), (randn(2, 5, 8),)],
@@ -355,24 +360,26 @@ NETWORKS = {
 
 
 def diffusion(kind):
+    import diffusers
+
     stages = {
-        AutoencoderKL: {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2},
-        UNet2DModel: {
+        "AutoencoderKL": {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2},
+        "UNet2DModel": {
             "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
             "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
             "attention_head_dim": 8,
             "layers_per_block": 1,
         },
     }
-    return kind(block_out_channels=(16, 32), norm_num_groups=8, sample_size=16, **stages[kind])
+    return getattr(diffusers, kind)(block_out_channels=(16, 32), norm_num_groups=8, sample_size=16, **stages[kind])
 
 
-NETWORKS["vae"] = (lambda: diffusion(AutoencoderKL), [(16, 24)], 2)
-NETWORKS["unet2d"] = (lambda: diffusion(UNet2DModel), [(16, 24)], 4)
+NETWORKS["vae"] = (lambda: diffusion("AutoencoderKL"), [(16, 24)], 2)
+NETWORKS["unet2d"] = (lambda: diffusion("UNet2DModel"), [(16, 24)], 4)
 
 
 def call(network, x):
-    arguments = (x, torch.tensor([3])) if isinstance(network, UNet2DModel) else (x,)
+    arguments = (x, torch.tensor([3])) if type(network).__name__ == "UNet2DModel" else (x,)
     y = network(*arguments)
     return y if isinstance(y, torch.Tensor) else y.sample
 
@@ -398,7 +405,7 @@ def test_a_whole_network_gives_the_same(name):
 
 
 def test_a_processor_of_its_own_is_refused_and_set_later_serves_itself():
-    layer = DiffusersAttention(8, heads=2, dim_head=4)
+    layer = diffusers_attention(8, heads=2, dim_head=4)
     va.swap_(layer)
     x = torch.randn(1, 3, 8)
     layer.set_processor(lambda attn, hidden_states, **others: 2 * hidden_states)
@@ -413,7 +420,7 @@ def test_a_processor_of_its_own_is_refused_and_set_later_serves_itself():
         ({"cross_attention_norm": "layer_norm"}, "norm_cross"),
     ):
         with pytest.raises(ValueError, match=rf"Attention.{name} cannot be carried over"):
-            convert.from_diffusers_attention(DiffusersAttention(8, heads=2, dim_head=4, **options))
+            convert.from_diffusers_attention(diffusers_attention(8, heads=2, dim_head=4, **options))
 
 
 REFUSALS = {
@@ -477,7 +484,7 @@ CONVERTED = {
     "absolute": ("from_lucidrains_attention", MODULES["lucidrains, absolute"][0], randn(2, 8, 3, 3)),
     "diffusers": (
         "from_diffusers_attention",
-        lambda: DiffusersAttention(8, heads=2, dim_head=4, norm_num_groups=4, residual_connection=True),
+        lambda: diffusers_attention(8, heads=2, dim_head=4, norm_num_groups=4, residual_connection=True),
         randn(2, 8, 3, 4),
     ),
     **{f"natten {axes}D": ("from_natten", *MODULES[f"natten {axes}D"]) for axes in (1, 2, 3)},

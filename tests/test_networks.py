@@ -150,7 +150,9 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in ("fcn", "lraspp"))) for case in LARGE]
+)
 def test_a_head_is_no_stage_and_a_dilated_stage_is_one(case):
     make, stages = LARGE[case]
     with torch.device("meta"):
@@ -215,17 +217,35 @@ def test_arguments_may_have_names():
     assert "example_input=example_input)" in str(found)
 
 
+class Flow(nn.Module):
+    """As RAFT has it: one encoder sees both images, and what it finds is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1))
+
+    def forward(self, one, other):
+        found, expected = self.encoder(torch.cat([one, other])).chunk(2)
+        return found - expected
+
+
 def test_two_images_are_seen_in_one_batch():
-    torch.manual_seed(0)
+    pair = torch.rand(1, 3, 32, 32), torch.rand(1, 3, 32, 32)
+    model = Flow().eval()
+    report = va.insert_(model, names="encoder.1", example_input=pair)
+    assert [(block.channels, block.size) for block in report.blocks] == [(16, "8×8")]
+    va.remove_(model)
+    assert va.stage_names(model, pair) == ["encoder.0"]  # the last size is that of the output
+
+
+@pytest.mark.thorough
+def test_optical_flow_has_stages():
     model = optical_flow.raft_small(weights=None).eval()
     pair = torch.rand(1, 3, 128, 128), torch.rand(1, 3, 128, 128)
     report = va.insert_(model, names="feature_encoder.layer2", example_input=pair)
     assert [(block.channels, block.size) for block in report.blocks] == [(64, "32×32")]
-    assert va.stage_names(va.remove_(model) and model, pair)[:3] == [
-        "feature_encoder.layer1",
-        "feature_encoder.layer2",
-        "feature_encoder",
-    ]
+    va.remove_(model)
+    assert va.stage_names(model, pair)[:3] == ["feature_encoder.layer1", "feature_encoder.layer2", "feature_encoder"]
 
 
 def test_a_detection_model_takes_a_list_of_images():

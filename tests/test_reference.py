@@ -220,7 +220,7 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         options = {name: bool(turn >> bit & 1) for bit, name in enumerate(FLAGS)}
         impl, widths = va.IMPLS[turn % len(va.IMPLS)], WIDTHS[turn % len(WIDTHS)]
         check_attention(case, impl, position, widths, {**options, "scale": None}, torch.float64, bool(turn % 3))
-        check_weights(case, impl, position, options["qk_norm"])
+        check_weights(case, impl, position, options["qk_norm"], dtypes=DTYPES[:1])
 
 
 attention_drawn = given(
@@ -280,7 +280,7 @@ def test_linear_attention_equals_its_definition_in_many_draws(**draw):
     check_linear_attention(**draw)
 
 
-def check_weights(case, impl, position, qk_norm):
+def check_weights(case, impl, position, qk_norm, dtypes=DTYPES):
     """What a block says of its weights, and what is captured of its forward, against the definition."""
     # With the one-hot vectors of places as values, and nothing after them, what comes out are the weights.
     case = {**case, "batch": case["batch"] or 1}
@@ -304,7 +304,8 @@ def check_weights(case, impl, position, qk_norm):
     expected = defined(x.numpy(), arrays_of(block), known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
     corners = [(height - 1, width - 1), (0, 0)]  # an image as large as the map: its points are cells
-    for dtype, atol in ((torch.float64, 1e-11), (torch.float32, 1e-6)):
+    for dtype in dtypes:
+        atol = 1e-11 if dtype == torch.float64 else 1e-6
         mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
         with torch.no_grad(), va.capture(block.to(dtype)) as all_cells:
             block(x.to(dtype), mask)
@@ -318,7 +319,7 @@ def check_weights(case, impl, position, qk_norm):
         sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
         np.testing.assert_allclose(found.sum(3).double().numpy(), sums, rtol=0, atol=10 * atol)
     tokens_of = torch.tensor([tokens - 1, 0])
-    torch.testing.assert_close(block.attention_weights(x.float(), mask, tokens_of), found[:, :, tokens_of])
+    torch.testing.assert_close(block.attention_weights(x.to(dtype), mask, tokens_of), found[:, :, tokens_of])
 
 
 def check_linear_attention(case, impl, dtype):

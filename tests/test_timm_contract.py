@@ -16,8 +16,8 @@ from vision_attn.insertion.attach import keys_of_blocks
 from vision_attn.models.staged import StagedNetwork
 
 NAMES = [name for name in models.__all__ if timm.is_model(name)]
-#: Quick ones of our own classes: for CIFAR, plain and with a block, and the digits'.
-QUICK = ["resnet20_a", "resnet20_attention", "digit_pairs_attention"]
+#: Quick ones of our own classes with a block: for CIFAR, and the digits'.
+QUICK = ["resnet20_attention", "digit_pairs_attention"]
 #: Of these scripts can be made: they have no blocks.
 SCRIPTABLE = {name for name in NAMES if name.startswith(("resnet", "wrn", "digit")) and "attention" not in name}
 
@@ -174,6 +174,7 @@ CHECKS = [forward, backward, heads, intermediates, features, checkpointing, laye
     ("name", "check"),
     [
         *((name, check) for name in QUICK for check in CHECKS),
+        *(("resnet20_a", check) for check in (heads, scripts)),  # whose classifier has another name
         *(("wrn16_4", check) for check in (intermediates, scripts)),  # the norm that comes after its stages
         ("convnext_atto_attention", layers),
         ("efficientnet_b0_attention", features),

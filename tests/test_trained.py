@@ -25,7 +25,7 @@ from vision_attn.training.images import prepare, rgb
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:the map at")
+pytestmark = [pytest.mark.filterwarnings("ignore:the map at"), pytest.mark.usefixtures("no_pictures")]
 
 
 def opened(model):
@@ -43,12 +43,12 @@ def opened(model):
 
 BLOCKS = {
     "branch, position": (
-        "test_resnet",
+        "resnet20",
         {"in_chans": 1, "img_size": None},
         lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14))),
     ),
-    "instead": ("test_resnet", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
-    "control": ("test_convnext", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, va.ConvBlock2d, stages=-1)),
+    "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
+    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, va.ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
     "another than its own": (
@@ -236,9 +236,9 @@ def run(image_folder, tmp_path_factory):
     """A run of a frozen network with blocks, a head and an adapter, and the settings of it."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
-    torch.save(timm.create_model("test_resnet", num_classes=7).state_dict(), folder / "base.pth")
+    torch.save(timm.create_model("tiny", num_classes=7).state_dict(), folder / "base.pth")
     settings = Settings(
-        data=str(image_folder), model="test_resnet", img_size=24, weights=str(folder / "base.pth"), reset_head=True,
+        data=str(image_folder), model="tiny", img_size=24, weights=str(folder / "base.pth"), reset_head=True,
         freeze_backbone=True, insert=("layer1",), num_heads=4, epochs=1, batch_size=36, lr=0.05, device="cpu",
         output=str(folder / "run"),
     )  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_run_comes_back_from_its_folder_its_checkpoints_and_its_adapter(run, i
         moved.write_bytes((settings.folder.parent / "base.pth").read_bytes())
         trained = va.load_run(settings.folder / "adapter.safetensors", weights=str(moved))
         torch.testing.assert_close(trained.model(trained.transform(image)[None]), expected)
-    torch.save(timm.create_model("test_resnet", num_classes=7).state_dict(), moved)
+    torch.save(timm.create_model("tiny", num_classes=7).state_dict(), moved)
     with pytest.raises(va.CheckpointError, match="is for other weights of this network"):
         va.load_run(settings.folder / "adapter.safetensors", weights=str(moved))
     with pytest.raises(ValueError, match="weights apply to adapters"):
@@ -277,7 +277,7 @@ def test_an_adapter_of_pretrained_weights_asks_before_they_are_fetched(run, tmp_
     about = {key: about[key] for key in ("settings", "classes", "input_size", "mean", "std")}
     about["settings"] |= {"weights": None, "reset_head": False, "pretrained": True}
     va.save_adapter(result.model, tmp_path / "adapter.safetensors", about=about)
-    with pytest.raises(ValueError, match=r"name the checkpoint of test_resnet .*weights='pretrained'"):
+    with pytest.raises(ValueError, match=r"name the checkpoint of tiny .*weights='pretrained'"):
         va.load_run(tmp_path / "adapter.safetensors")
     va.save_adapter(result.model, tmp_path / "adapter.safetensors")
     with pytest.raises(va.CheckpointError, match="is no checkpoint of a run of vision-attn train"):
@@ -391,7 +391,7 @@ def test_a_run_is_exported_as_a_folder_and_that_again(run, capsys, tmp_path):
     code, _, err = on_the_command_line(
         capsys, "export", settings.folder, "--output", tmp_path / "x", "--format", "timm"
     )
-    assert (code, "timm alone knows no test_resnet with the blocks at layer1.0" in err) == (2, True)
+    assert (code, "timm alone knows no tiny with the blocks at layer1.2" in err) == (2, True)
     adapter = settings.folder / "adapter.safetensors"
     assert on_the_command_line(capsys, "export", adapter, "--output", tmp_path / "adapted.safetensors")[0] == 0
     found = load_file(tmp_path / "adapted.safetensors")

@@ -20,7 +20,6 @@ import vision_attn as va
 from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
 from vision_attn.errors import DataError
 from vision_attn.models import create_model
-from vision_attn.training import run_folder
 from vision_attn.training.data import open_data, open_images
 from vision_attn.training.evaluation import Normalize, evaluate
 from vision_attn.training.images import ImageSet
@@ -31,6 +30,8 @@ from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import make_accelerator, train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 #: Of a data set: what a network is made for.
 SOURCE = SimpleNamespace(classes=("blue", "green", "red"), channels=3, size=(16, 16))
 
@@ -40,7 +41,7 @@ def base(image_folder, tmp_path):
     """A short run of a small network: four steps an epoch."""
     return Settings(
         data=str(image_folder),
-        model="test_resnet",
+        model="tiny",
         img_size=16,
         insert=("layer1",),
         epochs=3,
@@ -51,13 +52,6 @@ def base(image_folder, tmp_path):
         device="cpu",
         output=str(tmp_path / "run"),
     )
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing takes as long as these runs do."""
-    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr(run_folder, "curves_figure", lambda rows: None)
 
 
 def quiet(line):
@@ -296,7 +290,9 @@ def test_the_optimiser_is_the_one_that_is_named_with_its_numbers(base):
 
 
 def test_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
-    settings = replace(base, epochs=3, warmup_epochs=1, min_lr=0.01, attention_lr=0.2, layer_decay=0.5)
+    settings = replace(
+        base, model="test_resnet", epochs=3, warmup_epochs=1, min_lr=0.01, attention_lr=0.2, layer_decay=0.5
+    )
     step = step_of(settings)
     for done in range(12):
         step(*batch(2), done // 4, done % 4)
@@ -365,7 +361,7 @@ def test_branches_are_dropped_on_request(base, monkeypatch):
     plain = create_model("resnet20", num_classes=3)
 
     def rates(**options):
-        model = build_network(replace(base, insert=(), **options), SOURCE, quiet).model
+        model = build_network(replace(base, **{"model": "test_resnet", "insert": (), **options}), SOURCE, quiet).model
         return [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
 
     assert rates() == []
@@ -430,11 +426,11 @@ def test_half_precision_is_that_of_every_stage_and_leaves_a_plain_network_behind
     step, seen = step_of(settings), []
     hook = step.model.layer1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     step(*batch(2), 0, 0)
-    assert not step.model.conv1[0].weight.requires_grad
+    assert not step.model.layer1[0].weight.requires_grad
     step.enter_epoch(1, quiet)
     step.model.train()
     step(*batch(2), 1, 0)
-    assert step.model.conv1[0].weight.requires_grad
+    assert step.model.layer1[0].weight.requires_grad
     step.unwrap()
     step.model(batch(2)[0])
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32]
@@ -444,7 +440,7 @@ def test_half_precision_is_that_of_every_stage_and_leaves_a_plain_network_behind
 def test_inputs_are_channels_last_on_request(base):
     for wanted in (True, False):
         step, seen = step_of(replace(base, channels_last=wanted)), []
-        step.model.conv1.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        step.model.layer1.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
         step(*batch(2), 0, 0)
         assert seen[0].is_contiguous(memory_format=torch.channels_last) == wanted
 
@@ -483,11 +479,11 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     assert block(num_heads=4, impl="bmm").attn.num_heads == 4
     assert block(num_heads=4, impl="bmm").attn.impl == "bmm"
     assert block(model="rexnet_100", insert=("features.3",), img_size=32).attn.num_heads == 5  # of 50 channels
-    assert "Rope2d" in repr(block(block_options=("position=Rope2d()",)).attn.position)
+    assert "Rope2d" in repr(block(num_heads=2, block_options=("position=Rope2d()",)).attn.position)
     sites = {at: build_network(replace(base, at=at), SOURCE, quiet).inserted.blocks[0].at for at in ("before", "after")}
     assert sites == {"before": "before", "after": "after"}
     by_index = build_network(replace(base, insert=("1",)), SOURCE, quiet).model
-    assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer1"]
+    assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).inserted is None
 
 
@@ -498,7 +494,7 @@ def test_a_network_has_the_size_and_the_statistics_that_are_given(base):
 
 
 def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_again(base, tmp_path):
-    base = replace(base, model="resnet20", insert=("layer3",), epochs=2)
+    base = replace(base, epochs=2)
     file, lines = zoo_file(base, tmp_path), []
     train(
         replace(base, weights=file, freeze_backbone=True, model_ema=True, model_ema_decay=0.5, amp=True), lines.append

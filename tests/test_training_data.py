@@ -38,6 +38,8 @@ from vision_attn.training.run_folder import read_config
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 CPU = torch.device("cpu")
 
 
@@ -309,9 +311,7 @@ def test_a_folder_that_cannot_be_halved_is_refused(one_half, image_folder, tmp_p
 
 def test_a_run_says_what_it_holds_out_and_evaluates_the_same_again(one_half, tmp_path):
     lines, output = [], str(tmp_path / "run")
-    base = Settings(
-        data=str(one_half), model="test_resnet", img_size=16, batch_size=46, epochs=1, device="cpu", output=output
-    )
+    base = Settings(data=str(one_half), model="tiny", img_size=16, batch_size=46, epochs=1, device="cpu", output=output)
     first = train(base, lines.append)
     held_out = f"evaluation: 6 images of {one_half}, 10 % of each class, held out by seed 0, in memory"
     assert held_out in lines
@@ -377,7 +377,7 @@ def test_on_a_terminal_there_is_a_bar_whose_loss_moves_in_a_short_epoch(source, 
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # long enough between two steps to draw each
     base = Settings(
-        data=os.path.dirname(source.dataset.root), model="test_resnet", img_size=16, batch_size=8, epochs=1,
+        data=os.path.dirname(source.dataset.root), model="tiny", img_size=16, batch_size=8, epochs=1,
         device="cpu", output=str(tmp_path / "run"),
     )  # fmt: skip
     train(base, lambda line: None)
@@ -572,7 +572,8 @@ def shards(image_folder, tmp_path):
                         file.addfile(member, io.BytesIO(content))
     return Settings(
         dataset="wds/colours", data=str(tmp_path), train_split="train-{0..3}.tar|72", val_split="val-{0..1}.tar|24",
-        num_classes=3, img_size=16, batch_size=36, epochs=1, device="cpu", workers=1, output=str(tmp_path / "run"),
+        num_classes=3, model="tiny", img_size=16, batch_size=36, epochs=1, device="cpu", workers=1,
+        output=str(tmp_path / "run"),
     )  # fmt: skip
 
 
@@ -884,8 +885,8 @@ def test_a_run_crops_at_random_to_train_and_not_to_evaluate(image_folder, tmp_pa
     lines = []
     train(
         Settings(
-            data=str(image_folder), batch_size=36, epochs=1, img_size=16, device="cpu", train_crop="resized",
-            output=str(tmp_path / "run"),
+            data=str(image_folder), model="tiny", batch_size=36, epochs=1, img_size=16, device="cpu",
+            train_crop="resized", output=str(tmp_path / "run"),
         ),
         lines.append,
     )  # fmt: skip

@@ -37,6 +37,8 @@ from vision_attn.training.settings import Settings
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.train import make_accelerator, train
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 #: Of each row of metrics.csv what does not depend on the clock.
 RESULTS = ("epoch", "lr", "train_loss", "eval_loss", "eval_top1", "branch_share")
 SOURCE = SimpleNamespace(classes=("blue", "green", "red"), channels=3, size=(16, 16))
@@ -46,7 +48,7 @@ def settings_of(images, output):
     """A short run in which everything random and everything with a state takes part: four steps an epoch."""
     return Settings(
         data=str(images),
-        model="test_resnet",
+        model="tiny",
         img_size=16,
         insert=("layer1",),
         epochs=3,
@@ -68,6 +70,12 @@ def base(image_folder, tmp_path):
     return settings_of(image_folder, tmp_path / "run")
 
 
+@pytest.fixture
+def base_of_programs(base):
+    """With a network that other processes know too."""
+    return replace(base, model="test_resnet")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(image_folder, tmp_path_factory):
     """The folder of a run of one epoch that nothing befell."""
@@ -82,13 +90,6 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing takes as long as these runs do."""
-    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr(run_folder, "curves_figure", lambda rows: None)
 
 
 def quiet(line):
@@ -297,8 +298,8 @@ def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, undisturbed
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, tmp_path):
-    base = replace(base, epochs=40)
+def test_a_run_killed_twenty_times_ends_with_the_same_bits(base_of_programs, tmp_path):
+    base = replace(base_of_programs, epochs=40)
     command = [sys.executable, "-m", "vision_attn"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
@@ -417,8 +418,8 @@ def test_an_evaluation_is_interrupted_too_and_its_epoch_kept(base, undisturbed, 
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_job_is_obeyed_by_the_one_that_trains(base, tmp_path):
-    command = [sys.executable, "-m", "vision_attn", *flags(replace(base, workers=1, epochs=1000))]
+def test_a_signal_to_all_processes_of_a_job_is_obeyed_by_the_one_that_trains(base_of_programs, tmp_path):
+    command = [sys.executable, "-m", "vision_attn", *flags(replace(base_of_programs, workers=1, epochs=1000))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -663,7 +664,7 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     def in_a_full_disk(folder, name, content):
         if name != "last.pth" or content["epoch"] < full["from"]:
             return original(folder, name, content)
-        with files_of_at_most(1_000_000):
+        with files_of_at_most(10_000):
             return original(folder, name, content)
 
     monkeypatch.setattr(RunFolder, "save", in_a_full_disk)
@@ -823,10 +824,10 @@ def test_two_processes_stop_together_and_give_what_one_gives(base, forks, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_in_one_process_stops_both_and_last_pth_is_usable(base, forks, tmp_path):
+def test_a_loss_that_is_no_number_in_one_process_stops_both_and_last_pth_is_usable(base_of_programs, forks, tmp_path):
     log = tmp_path / "log"
     faults = (None, (at_step_of_a_process, 1, 1, "nan"))
-    assert on_two_processes(forks, replace(base, epochs=2), log, faults) == [1, 1], log.read_text()
+    assert on_two_processes(forks, replace(base_of_programs, epochs=2), log, faults) == [1, 1], log.read_text()
     assert log.read_text().count("the loss (nan) or a weight is not finite at step 2 of 4 of epoch 2") == 2
     saved = read_checkpoint(tmp_path / "run" / "last.pth")
     assert (saved["epoch"], saved["step"]) == (1, 0)
@@ -859,8 +860,8 @@ def test_batch_norms_of_several_processes_are_synchronised_on_request(base):
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_stopped_lets_its_processes_save(base, tmp_path):
-    base = replace(base, epochs=2000, resume="auto")
+def test_a_launcher_that_is_stopped_lets_its_processes_save(base_of_programs, tmp_path):
+    base = replace(base_of_programs, epochs=2000, resume="auto")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:

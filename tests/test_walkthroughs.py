@@ -49,6 +49,10 @@ def run(path, folder):
     return out.getvalue()
 
 
+def drawn_by(path):
+    return set(re.findall(r'save_figure\(.*"(\S+\.png)"\)', path.read_text()))
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """What a walkthrough prints, and the folder that it was run in; it is run once."""
@@ -61,13 +65,22 @@ def written(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
+#: They take ten seconds each: one trains, by calls that the tests of fine-tuning and of the demo make on less; one runs
+#: and times two forms, which the tests of implementations compare.
+LONG = {"insert_and_finetune", "einx_vs_bmm"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in LONG)) for path in WALKTHROUGHS],
+)
 def test_it_runs_and_leaves_what_it_says(path, written):
     printed, folder = written(path)
     assert str(EXAMPLES.parent) not in printed
     said = re.findall(r"examples-output/(\S+\.\w+)", printed)
     assert said
     assert sorted(set(said)) == sorted(file.name for file in folder.iterdir())
+    assert {picture.name for picture in folder.glob("*.png")} == drawn_by(path)
     for picture in folder.glob("*.png"):
         with Image.open(picture) as image:
             assert min(image.size) >= 300
@@ -83,9 +96,9 @@ def test_they_read_as_texts():
         assert any("assert" in cell for cell in cells if not cell.startswith("# ")), path
 
 
-def test_the_page_has_every_walkthrough_and_picture(written):
+def test_the_page_has_every_walkthrough_and_picture():
     assert sorted(set(re.findall(r"\]\((\w+\.py)\)", PAGE))) == sorted(path.name for path in EXAMPLES.glob("*.py"))
-    made = {picture.name for path in WALKTHROUGHS for picture in written(path)[1].glob("*.png")}
+    made = set().union(*map(drawn_by, WALKTHROUGHS))
     assert {path.name for path in (EXAMPLES / "pictures").iterdir()} == made
     assert set(re.findall(r"\]\(pictures/(\S+\.png)\)", PAGE)) == made
 

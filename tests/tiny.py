@@ -1,0 +1,40 @@
+"""A network of two stages, known to timm as ``tiny``: most tests of training need no more, and take half the time."""
+
+from timm.layers import DropPath
+from timm.models import generate_default_cfgs
+from torch import nn
+
+from vision_attn.insertion import insert_
+from vision_attn.models.registry import registered
+from vision_attn.models.staged import StagedNetwork
+
+
+def stage(in_channels, channels):
+    convolution = nn.Conv2d(in_channels, channels, 3, stride=2, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+
+
+class Tiny(StagedNetwork):
+    def __init__(self, num_classes=3, in_chans=3, drop_rate=0.0, drop_path_rate=0.0, global_pool="avg"):
+        super().__init__((8, 16), (2, 4), "layer")
+        self.layer1, self.layer2 = stage(in_chans, 8), stage(8, 16)
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
+        self.add_head(num_classes, drop_rate, global_pool)
+
+    def run_stages(self, x):
+        return self.layer2(self.drop_path(self.layer1(x)))
+
+    def group_matcher(self, coarse=False):
+        return {"stem": r"^layer1", "blocks": r"^layer(\d+)"}
+
+
+class TinyAttention(Tiny):
+    def __init__(self, num_classes=3, in_chans=3, **options):
+        super().__init__(num_classes, in_chans, **options)
+        insert_(self, names="layer2", num_heads=4, example_input=(1, in_chans, 32, 32))
+
+
+cfg = {"num_classes": 3, "input_size": (3, 32, 32), "first_conv": "layer1.0", "classifier": "fc"}
+default_cfgs = generate_default_cfgs({"tiny": cfg, "tiny_attention": cfg})
+tiny = registered(__name__, "tiny", "Two stages.", Tiny, {"out_indices": (0, 1)})
+tiny_attention = registered(__name__, "tiny_attention", "And a block.", TinyAttention, {"out_indices": (0, 1)})
