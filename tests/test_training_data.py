@@ -192,6 +192,7 @@ def test_what_is_hidden_is_neither_a_class_nor_an_image(image_folder, tmp_path):
         Image.new("RGB", (32, 32)).save(root / folder / "IMAGE.png")
     found = open_folder(root)
     assert (found.classes, len(found)) == (("blue", "red"), 2)
+    assert images_in([root]) == [root / name / "IMAGE.PNG" for name in ("blue", "red")]
 
 
 def test_folders_without_classes_or_images_are_refused(image_folder, tmp_path):
@@ -217,6 +218,7 @@ def test_links_and_pipes_neither_multiply_nor_mislabel_images(tmp_path):
         ("cat/more", tmp_path / "more"), ("dog/round", root / "dog"), ("dog/small/cats", root / "cat"),
     ):  # fmt: skip
         (root / link).symlink_to(target, target_is_directory=True)
+    os.symlink("itself", root / "cat" / "itself")
     os.mkfifo(root / "cat" / "pipe.png")
     found = open_folder(root)
     assert [(Path(path).name, label) for path, label in found.dataset.samples] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -188,9 +189,6 @@ def half_of_images(source: Source, settings: Settings, train: bool, share: float
 class Folder(ImageFolder):
     """A folder of class folders; what has a name that begins with a dot is neither a class nor an image."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), loader=open_image)
-
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
@@ -203,27 +201,26 @@ class Folder(ImageFolder):
 
         Links are followed last: one that leads back into a class, or out to a folder around it, adds nothing.
         """
-        samples, met, links = [], set[str](), list[tuple[int, str]]()
-        to_visit = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
-        root = os.path.realpath(directory)
-        while to_visit or links:
-            links.sort(reverse=True)
-            label, folder = (to_visit or links).pop()
-            real = os.path.realpath(folder)
-            if to_visit and os.path.islink(folder):
-                links.append((label, folder))
-                continue
-            if real in met or f"{root}{os.sep}".startswith(os.path.join(real, "")):
+        root = Path(directory).resolve()
+        samples, met = [], {root, *root.parents}
+        places = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
+        to_visit = [(os.path.islink(folder), label, folder) for label, folder in places]
+        heapq.heapify(to_visit)
+        while to_visit:
+            _, label, folder = heapq.heappop(to_visit)
+            if (real := Path(folder).resolve()) in met:
                 continue
             met.add(real)
             with os.scandir(folder) as found:
                 for entry in found:
+                    # Where a link leads in a circle, an entry raises an error, and a path says that nothing is there.
+                    one = Path(entry) if entry.is_symlink() else entry
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir():
-                        to_visit.append((label, entry.path))
+                    if one.is_dir():
+                        heapq.heappush(to_visit, (entry.is_symlink(), label, entry.path))
                     elif entry.name.lower().endswith(IMG_EXTENSIONS) and (
-                        entry.is_file() or not os.path.exists(entry.path)  # a link to nothing is a damaged image
+                        one.is_file() or not os.path.exists(entry)  # a link to nothing is a damaged image
                     ):
                         samples.append((entry.path, label))
         filled = {label for _, label in samples}
@@ -238,7 +235,7 @@ class Folder(ImageFolder):
 
 def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``."""
-    found = Folder(folder)
+    found = Folder(str(folder), loader=open_image)
     return Source(str(folder), tuple(found.classes), 3, None, len(found), found)
 
 
