@@ -639,6 +639,9 @@ def test_a_stream_that_ends_too_early_or_does_not_say_its_classes_is_refused(sha
         list(stream.batches([torch.arange(30)]))
     with pytest.raises(ValueError, match="num_classes must be given"):
         open_data(replace(shards, num_classes=None), train=False)
+    stream = open_images(open_data(replace(shards, num_classes=2), train=True), (24, 24), CPU, workers=1)
+    with pytest.raises(DataError, match="an image has the label 2, and labels go from 0 to 1: see --num-classes"):
+        list(stream.batches([torch.arange(72)]))
     with pytest.raises(DataError, match="how many images"):
         open_data(replace(shards, val_split="val-{0..1}.tar"), train=False)
 
@@ -877,6 +880,10 @@ def test_the_classes_of_images_are_known_before_they_are_decoded(image_folder, s
     assert sorted(by_timm.labels.tolist()) == expected
     tensors = open_data(Settings(dataset="cifar10", data=str(cifar)), train=False)
     assert open_images(tensors, (8, 8), CPU, workers=1).labels.tolist() == [*range(10)] * 2
+    fewer = replace(source, classes=("blue", "green"))
+    for workers in (None, 1):  # in memory, and decoded by a worker
+        with pytest.raises(DataError, match="an image has the label 2, and labels go from 0 to 1"):
+            list(open_images(fewer, (8, 8), CPU, workers=workers).batches([torch.arange(40, 50)]))
     unknown = ImageLoader(Decoder(Places("a.png", 3), (8, 8)), workers=1, device=CPU)
     with pytest.raises(ValueError, match="class_weights: Places does not say what the classes of its images are"):
         _ = unknown.labels

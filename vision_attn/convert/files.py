@@ -184,7 +184,7 @@ def convert_file(
         try:
             layer = Stored(tensors, start, num_heads or 0, used)
             rows = LAYOUTS[layout](layer)
-            heads = getattr(layer.query_dense.vars, "0").shape[1] if layout == "keras-mha" else num_heads
+            heads: Any = getattr(layer.query_dense.vars, "0").shape[1] if layout == "keras-mha" else num_heads
             if num_heads not in (None, heads):
                 raise ValueError(f"num_heads is {num_heads}, and its kernels have {heads} heads")
             made = parameters_of(rows, rank=rank)

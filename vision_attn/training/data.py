@@ -34,6 +34,7 @@ from vision_attn.training.images import (
     Vary,
     centre,
     prepare,
+    refuse_other_labels,
     rgb,
 )
 from vision_attn.training.settings import Settings
@@ -207,7 +208,7 @@ class Folder(ImageFolder):
         to_visit = [(os.path.islink(folder), label, folder) for label, folder in places]
         heapq.heapify(to_visit)
         while to_visit:
-            _, label, folder = heapq.heappop(to_visit)
+            label, folder = heapq.heappop(to_visit)[1:]
             if (real := Path(folder).resolve()) in met:
                 continue
             met.add(real)
@@ -291,15 +292,16 @@ def open_images(
         vary: what each image goes through anew in each epoch, to that size; what is in memory stays as it is.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
-    decoding = workers or max(1, min(MOST_WORKERS, cores() // processes))
+    decoding, classes = workers or max(1, min(MOST_WORKERS, cores() // processes)), len(source.classes)
     if isinstance(source.dataset, IterableImageDataset):
         source.dataset.transform = partial(prepare, size=size, vary=vary)
-        return ImageStream(source.dataset, workers=decoding, device=device)
+        return ImageStream(source.dataset, workers=decoding, device=device, classes=classes)
     small = source.count * source.channels * math.prod(size) <= SMALL
     keep = cache == "ram" or (cache == "auto" and small and not workers)
     if source.dataset is not None and (vary is not None or not keep):
-        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device)
+        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device, classes=classes)
     found, place = source.read(size), device if small else torch.device("cpu")
+    refuse_other_labels(found.labels, classes)
     return ImageSet(found.images.to(place), found.labels.to(place), device)
 
 
