@@ -31,9 +31,19 @@ from vision_attn.export.classifier import images_in
 from vision_attn.training import data as data_room
 from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
 from vision_attn.training.data import image_folder as open_folder
-from vision_attn.training.data import open_data, open_image, open_images, varied
+from vision_attn.training.data import open_data, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import Bar, Decoder, ImageLoader, ImageSet, ImageStream, centre, prepare, rgb
+from vision_attn.training.images import (
+    Bar,
+    Decoder,
+    ImageLoader,
+    ImageSet,
+    ImageStream,
+    centre,
+    open_image,
+    prepare,
+    rgb,
+)
 from vision_attn.training.run_folder import read_config
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import IterableImageDataset, create_dataset
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
@@ -33,9 +32,9 @@ from vision_attn.training.images import (
     ImageStream,
     Vary,
     centre,
+    open_image,
     prepare,
     refuse_other_labels,
-    rgb,
 )
 from vision_attn.training.settings import Settings
 
@@ -238,11 +237,6 @@ def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``."""
     found = Folder(str(folder), loader=open_image)
     return Source(str(folder), tuple(found.classes), 3, None, len(found), found)
-
-
-def open_image(path: str) -> Image.Image:
-    with Image.open(path) as file:
-        return rgb(file)
 
 
 def varied(settings: Settings, size: tuple[int, int], mean: Sequence[float]) -> Vary | None:

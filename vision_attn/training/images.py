@@ -41,6 +41,7 @@ __all__ = [
     "Vary",
     "centre",
     "lost_worker_named",
+    "open_image",
     "prepare",
     "refuse_other_labels",
     "rgb",
@@ -232,8 +233,8 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
     def open(self, row: int) -> tuple[Image.Image, int]:
         if isinstance(self.dataset, ImageDataset):  # by itself it would give another image in place of a damaged one
             file, label = self.dataset.reader[row]
-            with file, Image.open(file) as image:
-                return rgb(image), label
+            with file:
+                return open_image(file), label
         image, label = self.dataset[row]
         return rgb(image), label
 
@@ -241,6 +242,12 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
         if hasattr(self.dataset, "samples"):
             return str(self.dataset.samples[row][0])
         return str(self.dataset.filename(row) if hasattr(self.dataset, "filename") else f"image {row}")
+
+
+def open_image(file: Any) -> Image.Image:
+    """An image file, by its path or opened already, as :func:`rgb` makes it."""
+    with Image.open(file) as image:
+        return rgb(image)
 
 
 def rgb(image: Image.Image) -> Image.Image:
