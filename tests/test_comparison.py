@@ -214,6 +214,9 @@ def test_a_comparison_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, ca
     assert "One seed shows no spread" in (parts / "comparison.md").read_text()
     assert run(*SMALL, "--seeds", 0, "--output", parts, "--lr", 0.1) == 2
     assert "plain-0 holds a run whose lr differ: give another" in capsys.readouterr().err
+    (parts / "plain-0" / "outcome.json").write_text("{}")
+    assert run(*SMALL, "--seeds", 0, "--output", parts) == 2
+    assert "plain-0/outcome.json is damaged, or of another version: remove it" in capsys.readouterr().err
 
 
 def settings_in(folder):
@@ -237,6 +240,14 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, flags, message):
     assert run("--dataset", "digit-pairs", "--output", tmp_path / "runs", *flags) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistyped_flag_of_an_arm_is_one_line_with_a_hint(capsys):
+    with pytest.raises(SystemExit):
+        run("--dataset", "digit-pairs", "--arms", "plain", "mine=se --num-head 2")
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "vision-attn compare --arms: error: unrecognized arguments: --num-head 2; did you mean --num-heads?"
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--overwrite", "--test-only", "--block"])

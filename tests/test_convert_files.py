@@ -88,6 +88,7 @@ def test_what_a_file_does_not_hold_is_an_error_of_its_kind(tmp_path, capsys):
             "blocks.0 is no layer of torch-mha: it has no blocks.0.in_pr",
         ),
         (["--num-heads", "5", "--prefix", "blocks.0.attn"], 1, "its rows are no multiple of 5 heads"),
+        (["--num-heads", "3", "--prefix", "blocks.0.attn"], 1, "its rows are no multiple of 3 heads"),  # of 8 channels
         (["--num-heads", "2", "--prefix", "blocks.1.attn"], 1, "has blocks.1.attn.bias_k, which a block"),
         (["--num-heads", "2", "--rank", "4"], 2, "rank must be the axes"),
     ):
@@ -109,6 +110,10 @@ def test_weights_of_keras(keras, tmp_path):
     (name,) = {key.split(".query_dense")[0] for key in tensors if ".query_dense.vars.0" in key}
     report = convert.convert_file(tmp_path / "net.weights.h5", tmp_path / "o.safetensors", "keras-mha", prefix=name)
     assert "qkv.weight" in str(report)
+    with pytest.raises(convert.ConversionError, match="num_heads is 3, and its kernels have 2 heads"):
+        convert.convert_file(
+            tmp_path / "net.weights.h5", tmp_path / "w.safetensors", "keras-mha", prefix=name, num_heads=3
+        )
     state = {key.removeprefix(f"{name}."): value for key, value in load_file(tmp_path / "o.safetensors").items()}
     block = va.Attention2d(6, 2, key_dim=3, value_dim=4, output_gate=True)
     block.load_state_dict(state)

@@ -27,8 +27,7 @@ from vision_attn import cli
 from vision_attn.comparison import runs
 from vision_attn.models import create_model
 from vision_attn.training import digits, network, run_folder, settings
-from vision_attn.training.data import open_image
-from vision_attn.training.images import prepare
+from vision_attn.training.images import open_image, prepare
 from vision_attn.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,8 +25,8 @@ from vision_attn.export import formats
 from vision_attn.export.classifier import Classifier, load_run
 from vision_attn.export.export import export_classifier
 from vision_attn.models import create_model
-from vision_attn.training.data import open_data, open_image
-from vision_attn.training.images import prepare
+from vision_attn.training.data import open_data
+from vision_attn.training.images import open_image, prepare
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
 

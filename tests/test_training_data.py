@@ -31,9 +31,19 @@ from vision_attn.export.classifier import images_in
 from vision_attn.training import data as data_room
 from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
 from vision_attn.training.data import image_folder as open_folder
-from vision_attn.training.data import open_data, open_image, open_images, varied
+from vision_attn.training.data import open_data, open_images, varied
 from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import Bar, Decoder, ImageLoader, ImageSet, ImageStream, centre, prepare, rgb
+from vision_attn.training.images import (
+    Bar,
+    Decoder,
+    ImageLoader,
+    ImageSet,
+    ImageStream,
+    centre,
+    open_image,
+    prepare,
+    rgb,
+)
 from vision_attn.training.run_folder import read_config
 from vision_attn.training.settings import Settings
 from vision_attn.training.train import train
@@ -194,6 +204,7 @@ def test_what_is_hidden_is_neither_a_class_nor_an_image(image_folder, tmp_path):
         Image.new("RGB", (32, 32)).save(root / folder / "IMAGE.png")
     found = open_folder(root)
     assert (found.classes, len(found)) == (("blue", "red"), 2)
+    assert images_in([root]) == [root / name / "IMAGE.PNG" for name in ("blue", "red")]
 
 
 def test_folders_without_classes_or_images_are_refused(image_folder, tmp_path):
@@ -219,6 +230,7 @@ def test_links_and_pipes_neither_multiply_nor_mislabel_images(tmp_path):
         ("cat/more", tmp_path / "more"), ("dog/round", root / "dog"), ("dog/small/cats", root / "cat"),
     ):  # fmt: skip
         (root / link).symlink_to(target, target_is_directory=True)
+    os.symlink("itself", root / "cat" / "itself")
     os.mkfifo(root / "cat" / "pipe.png")
     found = open_folder(root)
     assert [(Path(path).name, label) for path, label in found.dataset.samples] == [
@@ -638,6 +650,9 @@ def test_a_stream_that_ends_too_early_or_does_not_say_its_classes_is_refused(sha
         list(stream.batches([torch.arange(30)]))
     with pytest.raises(ValueError, match="num_classes must be given"):
         open_data(replace(shards, num_classes=None), train=False)
+    stream = open_images(open_data(replace(shards, num_classes=2), train=True), (24, 24), CPU, workers=1)
+    with pytest.raises(DataError, match="an image has the label 2, and labels go from 0 to 1: see --num-classes"):
+        list(stream.batches([torch.arange(72)]))
     with pytest.raises(DataError, match="how many images"):
         open_data(replace(shards, val_split="val-{0..1}.tar"), train=False)
 
@@ -876,6 +891,10 @@ def test_the_classes_of_images_are_known_before_they_are_decoded(image_folder, s
     assert sorted(by_timm.labels.tolist()) == expected
     tensors = open_data(Settings(dataset="cifar10", data=str(cifar)), train=False)
     assert open_images(tensors, (8, 8), CPU, workers=1).labels.tolist() == [*range(10)] * 2
+    fewer = replace(source, classes=("blue", "green"))
+    for workers in (None, 1):  # in memory, and decoded by a worker
+        with pytest.raises(DataError, match="an image has the label 2, and labels go from 0 to 1"):
+            list(open_images(fewer, (8, 8), CPU, workers=workers).batches([torch.arange(40, 50)]))
     unknown = ImageLoader(Decoder(Places("a.png", 3), (8, 8)), workers=1, device=CPU)
     with pytest.raises(ValueError, match="class_weights: Places does not say what the classes of its images are"):
         _ = unknown.labels

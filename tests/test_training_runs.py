@@ -514,6 +514,10 @@ def test_resuming_refuses_another_run_and_says_what_differs(base, image_folder, 
     missing = tmp_path / "run" / "last.pth"
     assert cli.main(flags(replace(base, resume=str(missing)))) == 1
     assert f"resume: there is no {missing} yet" in capsys.readouterr().err
+    assert cli.main(flags(replace(base, output=None, resume=str(image_folder)))) == 2
+    assert f"resume: {image_folder} is a folder: give the last.pth in it" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"resume: {image_folder} is a folder"):
+        train(replace(base, output=None, resume=str(image_folder)), quiet)
     interrupt(base, monkeypatch, 1, 1)
     with pytest.raises(ValueError, match=r"but opt, lr differ from .*--weights"):
         train(replace(base, opt="sgd", lr=0.1, resume=str(missing)), quiet)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Report", "Table", "escaped", "shorten", "table"]
+__all__ = ["Report", "Table", "escaped", "markdown", "shorten", "table"]
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
@@ -30,6 +30,18 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """The same rows as a table of Markdown.
+
+    >>> print(markdown([("where", "map"), ("layer4", "7×7")]))
+    | where | map |
+    | --- | ---: |
+    | layer4 | 7×7 |
+    """
+    sides = ["---" if column in left else "---:" for column in range(len(rows[0]))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], sides, *rows[1:]))
 
 
 class Table(NamedTuple):

@@ -21,7 +21,7 @@ from vision_attn.benchmark.measure import Spread, count_calls, peak_memory, quar
 from vision_attn.benchmark.plan import DTYPES, Plan, Shape, chosen
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import BenchmarkError
-from vision_attn.text import table
+from vision_attn.text import markdown, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -287,13 +287,11 @@ def as_text(result: ResultTable) -> str:
 def as_markdown(result: ResultTable) -> str:
     """A table as GitHub shows it, below a heading."""
     first, columns = next(iter(result.rows)), list(next(iter(result.rows.values())))
-    lines = [
+    cells = [
         ["", *(column.replace("ratio", f"{first} ÷ it") for column in columns)],
-        ["---", *["---:"] * len(columns)],
         *([name, *(written(row[column]) for column in columns)] for name, row in result.rows.items()),
     ]
-    grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join(filter(None, [f"### {result.heading}", grid, result.note]))
+    return "\n\n".join(filter(None, [f"### {result.heading}", markdown(cells), result.note]))
 
 
 def written(value: Value) -> str:

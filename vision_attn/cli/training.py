@@ -67,7 +67,9 @@ def add_compare(command: argparse.ArgumentParser) -> None:
     from vision_attn.comparison.arms import ARMS
     from vision_attn.training.settings import Settings
 
-    of_an_arm = argparse.ArgumentParser(prog="vision-attn compare --arms NAME=…", add_help=False, allow_abbrev=False)
+    # Of the command's own kind, which says what a mistyped flag may have been meant to be.
+    of_an_arm = type(command)(prog="vision-attn compare --arms", add_help=False, allow_abbrev=False)
+    of_an_arm.usage = "%(prog)s 'NAME=ARM [FLAG ...]' ..."
     add_config(of_an_arm)
     add_fields(of_an_arm, Settings, leave_out=DECIDED)
     command.set_defaults(command=partial(run_compare, of_an_arm))

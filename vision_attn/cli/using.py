@@ -65,7 +65,7 @@ def add_convert(command: argparse.ArgumentParser) -> None:
     add("output", metavar="OUT", help="file to write, .safetensors")
     add("--from", dest="layout", required=True, choices=tuple(LAYOUTS), help="how its attention is saved")
     add("--prefix", default="", help="path of the layers, with globs: 'blocks.*.attn' (default: the file is one layer)")
-    add("--num-heads", type=int, help="heads of each layer; Keras's files tell it")
+    add("--num-heads", type=int, help="heads of each layer (a file of Keras says it itself)")
     add("--rank", type=int, default=2, help="axes of the maps that the blocks are for (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the mapping, write nothing")
 

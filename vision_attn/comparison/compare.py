@@ -17,11 +17,14 @@ from vision_attn.comparison.runs import Outcome, carry_out
 from vision_attn.comparison.statistics import Difference, compare_scores, detectable, pooled_spread
 from vision_attn.errors import Interrupted
 from vision_attn.figures import Figure, save_figure
+from vision_attn.text import markdown
 from vision_attn.training.settings import Settings
 from vision_attn.version import __version__
 
-__all__ = ["Comparison", "compare", "markdown", "said_of"]
+__all__ = ["Comparison", "compare", "said_of"]
 
+#: The columns of both tables that hold words.
+WORDS = (0, 6)
 LEGEND = """\
 The verdict follows from the 95 % interval: Student's, with the spread pooled over all arms. Welch's takes that of each
 arm by itself, the bootstrap no distribution for given. All are corrected for the number of comparisons (Bonferroni)."""
@@ -118,12 +121,9 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
         time = f"{np.median([one.milliseconds for one in found]):.0f}"
         changed = "—" if first.changed is None else f"{np.mean([one.changed for one in found]):.1f}"
         spread = f" ± {np.std(scores[arm], ddof=1):.2f}" if len(found) > 1 else ""
-        top1, seeds = (
-            f"{np.mean(scores[arm]):.2f}{spread}",
-            (f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items()),
-        )
+        seeds = ", ".join(f"{seed}: {one.top1:.2f}" for seed, one in by_seed.items())
         cost = f"{first.parameters:,}", f"{first.multiply_adds:,}", time
-        rows.append((arm, *cost, changed, top1, ", ".join(seeds)))
+        rows.append((arm, *cost, changed, f"{np.mean(scores[arm]):.2f}{spread}", seeds))
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
     held_out = " on held-out training images" if settings.hold_out is not None else ""
     note = (
@@ -132,13 +132,8 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], pairs: str, command: 
     )
     note = f"{note} `{command}`" if command else note
     differences = compare_scores(scores, pairs)
-    return Comparison(outcomes, differences, "\n\n".join([markdown(rows), note, said_of(scores, differences)]) + "\n")
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, the header first."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], f"|---|{'---:|' * (len(rows[0]) - 2)}---|", *lines[1:]])
+    text = "\n\n".join([markdown(rows, WORDS), note, said_of(scores, differences)])
+    return Comparison(outcomes, differences, f"{text}\n")
 
 
 def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Difference]) -> str:
@@ -172,7 +167,7 @@ def said_of(scores: Mapping[str, Sequence[float]], differences: Sequence[Differe
         )
     else:
         lines.append("There is no spread over seeds to measure differences by: give more seeds.")
-    return "\n\n".join([markdown(rows), LEGEND, "\n".join(f"- {line}" for line in lines)])
+    return "\n\n".join([markdown(rows, WORDS), LEGEND, "\n".join(f"- {line}" for line in lines)])
 
 
 def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path) -> None:

@@ -77,11 +77,16 @@ def outcome_of(settings: Settings) -> Outcome | None:
     path = settings.folder / OUTCOME
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    differing = settings.differences(found["settings"])
+    try:
+        found = json.loads(path.read_text())
+        differing, outcome = settings.differences(found["settings"]), Outcome(**found["outcome"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"output: {path} is damaged, or of another version: remove it, and the run is finished anew ({error})"
+        ) from error
     if differing:
         raise ValueError(f"output: {settings.folder} holds a run whose {', '.join(differing)} differ: give another")
-    return Outcome(**found["outcome"])
+    return outcome
 
 
 def run(settings: Settings) -> Outcome:

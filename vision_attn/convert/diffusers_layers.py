@@ -1,4 +1,4 @@
-"""diffusers' attention, under its names of now and before."""
+"""diffusers' attention, under its current and its earlier names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vision_attn.convert.weights import Rows, input_projections, residual, rows_
 
 __all__ = ["diffusers_rows", "from_diffusers_attention"]
 
-#: What diffusers calls its projections, now and before.
+#: What diffusers calls its projections: now, and in earlier versions.
 NAMES = (("to_q", "to_k", "to_v", "to_out.0"), ("query", "key", "value", "proj_attn"))
 DIFFUSERS = ("diffusers.models.attention_processor.Attention", "diffusers.models.attention.AttentionBlock")
 
 
 def from_diffusers_attention(module: nn.Module, *, rank: int = 2) -> Attention | AttentionBlock:
-    """The block that computes what diffusers' ``Attention`` does, under its names of now and before.
+    """The block that computes what diffusers' ``Attention`` does, under its current and its earlier names.
 
     Args:
         module: the layer, with the processor that it is made with. With ``encoder_hidden_states`` of other channels it

@@ -137,7 +137,7 @@ def convert_file(
         output: file to write, ``.safetensors``.
         layout: how the layers are saved, one of ``LAYOUTS``.
         prefix: path of the layers, with globs, such as ``blocks.*.attn``; empty where the file is one layer.
-        num_heads: heads of each; Keras's kernels tell it themselves.
+        num_heads: heads of each; may be left out for Keras, whose kernels tell it.
         rank: axes of the maps that the blocks are for: 1, 2 or 3.
         dry_run: write nothing.
 
@@ -182,10 +182,13 @@ def convert_file(
         used: set[str] = set()
         start = f"{path}." if path else ""
         try:
-            rows = LAYOUTS[layout](Stored(tensors, start, num_heads or 0, used))
-            heads = num_heads or Stored(tensors, start, 0, used).query_dense.vars.__getattr__("0").shape[1]
+            layer = Stored(tensors, start, num_heads or 0, used)
+            rows = LAYOUTS[layout](layer)
+            heads: Any = getattr(layer.query_dense.vars, "0").shape[1] if layout == "keras-mha" else num_heads
+            if num_heads not in (None, heads):
+                raise ValueError(f"num_heads is {num_heads}, and its kernels have {heads} heads")
             made = parameters_of(rows, rank=rank)
-            if len((rows.get("qkv") or rows["q"]).weight) % heads:
+            if len((rows.get("qkv") or rows["q"]).weight) % heads or rows["proj"].weight.shape[1] % heads:
                 raise ValueError(f"its rows are no multiple of {heads} heads")
         except (AttributeError, RuntimeError, ValueError) as error:
             raise ConversionError(f"{path or 'the file'} is no layer of {layout}: {error}") from error

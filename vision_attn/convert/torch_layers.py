@@ -32,9 +32,9 @@ def from_torch_mha(module: nn.MultiheadAttention, *, rank: int = 2) -> Attention
     """The block that does with the positions of a map what an ``nn.MultiheadAttention`` does with tokens.
 
     ``module(t, t, t)`` of the positions of ``x``, row-major, becomes ``block(x)``; with keys and values of other
-    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``; where those two differ, ``y`` holds the channels of
-    keys and then those of values, and what keys have to do with the latter is zeros, which are trained like the rest.
-    torch's bool mask says where not to look, ours where to look: give ``~mask``.
+    channels (``kdim`` and ``vdim``) it is ``block(x, context=y)``. If these two differ, ``y`` holds the channels of the
+    keys followed by those of the values. The block's projection then has zeros from values to keys and back, which are
+    trained like the rest. torch's bool mask says where not to look, ours where to look: give ``~mask``.
 
     Args:
         module: the layer.

@@ -210,14 +210,13 @@ def load_run(
 
 
 def images_in(names: Sequence[str | Path]) -> list[Path]:
-    """Image files by name, and all those in folders, by their endings."""
+    """Image files by name, and all those in folders, by their endings; not what is hidden by a dot before its name."""
     found: list[Path] = []
     for path in map(Path, names):
-        inner = (
-            sorted(one for one in path.rglob("*") if one.suffix.lower() in IMG_EXTENSIONS and one.is_file())
-            if path.is_dir()
-            else [path]
-        )
+        inner = [path]
+        if path.is_dir():
+            images = sorted(one for one in path.rglob("*") if one.suffix.lower() in IMG_EXTENSIONS and one.is_file())
+            inner = [one for one in images if not any(name[0] == "." for name in one.relative_to(path).parts)]
         if not inner:
             raise DataError(f"{path} has no images, which end in {', '.join(IMG_EXTENSIONS)}")
         found += inner

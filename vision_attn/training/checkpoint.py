@@ -22,7 +22,7 @@ from vision_attn.insertion import plain_network
 from vision_attn.training.evaluation import Evaluation
 from vision_attn.training.network import Network
 from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.settings import FIELDS, Settings
+from vision_attn.training.settings import Settings, concerning
 from vision_attn.training.step import TrainingStep
 from vision_attn.training.trained import nothing_to_resume
 
@@ -60,7 +60,7 @@ def checkpoint_to_resume(settings: Settings) -> Path | None:
     path = settings.folder / "last.pth"
     path = path if settings.resume == "auto" else Path(settings.resume)
     # One answer for all processes, also where the folder reaches them at different times.
-    found: bool = broadcast_object_list([path.exists()])[0]
+    found: bool = broadcast_object_list([path.is_file()])[0]
     if not found and settings.resume != "auto":
         raise nothing_to_resume(path)
     return path if found else None
@@ -108,12 +108,9 @@ class Checkpoints:
         model = self.step.evaluated
         self.folder.save("best.pth", {"model": weights(model), **self.about, "epoch": self.progress.epoch})
         if self.settings.freeze_backbone and self.network.inserted is not None:
-            of_result = {
-                name: value
-                for name, value in self.settings.as_dict().items()
-                if FIELDS[name].metadata["concerns"] != "run"
-            }
-            about = {**self.about, "settings": of_result}  # the same wherever the run lies
+            settings = self.settings.as_dict()
+            # Without those of this run alone, so that the file is the same wherever the run lies.
+            about = {**self.about, "settings": {name: settings[name] for name in concerning("result", "machine")}}
             save_adapter(model, self.folder.path / "adapter.safetensors", also=self.network.new_head, about=about)
 
     def restore(self, file: CheckpointFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from timm.data import IterableImageDataset, create_dataset
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
@@ -32,8 +32,9 @@ from vision_attn.training.images import (
     ImageStream,
     Vary,
     centre,
+    open_image,
     prepare,
-    rgb,
+    refuse_other_labels,
 )
 from vision_attn.training.settings import Settings
 
@@ -188,9 +189,6 @@ def half_of_images(source: Source, settings: Settings, train: bool, share: float
 class Folder(ImageFolder):
     """A folder of class folders; what has a name that begins with a dot is neither a class nor an image."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), loader=open_image)
-
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
         if len(names) < 2:
@@ -203,27 +201,26 @@ class Folder(ImageFolder):
 
         Links are followed last: one that leads back into a class, or out to a folder around it, adds nothing.
         """
-        samples, met, links = [], set[str](), list[tuple[int, str]]()
-        to_visit = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
-        root = os.path.realpath(directory)
-        while to_visit or links:
-            links.sort(reverse=True)
-            label, folder = (to_visit or links).pop()
-            real = os.path.realpath(folder)
-            if to_visit and os.path.islink(folder):
-                links.append((label, folder))
-                continue
-            if real in met or f"{root}{os.sep}".startswith(os.path.join(real, "")):
+        root = Path(directory).resolve()
+        samples, met = [], {root, *root.parents}
+        places = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
+        to_visit = [(os.path.islink(folder), label, folder) for label, folder in places]
+        heapq.heapify(to_visit)
+        while to_visit:
+            label, folder = heapq.heappop(to_visit)[1:]
+            if (real := Path(folder).resolve()) in met:
                 continue
             met.add(real)
             with os.scandir(folder) as found:
                 for entry in found:
+                    # Where a link leads in a circle, an entry raises an error, and a path says that nothing is there.
+                    one = Path(entry) if entry.is_symlink() else entry
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir():
-                        to_visit.append((label, entry.path))
+                    if one.is_dir():
+                        heapq.heappush(to_visit, (entry.is_symlink(), label, entry.path))
                     elif entry.name.lower().endswith(IMG_EXTENSIONS) and (
-                        entry.is_file() or not os.path.exists(entry.path)  # a link to nothing is a damaged image
+                        one.is_file() or not os.path.exists(entry)  # a link to nothing is a damaged image
                     ):
                         samples.append((entry.path, label))
         filled = {label for _, label in samples}
@@ -238,13 +235,8 @@ class Folder(ImageFolder):
 
 def image_folder(folder: Path) -> Source:
     """A folder of class folders, ``CLASS/IMAGE``."""
-    found = Folder(folder)
+    found = Folder(str(folder), loader=open_image)
     return Source(str(folder), tuple(found.classes), 3, None, len(found), found)
-
-
-def open_image(path: str) -> Image.Image:
-    with Image.open(path) as file:
-        return rgb(file)
 
 
 def varied(settings: Settings, size: tuple[int, int], mean: Sequence[float]) -> Vary | None:
@@ -294,15 +286,16 @@ def open_images(
         vary: what each image goes through anew in each epoch, to that size; what is in memory stays as it is.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
-    decoding = workers or max(1, min(MOST_WORKERS, cores() // processes))
+    decoding, classes = workers or max(1, min(MOST_WORKERS, cores() // processes)), len(source.classes)
     if isinstance(source.dataset, IterableImageDataset):
         source.dataset.transform = partial(prepare, size=size, vary=vary)
-        return ImageStream(source.dataset, workers=decoding, device=device)
+        return ImageStream(source.dataset, workers=decoding, device=device, classes=classes)
     small = source.count * source.channels * math.prod(size) <= SMALL
     keep = cache == "ram" or (cache == "auto" and small and not workers)
     if source.dataset is not None and (vary is not None or not keep):
-        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device)
+        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device, classes=classes)
     found, place = source.read(size), device if small else torch.device("cpu")
+    refuse_other_labels(found.labels, classes)
     return ImageSet(found.images.to(place), found.labels.to(place), device)
 
 

@@ -41,7 +41,9 @@ __all__ = [
     "Vary",
     "centre",
     "lost_worker_named",
+    "open_image",
     "prepare",
+    "refuse_other_labels",
     "rgb",
 ]
 
@@ -100,10 +102,11 @@ class ImageLoader:
 
     verb = "decoded in every epoch"
 
-    def __init__(self, dataset: Any, *, workers: int, device: torch.device) -> None:
+    def __init__(self, dataset: Any, *, workers: int, device: torch.device, classes: int | None = None) -> None:
         self.dataset = dataset
         self.workers = workers
         self.device = device
+        self.classes = classes
         self.kept = f"{self.verb} by {workers} worker process{'es' if workers > 1 else ''}"
 
     def __len__(self) -> int:
@@ -126,8 +129,6 @@ class ImageLoader:
     def batches(self, rows: Iterable[Tensor], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = [(chosen.tolist(), seed) for chosen in rows]
         for found in self.from_workers(seed, batch_size=None, sampler=order):  # an element of the order is a batch
-            if isinstance(found, DataError):
-                raise found
             yield to_device(found, self.device)
 
     def from_workers(self, seed: int, **how: Any) -> Iterator[Any]:
@@ -140,7 +141,12 @@ class ImageLoader:
             **how,
         )
         with lost_worker_named():
-            yield from loader
+            for found in loader:
+                if isinstance(found, DataError):
+                    raise found
+                if self.classes is not None:
+                    refuse_other_labels(found[1], self.classes)
+                yield found
 
 
 class ImageStream(ImageLoader):
@@ -227,8 +233,8 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
     def open(self, row: int) -> tuple[Image.Image, int]:
         if isinstance(self.dataset, ImageDataset):  # by itself it would give another image in place of a damaged one
             file, label = self.dataset.reader[row]
-            with file, Image.open(file) as image:
-                return rgb(image), label
+            with file:
+                return open_image(file), label
         image, label = self.dataset[row]
         return rgb(image), label
 
@@ -236,6 +242,12 @@ class Decoder(Dataset[tuple[Tensor, Tensor] | DataError]):
         if hasattr(self.dataset, "samples"):
             return str(self.dataset.samples[row][0])
         return str(self.dataset.filename(row) if hasattr(self.dataset, "filename") else f"image {row}")
+
+
+def open_image(file: Any) -> Image.Image:
+    """An image file, by its path or opened already, as :func:`rgb` makes it."""
+    with Image.open(file) as image:
+        return rgb(image)
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -269,6 +281,15 @@ def prepare(image: Image.Image, size: tuple[int, int], vary: Vary | None) -> Ten
 def centre(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The centre of an image, at a size of rows and columns."""
     return image if image.size == size[::-1] else ImageOps.fit(image, size[::-1], Image.Resampling.BILINEAR)
+
+
+def refuse_other_labels(labels: Tensor, classes: int) -> None:
+    """Refuse labels of no class, at which the loss would fail, and on CUDA without saying why."""
+    other = labels[(labels < 0) | (labels >= classes)]
+    if len(other):
+        raise DataError(
+            f"an image has the label {int(other[0])}, and labels go from 0 to {classes - 1}: see --num-classes"
+        )
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

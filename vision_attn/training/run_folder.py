@@ -25,7 +25,7 @@ from torch import Tensor
 from vision_attn.checkpoints import write_atomically
 from vision_attn.errors import TrainingError
 from vision_attn.figures import save_figure
-from vision_attn.training.settings import FIELDS, Settings
+from vision_attn.training.settings import Settings, concerning
 
 __all__ = ["RunFolder", "curves_figure", "numbered_folder", "read_config"]
 
@@ -241,4 +241,4 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} is no file of settings: {' '.join(str(error).split())}") from error
     except ValueError as error:
         raise ValueError(f"config: {error}") from error
-    return {name: value for name, value in values.items() if FIELDS[name].metadata["concerns"] != "run"}
+    return {name: values[name] for name in concerning("result", "machine") if name in values}

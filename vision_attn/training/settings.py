@@ -18,7 +18,7 @@ from typing import Any
 
 from vision_attn.attend import IMPLEMENTATIONS
 
-__all__ = ["CHOICES", "FIELDS", "Settings", "type_of"]
+__all__ = ["CHOICES", "FIELDS", "Settings", "concerning", "type_of"]
 
 #: What is known to work for most networks, of the optimisers for which something is.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
@@ -284,8 +284,7 @@ class Settings:
         """
         # A setting that the other was written without had, then, what is its default now.
         others = {name: about.default for name, about in FIELDS.items()} | self.values_in(other, known_alone=True)
-        names = [name for name, about in FIELDS.items() if about.metadata["concerns"] == "result"]
-        return [name for name in names if getattr(self, name) != others[name]]
+        return [name for name in concerning("result") if getattr(self, name) != others[name]]
 
 
 FIELDS = {about.name: about for about in fields(Settings)}
@@ -293,6 +292,11 @@ FIELDS = {about.name: about for about in fields(Settings)}
 GONE = ("tensorboard",)
 #: The texts that a setting may be, none where it may be any; a script may add to them.
 CHOICES = {name: about.metadata["allowed"] for name, about in FIELDS.items() if "str" in str(about.type)}
+
+
+def concerning(*what: str) -> tuple[str, ...]:
+    """The settings that concern the ``"result"`` of a run, the ``"machine"``, or this ``"run"`` alone."""
+    return tuple(name for name, about in FIELDS.items() if about.metadata["concerns"] in what)
 
 
 def kind_of(value: object) -> object:

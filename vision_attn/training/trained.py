@@ -19,7 +19,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.models.registry import create_model
 from vision_attn.training.data import Source
 from vision_attn.training.network import BLOCKS, NOTES, Network, build_network
-from vision_attn.training.settings import FIELDS, Settings
+from vision_attn.training.settings import FIELDS, Settings, concerning
 from vision_attn.version import __version__
 
 __all__ = ["Trained", "nothing_to_resume", "open_trained", "settings_to_evaluate", "settings_to_resume"]
@@ -135,15 +135,17 @@ def refuse_larger(settings: Settings, source: Source, file: CheckpointFile) -> N
 
 def settings_to_resume(path: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with which a run goes on from its ``last.pth``: its own, and those that are given."""
-    if not Path(path).exists():
+    if not Path(path).is_file():
         raise nothing_to_resume(path)
     file = read_file(path)
     settings = settings_in(file.path, file.content)
-    own = {name: getattr(settings, name) for name, about in FIELDS.items() if about.metadata["concerns"] != "run"}
+    own = {name: getattr(settings, name) for name in concerning("result", "machine")}
     return {**refuse_fetching(own, given, path), **given}
 
 
-def nothing_to_resume(path: str | Path) -> FileNotFoundError:
+def nothing_to_resume(path: str | Path) -> Exception:
+    if Path(path).is_dir():
+        return ValueError(f"resume: {path} is a folder: give the last.pth in it, or --resume auto --output {path}")
     return FileNotFoundError(
         f"resume: there is no {path} yet: to go on where there is one and begin where there is none, give "
         "--resume auto and the folder as --output"
@@ -152,9 +154,8 @@ def nothing_to_resume(path: str | Path) -> FileNotFoundError:
 
 def settings_to_evaluate(trained: Trained, given: Mapping[str, Any], path: str | Path) -> Settings:
     """The settings with which a run's network is evaluated: the run's as to its data, and those that are given."""
-    of_machine = (name for name, about in FIELDS.items() if about.metadata["concerns"] == "machine")
-    names = [*FIELDS][: [*FIELDS].index("pretrained")]  # of the data, and the name of the model
-    names += ["batch_size", "seed", *of_machine]
+    of_data_and_model = [*FIELDS][: [*FIELDS].index("pretrained")]
+    names = (*of_data_and_model, "batch_size", "seed", *concerning("machine"))
     own = {name: getattr(trained.settings, name) for name in names}
     given = {name: value for name, value in given.items() if name != "weights"}
     return Settings(**{**refuse_fetching(own, given, path), **given})
