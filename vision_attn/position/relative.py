@@ -164,11 +164,14 @@ class DecomposedTerm(PositionTerm):
     ) -> tuple[Tensor, Tensor, float, Tensor | None]:
         offsets = part.offsets()
         keys_shape = [offset.shape[2] for offset in offsets]
-        logits = {axis: self.logits(q, axis, offsets[axis], part) for axis in self.tables}
         # A symbol stands for any size: what is exported with it is folded.
-        if set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS:
+        dense = set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS
+        # Logits may be beyond float16. Folded they are channels of the query, in its type.
+        queries = upcast(q) if dense else q
+        logits = {axis: self.logits(queries, axis, offsets[axis], part) for axis in self.tables}
+        if dense:
             along = [  # b·groups n i (keys of one axis), to be broadcast along the others
-                upcast(part_of_bias).unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
+                part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
                 for axis, part_of_bias in logits.items()
             ]
             bias = reduce(torch.add, along).expand(*q.shape[:3], *keys_shape).flatten(3)
