@@ -454,6 +454,15 @@ def test_feature_maps_of_linear_attention_are_what_their_names_say(impl):
     assert not block(torch.randn(1, 8, 3, 4), torch.zeros(12, dtype=torch.bool)).isnan().any()
 
 
+@pytest.mark.parametrize("impl", ["einx", "bmm"])
+@pytest.mark.parametrize("kept", [65_536, 1])
+def test_sums_over_a_large_map_fit_into_half_precision(impl, kept):
+    q, k, v = (torch.rand(1, 1, 65_536, 2) + 1 for _ in range(3))
+    options = {"impl": impl, "feature_map": "elu", "mask": (torch.arange(65_536) < kept)[:, None]}
+    half = attend_linear(q.half(), k.half(), v.half(), **options)
+    torch.testing.assert_close(half.float(), attend_linear(q, k, v, **options), rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("impl", va.IMPLS)
 @pytest.mark.parametrize("flush", [False, True])
 def test_denormals_neither_overflow_nor_become_nan(impl, flush):

@@ -191,6 +191,15 @@ def test_device_dtype_and_empty_batches_are_honoured():
     for impl in va.IMPLS:
         block = va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable())
         assert block(torch.randn(0, 8, 3, 5), torch.ones(15, 15, dtype=torch.bool)).shape == (0, 8, 3, 5)
+    for impl in ("einx", "bmm"):
+        assert va.LinearAttention2d(8, 2, impl=impl)(torch.randn(0, 8, 3, 5)).shape == (0, 8, 3, 5)
+
+
+@each_implementation
+def test_queries_and_keys_of_length_zero_have_a_direction_in_half_precision_too(impl):
+    block = va.Attention2d(8, 2, impl=impl, qk_norm="cosine", qkv_bias=False, dtype=torch.float16)
+    y = block(torch.zeros(1, 8, 3, 3, dtype=torch.float16))
+    close(y, block.proj.bias.view(1, 8, 1, 1).expand_as(y))
 
 
 def test_what_differs_is_printed_and_numpys_numbers_are_numbers():
@@ -216,6 +225,12 @@ UNBATCHED = [
     (lambda impl: va.Attention1d(8, 2, impl=impl), (7,), None),
     (lambda impl: va.Attention3d(8, 2, impl=impl, position=va.RelPosDecomposed(2)), (2, 3, 4), None),
     (lambda impl: va.LinearAttention2d(8, 2, impl=impl if impl == "einx" else "bmm"), (3, 5), None),
+    (
+        lambda impl: va.AugmentedConv2d(8, 8, impl=impl, num_heads=2, key_channels=8, value_channels=4),
+        (3, 5),
+        None,
+    ),
+    (lambda impl: va.SqueezeExciteBlock2d(8, gate_init=1.0), (3, 5), None),
 ]
 
 
@@ -230,7 +245,7 @@ def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(make, size, 
     y = block(x, **given)
     assert y.shape == x.shape
     close(y, block(x[None], **batched)[0], atol=1e-6)
-    if not isinstance(block, va.LinearAttention2d) and context_size is None:
+    if not isinstance(block, (va.LinearAttention2d, va.SqueezeExciteBlock2d)) and context_size is None:
         mask = torch.rand(x[0].numel(), 1) < 0.7
         close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
 

@@ -416,6 +416,11 @@ def test_weights_are_written_whole_or_not_at_all(step, trained, tmp_path, monkey
 def test_weights_are_written_as_safetensors_only(trained, tmp_path):
     with pytest.raises(ValueError, match=r"path must end in \.safetensors; got 'weights.pth'"):
         save_weights(trained, tmp_path / "weights.pth")
+    trained[4].__class__ = type("Counting", (nn.Linear,), {"get_extra_state": lambda layer: {"steps": 3}})
+    with pytest.raises(
+        ValueError, match=r"model must have nothing but tensors in its state dict.*; got 4\._extra_state"
+    ):
+        save_weights(trained, tmp_path / "weights.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -146,13 +146,24 @@ def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so(count):
     assert "gives no scores of classes" in str(found).splitlines()[-1]
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_channels_are_the_maps_own_with_one_and_three_axes(rank):
-    block = (va.AttentionBlock1d, va.AttentionBlock3d)[rank == 3](8, 2, gate_init=1.0)
-    x = torch.randn(2, 8, *(4,) * rank)
+@pytest.mark.parametrize("block", [va.AttentionBlock1d, va.AttentionBlock2d, va.AttentionBlock3d])
+def test_channels_are_told_apart_whatever_the_axes_of_a_map(block):
+    model = nn.Sequential(block(8, 2, gate_init=1.0))
     with torch.no_grad():
-        expected = rms(block(x) - x, (0, *range(2, x.dim()))) / rms(x, (0, *range(2, x.dim())))
-    torch.testing.assert_close(va.contribution(nn.Sequential(block), x).blocks[0].by_channel, expected)
+        model[0].gate[0] = 0.0
+    found = va.contribution(model, torch.randn(2, 8, *(5, 4, 3)[: block.rank])).blocks[0].by_channel
+    assert found.shape == (8,)
+    assert (found == 0).tolist() == [True] + 7 * [False]
+
+
+def test_blocks_of_a_compiled_model_close():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0)).eval()
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(1, 3, 6, 6)
+    with torch.no_grad():
+        open_ = compiled(x)
+        with va.closed(compiled):
+            assert torch.equal(compiled(x), model[0](x))
+        assert torch.equal(compiled(x), open_)
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], "images", (torch.zeros(1),)])

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
+import timm
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
@@ -227,6 +228,7 @@ def test_finetune_folder_says_what_it_cannot_train_on(image_folder, zoo, run_her
 
 @pytest.fixture
 def evidence(monkeypatch):
+    monkeypatch.setenv("EVIDENCE_MAPS", "")  # the plan sets it
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setitem(settings.CHOICES, "block", settings.CHOICES["block"])
     monkeypatch.setattr(network, "BLOCKS", dict(network.BLOCKS))
@@ -243,13 +245,17 @@ def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, mo
         settings = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         built = network.build_network(settings, source, lambda line: None)
         made[settings.folder.name] = settings, [type(block).__name__ for block in va.inserted(built.model).values()]
-        return runs.Outcome(50.0, 1.0, built.parameters, 0, 1.0, 1.0, None)
+        multiply_adds = runs.count_multiply_adds(built.model, (1, 3, *built.size))
+        return runs.Outcome(50.0, 1.0, built.parameters, multiply_adds, 1.0, 1.0, None)
 
     monkeypatch.setattr(runs, "run", outcome)
     (tmp_path / "data").mkdir()
     for half in ("train", "test"):
         (tmp_path / "data" / half).symlink_to(image_folder / "train")
-    arguments = [plan, "--data", str(tmp_path / "data"), "--weights", "net.pth", "--output", str(tmp_path / "runs")]
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
+    arguments = [plan, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    arguments += ["--weights", str(tmp_path / "net.pth")]
     evidence.main([*arguments, *EXAMPLES["evidence.py"]])
     ways, seeds = {name: blocks for name, (_, blocks) in made.items()}, {one.seed for one, _ in made.values()}
     if plan == "cifar":
@@ -269,6 +275,14 @@ def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, mo
         assert len(canvases) == 72
         with Image.open(canvases[0]) as image:
             assert image.size == (64, 64)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
+        mean, std = (torch.tensor(evidence.CIFAR10[name]).view(3, 1, 1) for name in ("mean", "std"))
+        both = torch.cat([pixels, pixels.flip(3)]).sub(mean).div(std)
+        plain, remembering = (timm.create_model(name).eval() for name in ("resnet20", "remembering_resnet20"))
+        plain.load_state_dict(torch.load(tmp_path / "net.pth"))
+        maps = remembering.requires_grad_(False).forward_features(both)  # read, not made by these random weights
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(maps, plain.forward_features(both), rtol=0.02, atol=0.02)
 
 
 def test_a_canvas_shows_what_its_class_says(evidence, image_folder, tmp_path):

@@ -257,6 +257,7 @@ def under_inference_mode(block, x):
 def under_fake_tensors(block, x):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         block(mode.from_tensor(x))
+        block(x)
 
 
 def under_grad(block, x):

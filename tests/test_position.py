@@ -148,6 +148,12 @@ def test_tables_of_another_size_are_resampled_on_load_and_the_report_says_so(tmp
     assert f"1 resampled for the model's size of map: {key} (model (11, 8), checkpoint (5, 8))" in str(report)
     x = torch.randn(2, 16, 6, 4)
     torch.testing.assert_close(new(x), old(x))  # which stretches its own tables to that map
+    torch.save(
+        {**old.state_dict(), **{key.replace("0.", "1."): p for key, p in old.state_dict().items()}},
+        tmp_path / "two.pth",
+    )
+    twice = nn.Sequential(new[0], new[0])
+    assert va.load_checkpoint(twice, tmp_path / "two.pth").resampled.keys() == {key, key.replace("0.", "1.")}
 
 
 @pytest.mark.parametrize("sides", [(2, 2), (3, 5), (12, 20)])

@@ -556,6 +556,13 @@ def test_a_new_head_takes_other_classes(base, tmp_path):
     train(replace(settings, reset_head=True, insert=()), quiet)
 
 
+def test_a_network_that_does_not_name_its_classifier_has_no_new_head(base):
+    model = create_model(base.model, num_classes=3)
+    model.pretrained_cfg = {**model.pretrained_cfg, "classifier": None}
+    with pytest.raises(ValueError, match=r"^reset_head: .*classifier='…' in its default_cfgs"):
+        new_head(model, replace(base, weights="a.pth", reset_head=True), 3)
+
+
 def test_a_checkpoint_brings_its_statistics_and_size_and_is_held_to_its_classes_and_blocks(
     base, image_folder, tmp_path
 ):

@@ -75,7 +75,7 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
 
 
 def check_new(device: Any, dtype: Any, **sizes: int) -> None:
-    """Refuse what no new parameters can be of: sizes that are no counts, no type of theirs, no place that there is."""
+    """Refuse sizes that are no counts, a dtype that cannot be trained, and a device that does not exist."""
     for name, value in sizes.items():
         check_count(name, value)
     check_type("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None")
@@ -95,12 +95,12 @@ def check_type(name: str, value: object, kinds: Any, what: str) -> None:
 
 
 def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...] = ()) -> list[Any]:
-    """The things that an argument names, of which it may be one itself; refused where it is none and holds none."""
+    """An argument as a list, in which a single value stands alone; refused where it cannot be gone through."""
     if isinstance(value, single):
         return [value]
     try:
         return list(value)
-    except TypeError:  # also of what says that it can be gone through, as a tensor of one number
+    except TypeError:  # as a tensor without axes does, too, though it has an iterator
         raise ValueError(f"{name} must be {what}; got {type(value).__name__}") from None
 
 

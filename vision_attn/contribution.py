@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vision_attn.blocks.residual import GatedResidual
 from vision_attn.checks import as_list
 from vision_attn.insertion import inserted, plain_network, quiet_eval, replaced
+from vision_attn.insertion.backbone import uncompiled
 from vision_attn.text import Report, Table
 
 __all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
@@ -156,6 +157,8 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[None]:
     """Close blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
 
+    A compiled model runs in eager meanwhile.
+
     Args:
         model: a network with inserted blocks in it.
         sites: the blocks to close, by the names in :func:`contribution`'s table; all of them when None.
@@ -178,6 +181,7 @@ def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[Non
         if site not in found:
             raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         for site in sites:
             handle = found[site].register_forward_hook(
                 lambda block, args, kwargs, y: given(args, kwargs), with_kwargs=True
@@ -189,14 +193,15 @@ def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[Non
 class Branch:
     """How large the branch of one block is, and the stream that it is added to, over all images that went through."""
 
-    def __init__(self, channels: int = 1) -> None:
+    def __init__(self, axis: int) -> None:
+        #: where the channels are in a map
+        self.axis = axis
         #: sums of squares by channel, of the branch and of the stream
-        self.squares = torch.zeros(2, channels)
+        self.squares = torch.zeros(2, 1)
 
-    def add(self, x: Tensor, y: Tensor, rank: int) -> None:
-        x, y = x.detach().float(), y.detach().float()
-        beside = [axis for axis in range(x.dim()) if axis != x.dim() - rank - 1]
-        self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(beside), x.square().sum(beside)])
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (x, y))
+        self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(1), x.square().sum(1)])
 
     @property
     def by_channel(self) -> Tensor:
@@ -220,14 +225,15 @@ def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
     """Measure the branch of every block in the forward passes inside a ``with`` block."""
     found: dict[str, Branch] = {}
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         for site, block in branches(model).items():
-            branch = found[site] = Branch()
+            # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
+            branch = found[site] = Branch(-1 - block.rank if isinstance(block, GatedResidual) else 1)
 
             def look(
-                block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, to: Branch = branch
+                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, to: Branch = branch
             ) -> None:
-                x = given(args, kwargs)
-                to.add(x, y, block.rank if isinstance(block, GatedResidual) else x.dim() - 2)
+                to.add(given(args, kwargs), y)
 
             stack.callback(block.register_forward_hook(look, with_kwargs=True).remove)
         yield found

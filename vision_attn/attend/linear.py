@@ -63,7 +63,12 @@ def features(q: Tensor, k: Tensor, mask: Tensor | None, feature_map: str) -> tup
         q, k = F.elu(q) + 1, F.elu(k) + 1
     if mask is not None:
         k = k.masked_fill(~mask, 0.0)
-    return (q / (q @ k.sum(dim=-2, keepdim=True).mT) if feature_map == "elu" else q), k
+    if feature_map == "elu":
+        total = k.sum(dim=-2, keepdim=True)
+        # One factor for all keys leaves the weights as they are, and sums over a large map fit into half precision.
+        level = total.mean(dim=-1, keepdim=True)
+        q, k = q / (q @ (total / level).mT), k / level
+    return q, k
 
 
 #: The forms of linear attention.

@@ -34,7 +34,7 @@ from vision_attn.checks import (
     product,
 )
 from vision_attn.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
-from vision_attn.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable
+from vision_attn.position import AbsPos, AnyPosition, BlockShape, PositionTerm, RelPosDecomposed, RelPosTable
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
 
@@ -142,25 +142,28 @@ class Attention(Specified):
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale = self.usual_scale if scale is None else scale
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
-        self.position = None
-        if position is not None:
-            if isinstance(position, type) or not hasattr(position, "build"):
-                raise ValueError(
-                    "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
-                    f"ConditionalPos() or SinCos(); got {position!r}"
-                )
-            self.position = position.build(BlockShape(channels, n, d, self.partitioner), **factory)
-            if self.position.is_relative and (kv_stride > 1 or context_channels is not None):
-                raise ValueError(
-                    f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
-                    "context_channels): use Rope2d()"
-                )
-            if self.position.needs_channels and context_channels not in (None, channels):
-                raise ValueError(
-                    f"position must not be {position!r}, which is added to maps of {channels} channels, with "
-                    f"context_channels={context_channels}: use Rope2d()"
-                )
+        self.position = None if position is None else self.new_position(position, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def new_position(self, position: AnyPosition, **factory: Any) -> PositionTerm:
+        """The position term of this block; refused where it does not go with the block's other arguments."""
+        if isinstance(position, type) or not hasattr(position, "build"):
+            raise ValueError(
+                "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
+                f"ConditionalPos() or SinCos(); got {position!r}"
+            )
+        term = position.build(BlockShape(self.channels, self.num_heads, self.key_dim, self.partitioner), **factory)
+        if term.is_relative and (self.kv_stride > 1 or self.context_channels is not None):
+            raise ValueError(
+                f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
+                "context_channels): use Rope2d()"
+            )
+        if term.needs_channels and self.context_channels not in (None, self.channels):
+            raise ValueError(
+                f"position must not be {position!r}, which is added to maps of {self.channels} channels, with "
+                f"context_channels={self.context_channels}: use Rope2d()"
+            )
+        return term
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend."""

@@ -102,7 +102,7 @@ class AugmentedConv2d(Specified):
         """Convolve and attend.
 
         Args:
-            x: maps, ``(b, in_channels, h, w)``.
+            x: maps, ``(b, in_channels, h, w)``, or one map, ``(in_channels, h, w)``.
             mask: as in :meth:`Attention2d.forward`, for the map after the stride.
 
         Returns:
@@ -112,7 +112,7 @@ class AugmentedConv2d(Specified):
             ValueError: ``mask`` does not fit.
         """
         seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
-        return torch.cat([self.conv(x), self.attn(seen, mask)], dim=1)
+        return torch.cat([self.conv(x), self.attn(seen, mask)], dim=-3)
 
     def specification(self) -> dict[str, object]:
         return {"stride": self.stride}

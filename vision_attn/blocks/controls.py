@@ -146,4 +146,5 @@ class SqueezeExciteBlock2d(NormBlock2d):
         self.excite = SqueezeExcite(channels, rd_channels=hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.add(x, self.excite(self.norm(x)))
+        y = self.norm(x)
+        return self.add(x, self.excite(y) if y.dim() == 4 else self.excite(y[None])[0])

@@ -97,6 +97,8 @@ class LinearAttention2d(Specified):
         if x.dim() == 3:
             return self.forward(x[None], mask)[0]
         check_map("x", x, self.channels, rank=2)
+        if 0 in x.shape:  # einx cannot tell the sizes of nothing
+            return self.proj(torch.zeros_like(x))
         impl = LINEAR_IMPLS[self.impl]
         q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads)
         if mask is not None:

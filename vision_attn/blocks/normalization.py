@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attend import upcast
+
 __all__ = ["UnitLength", "qk_norms"]
 
 #: What the logarithm of the factor on cosines is at most.
@@ -24,7 +26,7 @@ class UnitLength(nn.Module):
         self.logit_scale = None if scale is None else nn.Parameter(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.normalize(x, dim=-1)
+        x = F.normalize(upcast(x), dim=-1)  # half precision has no number as small as what its length is at least
         return x if self.logit_scale is None else x * self.logit_scale.clamp(max=LARGEST).exp()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from vision_attn.blocks.weights import Prepared, weights_on_map
 from vision_attn.capture.attention_map import AttentionMap
 from vision_attn.checks import as_list, product
 from vision_attn.insertion import plain_network
-from vision_attn.insertion.backbone import Example
+from vision_attn.insertion.backbone import Example, uncompiled
 from vision_attn.insertion.sites import Names, match_names, several
 from vision_attn.patterns import Partition
 
@@ -102,8 +101,7 @@ def capture(
     axes = max(2 if exchanged[path] else module.rank for path, module in modules.items())
     recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes a second
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
             seen: list[tuple[Partition, Prepared]] = []

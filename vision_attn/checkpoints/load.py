@@ -209,7 +209,7 @@ def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
 def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tables of positions that were saved for another size of map, for the size that the model has them for."""
     tables = {}
-    for path, term in model.named_modules():
+    for path, term in model.named_modules(remove_duplicate=False):
         if not isinstance(term, PositionTerm):
             continue
         for name, here in term.named_parameters(recurse=False):

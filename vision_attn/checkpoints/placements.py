@@ -48,10 +48,10 @@ class Placement:
 
 def placements_of(model: nn.Module) -> tuple[Placement, ...]:
     """Where the blocks of a model are and how they are made, if that can be written down."""
-    held = inserted(model)
-    for record in records(model):
+    held, found = inserted(model), records(model)
+    for record in found:
         refuse_unknown_make(record, held[record.site])
-    return tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in records(model))
+    return tuple(Placement(r.site, r.at, r.block, r.options, r.input_shape) for r in found)
 
 
 def refuse_unknown_make(record: InsertedBlock, block: nn.Module) -> None:

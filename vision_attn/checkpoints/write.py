@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vision_attn.checkpoints.specification import BLOCKS, blocks_of
 from vision_attn.insertion import plain_network
+from vision_attn.text import shorten
 
 
 def save_weights(model: nn.Module, path: str | Path, about: Mapping[str, str] | None = None) -> None:
@@ -28,6 +29,11 @@ def save_weights(model: nn.Module, path: str | Path, about: Mapping[str, str] | 
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     state = plain_network(model).state_dict()
+    if others := [key for key, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            "model must have nothing but tensors in its state dict, as .safetensors holds nothing else; got "
+            f"{shorten(others)}: torch.save the state dict"
+        )
     said = {**({BLOCKS: json.dumps(blocks)} if (blocks := blocks_of(state)) else {}), **(about or {})} or None
     write_atomically(path, ordered(save({key: copy_to_write(value) for key, value in state.items()}, said)))
 

@@ -237,7 +237,7 @@ def as_text(content: bytes) -> str:
 def about(model: nn.Module) -> str:
     plain = plain_network(model)
     count = sum(parameter.numel() for parameter in plain.parameters())
-    name = vars(plain).get("pretrained_cfg", {}).get("architecture") if isinstance(plain, nn.Module) else None
+    name = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture")
     return f"{name or type(plain).__name__}, {count:,} parameters"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -279,6 +279,12 @@ def clones_of(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(x, x.detach().clone()) for x in module._buffers.values() if x is not None and not x.is_meta]
 
 
+def uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled models run in eager: what is compiled does not see new hooks."""
+    # Without dynamo nothing is compiled, and importing it takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 @contextmanager
 def quiet_eval(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, uncompiled; afterwards every module is in the mode it was in.
@@ -298,8 +304,7 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.no_grad())
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # maps have the type of the network
-            if "torch._dynamo" in sys.modules:  # parts of the model may be compiled, and are not to be again for this
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled())
             yield
     finally:
         for module, training in modes:

@@ -275,6 +275,7 @@ def partition_of(partitioner: Partitioner, x: Tensor) -> Partition:
         or type(x) not in (Tensor, nn.Parameter)  # no fake tensor, whose masks would be fake as well
         or set(map(type, size)) != {int}  # nor a symbol, or what torch.jit.trace has in its place
         or torch._C._are_functorch_transforms_active()  # what is made inside one of them ends with it
+        or torch._C._len_torch_dispatch_stack()  # nor may a mode have it made as a fake tensor
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return partitioner.partition(size, x.device)

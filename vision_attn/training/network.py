@@ -141,6 +141,11 @@ def lines_of(inserted: InsertionReport) -> str:
 def head_keys(model: nn.Module) -> tuple[str, ...]:
     """Globs on the keys of the classifier."""
     classifier = config_of(model)["classifier"]
+    if not classifier:
+        raise ValueError(
+            "reset_head: the network's configuration does not say which module its classifier is; "
+            "register the model with timm with classifier='…' in its default_cfgs"
+        )
     return tuple(f"{head}.*" for head in ([classifier] if isinstance(classifier, str) else classifier))
 
 
