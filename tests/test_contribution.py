@@ -109,14 +109,41 @@ def test_blocks_of_a_networks_own_and_in_tokens_count_and_replacements_do_not(ba
         va.contribution(model, batch[0])
 
 
-def test_scores_may_be_maps_or_missing(batch):
-    images = torch.randn(2, 3, 64, 64)
+def test_scores_may_be_maps(batch):
+    torch.manual_seed(0)
+    images, labels = torch.randn(2, 3, 64, 64), torch.randint(4, (2, 64, 64))
     segmenter = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=4)
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
-    found = va.contribution(segmenter, images)
-    assert (found.together.changed, found.predictions) == (None, 0)
+    found = va.contribution(segmenter, (images, labels))
+    scores = segmenter.eval()(images)["out"]
+    with va.closed(segmenter):
+        others = segmenter(images)["out"]
+    assert found.together.changed == int((scores.argmax(1) != others.argmax(1)).sum())
+    rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
+    assert found.together.loss == pytest.approx(rise.item(), rel=1e-3) != 0
+    assert found.predictions == 2 * 64 * 64
     dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), va.AttentionBlock2d(8, 2, gate_init=1.0))
     assert va.contribution(dense, images[:, :, :8, :8]).predictions == 2 * 8 * 8
+
+
+class Detector(nn.Module):
+    """Takes a list of images and gives no scores of classes, as torchvision's detection models."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
+
+    def forward(self, images):
+        assert isinstance(images, list)
+        return [{"boxes": self.body(image[None]).mean()} for image in images]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so(count):
+    found = va.contribution(Detector(), [torch.rand(3, 8, 8 + more) for more in range(count)])
+    assert found.blocks[0].share > 0.01
+    assert (found.together.changed, found.predictions) == (None, 0)
+    assert "gives no scores of classes" in str(found).splitlines()[-1]
 
 
 @pytest.mark.parametrize("block", [va.AttentionBlock1d, va.AttentionBlock2d, va.AttentionBlock3d])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -66,7 +66,8 @@ class Contribution(Report):
         for site, share, closing in (*rows, ("together", "", self.together)):
             changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
             lines.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
-        return ["what changes when a block is closed", Table(lines)]
+        unread = [] if self.predictions else ["the model gives no scores of classes to compare"]
+        return ["what changes when a block is closed", Table(lines), *unread]
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
@@ -79,7 +80,9 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     Args:
         model: a network with inserted blocks in it, or with :class:`vision_attn.AttentionBlock2d` of its own. What
             :func:`vision_attn.replace_` put in the place of another module adds to no map, and is left out.
-        batch: images, or a pair of images and labels. The model gives scores ``(b, classes, …)`` for them.
+        batch: images, or a pair of images and labels; of detection models a list of images, each ``(c, h, w)``. The
+            model gives scores ``(b, classes, …)`` for them, by themselves, as ``logits`` or as ``out``; of one that
+            gives others only the shares are measured.
 
     Returns:
         A record for each block, and one of all together. It prints as a table.
@@ -96,7 +99,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     0                0.0000               0 of 4
     together                              0 of 4
     """
-    images, labels = (batch, None) if isinstance(batch, Tensor) else parts_of(batch)
+    images, labels = parts_of(batch)
     sites = list(branches(model))
     if not sites:
         raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
@@ -104,6 +107,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     def scores(shut: Iterable[str] = ()) -> Tensor | None:
         with closed(model, shut):
             output = plain_network(model)(images)
+        output = output.get("out") if isinstance(output, Mapping) and "out" in output else output  # of torchvision
         output = getattr(output, "logits", output)
         return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
 
@@ -126,8 +130,14 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     return Contribution(blocks, together, 0 if whole is None else whole.argmax(1).numel())
 
 
-def parts_of(batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
+def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
+    """The images, and the labels if there are any."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    tensors = isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(part, Tensor) for part in batch)
+    if tensors and all(part.dim() == 3 and part.is_floating_point() for part in batch):
+        return list(batch), None
+    if not tensors or len(batch) != 2:
         raise ValueError(f"batch must be images or a pair of images and labels, as tensors; got {type(batch).__name__}")
     return batch[0], batch[1]
 
