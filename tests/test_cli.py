@@ -135,6 +135,12 @@ def test_a_file_that_is_not_one_of_settings_exits_with_2(capsys, tmp_path, text,
     assert err.count("\n") == 1
 
 
+def test_without_a_command_all_are_listed(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"    {name} " in said for name in cli.COMMANDS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,7 +163,7 @@ def test_bad_usage_exits_with_2(capsys, image_folder, tmp_path, arguments, messa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "--epoch", "3"], ["train", "--impl", "flash"]])
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "--epoch", "3"], ["train", "--impl", "flash"]])
 def test_what_argparse_refuses_exits_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

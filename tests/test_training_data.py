@@ -403,10 +403,11 @@ def test_on_a_terminal_there_is_a_bar_whose_loss_moves_in_a_short_epoch(source, 
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-def test_worker_processes_give_the_batches_that_the_memory_gives(source):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_worker_processes_give_the_batches_that_the_memory_gives(source, workers):
     memory = open_images(source, (24, 24), CPU)
-    loader = open_images(source, (24, 24), CPU, workers=2)
     assert isinstance(memory, ImageSet)
+    loader = open_images(source, (24, 24), CPU, cache="none", workers=workers)
     assert isinstance(loader, ImageLoader)
     assert len(memory) == len(loader) == 72
     torch.manual_seed(0)
@@ -650,6 +651,8 @@ def test_a_stream_that_ends_too_early_or_does_not_say_its_classes_is_refused(sha
         list(stream.batches([torch.arange(30)]))
     with pytest.raises(ValueError, match="num_classes must be given"):
         open_data(replace(shards, num_classes=None), train=False)
+    with pytest.raises(ValueError, match="workers must be at least 1 for a stream"):
+        open_images(open_data(shards, train=False), (24, 24), CPU, workers=0)
     stream = open_images(open_data(replace(shards, num_classes=2), train=True), (24, 24), CPU, workers=1)
     with pytest.raises(DataError, match="an image has the label 2, and labels go from 0 to 1: see --num-classes"):
         list(stream.batches([torch.arange(72)]))

@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     take_any_encoding()  # also of what --help prints
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser().print_help(sys.stderr)
+        return BAD_USAGE
     options = parser().parse_args(arguments)
     return run_program("vision-attn", lambda: options.command(options), show_traceback=options.traceback)
 

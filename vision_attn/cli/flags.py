@@ -38,7 +38,8 @@ def add_fields(command: argparse.ArgumentParser, settings: type, leave_out: Coll
         text = about["text"] if default in (None, ()) else f"{about['text']} (default: {default})"
         choices = about["allowed"] if kind is str and not about["metavar"] else None
         options = {"nargs": "+" if many else None, "choices": choices or None, "metavar": about["metavar"]}
-        group.add_argument(f"--{flag}", help=text, type=kind, **options)
+        names = ["-o"] if flag == "output" else []
+        group.add_argument(*names, f"--{flag}", help=text, type=kind, **options)
 
 
 def add_config(command: argparse.ArgumentParser) -> None:

@@ -92,7 +92,7 @@ def add_compare(command: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, metavar="N", help=text)
     text = "compare the last arm with the others, or each with each (default: %(default)s)"
     add("--pairs", choices=("last", "all"), default="last", help=text)
-    add("--output", default="runs/compare", help="folder of the runs and the tables (default: %(default)s)")
+    add("-o", "--output", default="runs/compare", help="folder of the runs and the tables (default: %(default)s)")
     add_config(command)
     add_fields(command, Settings, leave_out=(*DECIDED, "block"))
 
@@ -129,7 +129,9 @@ def run_compare(of_an_arm: argparse.ArgumentParser, options: argparse.Namespace)
 def add_demo(command: argparse.ArgumentParser) -> None:
     """The flags of :func:`vision_attn.comparison.demo.demo`."""
     command.set_defaults(command=run_demo)
-    command.add_argument("--output", default="demo-output", help="folder for what it makes (default: %(default)s)")
+    command.add_argument(
+        "-o", "--output", default="demo-output", help="folder for what it makes (default: %(default)s)"
+    )
     command.add_argument("--epochs", type=int, default=3, help="epochs of each arm (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="seed of each arm (default: %(default)s)")
     command.add_argument("--jobs", type=int, metavar="N", help="arms side by side (default: as many as cores)")

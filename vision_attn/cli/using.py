@@ -16,7 +16,7 @@ def add_predict(command: argparse.ArgumentParser) -> None:
     add_trained(command)
     command.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders of them")
     command.add_argument("--top", type=int, default=5, help="classes of each image (default: %(default)s)")
-    command.add_argument("--output", metavar="CSV", help="file for a table of all images")
+    command.add_argument("-o", "--output", metavar="CSV", help="file for a table of all images")
 
 
 def run_predict(options: argparse.Namespace) -> None:
@@ -36,6 +36,7 @@ def add_export(command: argparse.ArgumentParser) -> None:
     command.set_defaults(command=run_export)
     add_trained(command)
     command.add_argument(
+        "-o",
         "--output",
         required=True,
         help="file to write; its ending says the format: .onnx, .pt2 (torch.export), .safetensors, none for a folder "

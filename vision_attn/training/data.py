@@ -280,14 +280,17 @@ def open_images(
         source: of what.
         size: rows and columns, in pixels.
         device: where batches are wanted.
-        workers: processes that decode; where they are given, images are not kept in memory unasked.
+        workers: processes that decode, 0 for this one; where there are some, images are not kept in memory unasked.
         cache: ``"ram"`` and ``"none"`` keep images in memory or do not; ``"auto"`` keeps what takes no more than
             :data:`SMALL`.
         vary: what each image goes through anew in each epoch, to that size; what is in memory stays as it is.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
-    decoding, classes = workers or max(1, min(MOST_WORKERS, cores() // processes)), len(source.classes)
+    decoding = max(1, min(MOST_WORKERS, cores() // processes)) if workers is None else workers
+    classes = len(source.classes)
     if isinstance(source.dataset, IterableImageDataset):
+        if not decoding:
+            raise ValueError("workers must be at least 1 for a stream, which draws its order in processes of its own")
         source.dataset.transform = partial(prepare, size=size, vary=vary)
         return ImageStream(source.dataset, workers=decoding, device=device, classes=classes)
     small = source.count * source.channels * math.prod(size) <= SMALL

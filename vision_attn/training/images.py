@@ -98,7 +98,7 @@ class ImageSet:
 
 
 class ImageLoader:
-    """Images of a :class:`Decoder` that worker processes decode ahead of the device."""
+    """Images of a :class:`Decoder` that worker processes decode ahead of the device; without any they wait for it."""
 
     verb = "decoded in every epoch"
 
@@ -107,7 +107,8 @@ class ImageLoader:
         self.workers = workers
         self.device = device
         self.classes = classes
-        self.kept = f"{self.verb} by {workers} worker process{'es' if workers > 1 else ''}"
+        processes = f"{workers} worker process{'es' if workers > 1 else ''}" if workers else "the process that trains"
+        self.kept = f"{self.verb} by {processes}"
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -158,7 +158,7 @@ class Settings:
         "auto", "keep images in memory; auto: up to 2 GiB, without --workers", ("auto", "ram", "none"), needs=KEPT
     )
     workers: int | None = of_machine(
-        None, "processes that decode images not in memory (default: as cores, up to 16)", (1, 1024), needs=IMAGES
+        None, "processes that decode images not in memory, 0 for none (default: as cores)", (0, 1024), needs=IMAGES
     )
     amp: bool = setting(False, "half precision where it is safe")
     amp_dtype: str = setting("bfloat16", "which; float16 on CUDA only", ("bfloat16", "float16"), needs={"amp": ()})
