@@ -22,6 +22,7 @@ from typing import Any
 import timm
 import torch
 from timm.models._hub import save_config_for_hf
+from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
 from vision_attn.checkpoints import save_weights
@@ -141,7 +142,12 @@ def save_model(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
         made = Path(aside) / "model"
         made.mkdir()
-        save_config_for_hf(model, made / "config.json", config, model_args=dict(model_args or {}))
+        path = made / "config.json"
+        save_config_for_hf(model, path, config, model_args=dict(model_args or {}))
+        said = json.loads(path.read_bytes())
+        if "input_size" not in said["pretrained_cfg"]:  # an older timm puts ours in the place of the model's
+            said["pretrained_cfg"] = filter_pretrained_cfg(config_of(model), remove_source=True, remove_null=True)
+            path.write_text(json.dumps({**said, "architecture": architecture}, indent=2))
         save_weights(model, made / "model.safetensors")
         if not (folder / "README.md").exists():
             (made / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
