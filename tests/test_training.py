@@ -27,7 +27,7 @@ from vision_attn.training.loop import Trainer
 from vision_attn.training.network import build_network, new_head
 from vision_attn.training.run_folder import RunFolder, curves_figure, numbered_folder
 from vision_attn.training.settings import Settings
-from vision_attn.training.step import TrainingStep
+from vision_attn.training.step import TrainingStep, make_schedule
 from vision_attn.training.train import make_accelerator, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -601,6 +601,12 @@ def test_evaluation_counts_every_image_once():
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
     assert score.loss == pytest.approx(float(F.cross_entropy(logits, data.labels)), rel=1e-5)
     assert model.training
+
+
+def test_a_schedule_that_an_older_timm_lacks_is_refused(base, monkeypatch):
+    monkeypatch.setattr("vision_attn.training.step.create_scheduler_v2", lambda *args, **how: (None, 1))
+    with pytest.raises(ValueError, match=r"^sched: timm .* knows no 'cosine': upgrade timm"):
+        make_schedule(None, base, 10)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

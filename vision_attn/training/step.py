@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -69,6 +70,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: i
         updates_per_epoch=1,
         **({} if decay is None else {"decay_epochs": decay * steps if decay >= 1 else decay}),
     )
+    if schedule is None:
+        raise ValueError(f"sched: timm {timm.__version__} knows no {settings.sched!r}: upgrade timm, or choose another")
     return schedule
 
 
