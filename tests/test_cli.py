@@ -135,6 +135,14 @@ def test_a_file_that_is_not_one_of_settings_exits_with_2(capsys, tmp_path, text,
     assert err.count("\n") == 1
 
 
+def test_where_output_is_a_flag_o_is_short_for_it():
+    (commands,) = (action.choices for action in cli.parser()._actions if isinstance(action.choices, dict))
+    named = {name: sub._option_string_actions for name, sub in commands.items()}
+    with_output = [name for name, flags in named.items() if "--output" in flags]
+    assert {"train", "compare", "predict", "export", "explore", "maps", "demo"} <= set(with_output)
+    assert all(named[name]["-o"] is named[name]["--output"] for name in with_output)
+
+
 def test_without_a_command_all_are_listed(capsys):
     assert cli.main([]) == 2
     said = capsys.readouterr().err

@@ -83,6 +83,19 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
 
 
+def test_a_folder_that_an_older_timm_writes_has_the_models_configuration(tmp_path, monkeypatch):
+    def older(model, path, config, model_args):  # as timm 1.0.26: what is given takes the place of what it knows
+        said = {"architecture": model.pretrained_cfg["architecture"], "num_classes": model.num_classes, **config}
+        path.write_text(json.dumps(said))
+
+    monkeypatch.setattr("vision_attn.models.folder.save_config_for_hf", older)
+    model = timm.create_model("resnet20", num_classes=3)
+    va.insert_(model, stages=-1)
+    again = va.load_model(va.save_model(model, tmp_path / "net"))
+    for name in ("input_size", "mean", "std", "classifier"):
+        assert again.pretrained_cfg[name] == model.pretrained_cfg[name]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder, and the network in it."""

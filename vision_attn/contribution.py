@@ -107,7 +107,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     def scores(shut: Iterable[str] = ()) -> Tensor | None:
         with closed(model, shut):
             output = plain_network(model)(images)
-        output = output.get("out") if isinstance(output, Mapping) and "out" in output else output  # of torchvision
+        output = output.get("out", output) if isinstance(output, Mapping) else output  # of torchvision
         output = getattr(output, "logits", output)
         return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
 

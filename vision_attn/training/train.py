@@ -115,7 +115,8 @@ def train(settings: Settings, say: Callable[[str], None] = print, *, trained: Tr
     log(f"training: {describe(train_source, train_data)}")
     steps, over = divmod(len(train_data), settings.batch_size)
     left_out = f", {over:,} of them left out, others each time" if over else ""
-    log(f"{settings.epochs:,} epochs, each of {steps:,} steps of {settings.batch_size} images{left_out}")
+    epochs = f"{settings.epochs:,} epoch{'s' if settings.epochs > 1 else ''}"
+    log(f"{epochs}, each of {steps:,} steps of {settings.batch_size} images{left_out}")
     trainer = Trainer(settings, accelerator, log, network, normalize, source.classes, train_data, data)
     try:
         return trainer.train(checkpoint)
