@@ -20,9 +20,8 @@ first or the last stage: attention, convolution, squeeze and excitation as a res
 shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
 Verdicts are by Student's interval of 95 %, corrected for the comparisons of a table. On two idle cores the first takes
-about five and a half hours, the others one each: with `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000` before the
-command, which lets the allocator of Linux keep memory, and else up to twice as long. Of each run what it came to is in
-the folder `results`.
+about five and a half hours, the others one each, with the two variables of docs/speed.md. What each run came to is in the
+folder `results`.
 """
 
 import argparse

@@ -283,7 +283,8 @@ def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, mo
         plain.load_state_dict(torch.load(tmp_path / "net.pth"))
         maps = remembering.requires_grad_(False).forward_features(both)  # read, not made by these random weights
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(maps, plain.forward_features(both), rtol=0.02, atol=0.02)
+            wanted = plain.forward_features(both).float()
+        assert (maps - wanted).norm() / wanted.norm() < 0.02  # bfloat16, by kernels of the processor
 
 
 def test_a_canvas_shows_what_its_class_says(evidence, image_folder, tmp_path):
