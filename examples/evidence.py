@@ -16,8 +16,8 @@ block after its last stage and a new classifier learn, eight epochs, seeds 0 to 
 with eight others.
 
 **adapters.** The same frozen network, a new classifier for CIFAR-100, and adapters after each residual block of the
-first or the last stage: attention, convolution, squeeze and excitation as a residual block, and the normalised
-shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
+first or the last stage: attention (in windows of 8×8 in the first), convolution, squeeze and excitation as a residual
+block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
 Verdicts are by Student's interval of 95 %, corrected for the comparisons of a table. On two idle cores the first takes
 about five and a half hours, the others one each, with the two variables of docs/speed.md. What each run came to is in the
@@ -264,6 +264,9 @@ def adapters(options):
         for stage in ("layer1", "layer3")
         for name in ("norm-shortcut", "se-residual", "convolution", "attention")
     }
+    # On 32×32 positions in full a step takes 40 seconds.
+    near = {"insert": ("layer1.*",), "block_options": (f"pattern=Window({SIDE // 4})",)}
+    arms["attention in layer1"] = settings_of_arm("attention", near, common)
     command = f"python examples/evidence.py adapters --data {options.data} --weights {options.weights}"
     how = {"jobs": options.jobs, "pairs": "all", "command": command}
     compare({"head alone": settings_of_arm("plain", {}, common), **arms}, seeds=options.seeds or range(5),
