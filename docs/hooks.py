@@ -21,7 +21,7 @@ SHOWN = (
         "tests/reach.*",
         "tests/families.*",
     ),
-    *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/notebooks/*.ipynb"),
+    *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attend/implementations.py"),
 )
 
