@@ -143,7 +143,7 @@ def head_keys(model: nn.Module) -> tuple[str, ...]:
     classifier = config_of(model)["classifier"]
     if not classifier:
         raise ValueError(
-            "reset_head: the network's configuration does not say which module its classifier is; "
+            "model: its configuration does not say which module its classifier is, so that it cannot begin anew; "
             "register the model with timm with classifier='…' in its default_cfgs"
         )
     return tuple(f"{head}.*" for head in ([classifier] if isinstance(classifier, str) else classifier))
