@@ -555,7 +555,7 @@ def test_a_new_head_takes_other_classes(base, tmp_path):
 def test_a_network_that_does_not_name_its_classifier_has_no_new_head(base):
     model = create_model(base.model, num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "classifier": None}
-    with pytest.raises(ValueError, match=r"^reset_head: .*classifier='…' in its default_cfgs"):
+    with pytest.raises(ValueError, match=r"^model: .*classifier='…' in its default_cfgs"):
         new_head(model, replace(base, weights="a.pth", reset_head=True), 3)
 
 
