@@ -21,7 +21,7 @@ first or the last stage: attention (in windows of 8×8 in the first), convolutio
 block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
 Verdicts are by Student's interval of 95 %, corrected for the comparisons of a table. On two idle cores the first takes
-about five hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
+about six hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
 the folder `results`.
 """
 

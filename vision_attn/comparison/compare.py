@@ -195,5 +195,5 @@ def figure(differences: Sequence[Difference]) -> Figure:
     axis.axvline(0, color="black", linewidth=0.7)
     axis.set_yticks(range(len(differences)), [" − ".join(one.arms) for one in differences])
     axis.set_xlabel("difference of top-1 %, 95 % interval")
-    axis.invert_yaxis()
+    axis.set_ylim(len(differences) - 0.5, -0.5)
     return picture
