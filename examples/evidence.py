@@ -7,8 +7,9 @@
 **cifar.** ResNet-20 on CIFAR-100 from scratch. Seven ways to put attention in are trained on nine tenths of the
 training images, ten epochs with seeds 0, 1 and 2, and scored on the tenth that is left. The one with the highest mean
 is then compared with the plain network, convolution, squeeze and excitation as in its paper, and the normalised
-shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Squeeze and excitation as a
-residual block was added when these runs had been seen: it led an earlier comparison, and a control is missing without.
+shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two more
+controls were added when these runs had been seen: squeeze and excitation as a residual block, which led an earlier
+comparison, and averaging, which tells whether it matters where attention looks.
 
 **positions.** Four photographs of two classes on one canvas: is the pair of one class in a row, in a column or on a
 diagonal? Chance is a third; which classes are there, and how often, never tells. The photographs are CIFAR-10's test
@@ -53,7 +54,7 @@ sys.modules.setdefault("evidence", sys.modules[__name__])
 CIFAR100 = {"img_size": 32, "mean": (0.5071, 0.4867, 0.4408), "std": (0.2673, 0.2564, 0.2761)}
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.201)}
 #: What the best way to put attention in is compared with.
-FINAL = ("plain", "convolution", "se", "se-residual", "norm-shortcut")
+FINAL = ("plain", "convolution", "se", "se-residual", "norm-shortcut", "averaging")
 #: On a CPU the products of bmm are the fastest for these maps.
 MACHINE = {"amp": True, "channels_last": True, "impl": "bmm"}
 SIDE = 32
