@@ -26,10 +26,10 @@ SITES = {
     "convnext_atto": ["stages.2", "stages.3"],
     "convnext_tiny": ["stages.2", "stages.3"],
     "efficientnet_b0": ["blocks.4.2", "blocks.6.0"],
-    "resnet20": ["layer3.2"],
-    "resnet56": ["layer3.8"],
-    "wrn16_4": ["layer3.1"],
-    "wrn28_10": ["layer3.3"],
+    "resnet20": ["layer3.0", "layer3.1", "layer3.2"],
+    "resnet56": [f"layer3.{block}" for block in range(9)],
+    "wrn16_4": ["layer3.0", "layer3.1"],
+    "wrn28_10": [f"layer3.{block}" for block in range(4)],
 }
 #: One of each family that is run here, and the side of an image for it.
 SIDES = {"resnet18": 64, "convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}

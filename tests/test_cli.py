@@ -488,7 +488,10 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path,
         "--heads", 0, 2, "--sites", "layer3",
     )  # fmt: skip
     assert (code, err) == (0, "")
-    assert {path.name for path in (tmp_path / "maps").iterdir()} == {"layer3.2.inserted.attn.png", "summary.png"}
+    assert {path.name for path in (tmp_path / "maps").iterdir()} == {
+        *(f"layer3.{block}.inserted.attn.png" for block in range(3)),
+        "summary.png",
+    }
 
 
 def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):

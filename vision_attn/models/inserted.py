@@ -33,8 +33,8 @@ Weights = dict[str, Tensor]
 class Insertion:
     """Where blocks go in a family of networks, what they are, and what timm has to know of the family."""
 
-    stages: tuple[int, ...]
-    block: Mapping[str, Any]
+    #: arguments of ``insert_``
+    blocks: Mapping[str, Any]
     #: rows and columns of the image that the maps are found with: small, for it is only the channels that count
     example: tuple[int, int]
     #: how timm takes features from the family; None where it has networks of their own for that
@@ -46,7 +46,7 @@ class Insertion:
 
 
 #: After the last two stages, whose maps are 14×14 and 7×7 for an image of 224×224: eight heads of 32 channels.
-RESNET = Insertion((-2, -1), {"num_heads": 8, "key_dim": 32, "value_dim": 32}, (64, 96), {})
+RESNET = Insertion({"stages": (-2, -1), "num_heads": 8, "key_dim": 32, "value_dim": 32}, (64, 96), {})
 EFFICIENTNET = replace(RESNET, features=None)
 CONVNEXT = replace(
     RESNET,
@@ -54,8 +54,8 @@ CONVNEXT = replace(
     convert=convnext.checkpoint_filter_fn,
     layer=r"^stages\.(\d+)\.inserted",
 )
-#: After the last stage, whose maps are 8×8: four heads.
-CIFAR = Insertion((-1,), {"num_heads": 4}, (32, 32), {"out_indices": (0, 1, 2)})
+#: After each residual block of the last stage, whose maps are 8×8: four heads.
+CIFAR = Insertion({"names": "layer3.*", "num_heads": 4}, (32, 32), {"out_indices": (0, 1, 2)})
 
 default_cfgs: dict[str, DefaultCfg] = {}
 
@@ -75,7 +75,7 @@ def with_attention(
     def network(**kwargs: Any) -> Any:
         model: Any = timm.model_entrypoint(base)(**kwargs)
         example = (1, kwargs.get("in_chans", 3), *insertion.example)
-        insert_(model, stages=insertion.stages, example_input=example, **insertion.block)
+        insert_(model, example_input=example, **insertion.blocks)
         if insertion.layer:
             vars(model)["group_matcher"] = partial(beside_the_layer_before, model.group_matcher, insertion.layer)
         return model
@@ -110,12 +110,12 @@ efficientnet_b0_attention = with_attention(
 resnet20_attention = with_attention(
     "resnet20",
     CIFAR,
-    "CIFAR ResNet-20, option B, with an attention block.",
+    "CIFAR ResNet-20, option B, with attention in its last stage.",
     trained=("cifar100",),
 )
-resnet32_attention = with_attention("resnet32", CIFAR, "CIFAR ResNet-32, option B, with an attention block.")
-resnet44_attention = with_attention("resnet44", CIFAR, "CIFAR ResNet-44, option B, with an attention block.")
-resnet56_attention = with_attention("resnet56", CIFAR, "CIFAR ResNet-56, option B, with an attention block.")
-wrn16_4_attention = with_attention("wrn16_4", CIFAR, "Wide ResNet-16-4 with an attention block.")
-wrn28_10_attention = with_attention("wrn28_10", CIFAR, "Wide ResNet-28-10 with an attention block.")
-wrn40_2_attention = with_attention("wrn40_2", CIFAR, "Wide ResNet-40-2 with an attention block.")
+resnet32_attention = with_attention("resnet32", CIFAR, "CIFAR ResNet-32, option B, with attention in its last stage.")
+resnet44_attention = with_attention("resnet44", CIFAR, "CIFAR ResNet-44, option B, with attention in its last stage.")
+resnet56_attention = with_attention("resnet56", CIFAR, "CIFAR ResNet-56, option B, with attention in its last stage.")
+wrn16_4_attention = with_attention("wrn16_4", CIFAR, "Wide ResNet-16-4 with attention in its last stage.")
+wrn28_10_attention = with_attention("wrn28_10", CIFAR, "Wide ResNet-28-10 with attention in its last stage.")
+wrn40_2_attention = with_attention("wrn40_2", CIFAR, "Wide ResNet-40-2 with attention in its last stage.")
