@@ -7,9 +7,9 @@
 **cifar.** ResNet-20 on CIFAR-100 from scratch. Seven ways to put attention in are trained on nine tenths of the
 training images, ten epochs with seeds 0, 1 and 2, and scored on the tenth that is left. The one with the highest mean
 is then compared with the plain network, convolution, squeeze and excitation as in its paper, and the normalised
-shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two more
-controls were added when these runs had been seen: squeeze and excitation as a residual block, which led an earlier
-comparison, and averaging, which tells whether it matters where attention looks.
+shortcut: all training images, ten epochs, seeds 10 to 14, scored on the test images. Two more controls were added
+when these runs had been seen: squeeze and excitation as a residual block, which led an earlier comparison, and
+averaging, which tells whether it matters where attention looks.
 
 **positions.** Four photographs of two classes on one canvas: is the pair of one class in a row, in a column or on a
 diagonal? Chance is a third; which classes are there, and how often, never tells. The photographs are CIFAR-10's test
@@ -22,7 +22,7 @@ first or the last stage: attention (in windows of 8×8 in the first), convolutio
 block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
 Verdicts are by Student's interval of 95 %, corrected for the comparisons of a table. On two idle cores the first takes
-about six hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
+about seven hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
 the folder `results`.
 """
 
