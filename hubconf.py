@@ -2,7 +2,7 @@
 
 dependencies = ["torch", "torchvision", "timm", "einx", "safetensors"]
 
-from vision_attn.models import (  # noqa: E402, F401
+from vision_attn.networks.models import (  # noqa: E402, F401
     aa_resnet50,
     botnet50,
     convnext_atto_attention,

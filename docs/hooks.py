@@ -22,7 +22,7 @@ SHOWN = (
         "tests/families.*",
     ),
     *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
-    *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attend/implementations.py"),
+    *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attention/attend/implementations.py"),
 )
 
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import from_numpy, nn
 
 import vision_attn as va
-from vision_attn import reference
-from vision_attn.benchmark.measure import peak_memory, time_in_turns
-from vision_attn.figures import Figure, save_figure
-from vision_attn.insertion import count_multiply_adds
+from vision_attn.attention import reference
+from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.networks.insertion import count_multiply_adds
+from vision_attn.tools.benchmark.measure import peak_memory, time_in_turns
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -206,13 +206,13 @@ assert by_torch(one_head, future.numpy())[0].isnan().all()
 with np.errstate(invalid="ignore"):
     nothing = softmax(np.full(3, -np.inf))
 zeros = reference.softmax(np.full(3, -np.inf))
-print("  softmax of nothing but -inf, as above:", nothing, "  in vision_attn.reference:", zeros)
+print("  softmax of nothing but -inf, as above:", nothing, "  in vision_attn.attention.reference:", zeros)
 assert np.isnan(nothing).all()
 assert (zeros == 0).all()
 block, state = drawn(va.Attention1d(c, num_heads=1))
 outputs = []
 for impl in va.IMPLS:
-    va.set_impl(block, impl)
+    va.set_impl_(block, impl)
     outputs.append(block(from_numpy(x.T[None]), from_numpy(~may)))  # maps (b, c, w): tokens in the last axis
 last = torch.cat(outputs)[:, :, -1]
 check("the last token, in each implementation: the bias", last, np.tile(state["proj.bias"], (len(va.IMPLS), 1)))
@@ -342,7 +342,7 @@ check("output, causal", transformer_block(x, encoder_p, n, causal), encoder(from
 # A CNN has maps `(b, c, h, w)` in the place of `(b, i, c)`: channels first, and the tokens are the positions, row by
 # row. A linear layer on every token is there a 1×1 convolution, and its weight `(out, in)` becomes `(out, in, 1, 1)`.
 # With the names changed, all that was checked above loads into the blocks of `vision_attn`: on `(b, c, w)`, on maps of
-# one row, and on maps of `h` rows. `vision_attn.reference`, the definition that the library is tested against, agrees
+# one row, and on maps of `h` rows. `vision_attn.attention.reference`, the definition that the library is tested against, agrees
 # as well.
 
 # %%

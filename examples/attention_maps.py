@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
 import vision_attn as va
-import vision_attn.models  # registers digit_pairs_attention and resnet20_attention with timm
-from vision_attn.figures import attention_figure, save_figure
-from vision_attn.training.digits import CLASSES, digit_pairs
+import vision_attn.networks.models  # registers digit_pairs_attention and resnet20_attention with timm
+from vision_attn.networks.figures import attention_figure, save_figure
+from vision_attn.tools.training.digits import CLASSES, digit_pairs
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn import cli
-from vision_attn.checkpoints import write_atomically
-from vision_attn.comparison.compare import said_of
-from vision_attn.comparison.statistics import compare_scores
+from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.text import markdown
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.compare import said_of
+from vision_attn.tools.comparison.statistics import compare_scores
 
 #: Blocks and their options; the last arm is compared with the others.
 NEAR = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}

@@ -22,9 +22,9 @@ from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
 import vision_attn as va
-from vision_attn.attend import attend
-from vision_attn.checkpoints import write_atomically
-from vision_attn.figures import Figure, save_figure
+from vision_attn.attention.attend import attend
+from vision_attn.networks.checkpoints import write_atomically
+from vision_attn.networks.figures import Figure, save_figure
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)  # nothing is trained here

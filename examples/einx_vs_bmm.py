@@ -28,9 +28,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import vision_attn as va
-from vision_attn.benchmark.measure import time_in_turns
-from vision_attn.figures import Figure, save_figure
-from vision_attn.patterns import resolve_pattern
+from vision_attn.attention.patterns import resolve_pattern
+from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.tools.benchmark.measure import time_in_turns
 
 began = time.perf_counter()
 import einx  # noqa: E402 - what importing it costs is one of the questions

@@ -42,12 +42,12 @@ from torch import nn
 from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
-from vision_attn import cli
-from vision_attn.comparison.arms import settings_of_arm
-from vision_attn.comparison.compare import compare
-from vision_attn.models.cifar_resnet import CifarResNet, cifar_cfg
-from vision_attn.training.data import image_folder
-from vision_attn.training.network import add_block
+from vision_attn.networks.models.cifar_resnet import CifarResNet, cifar_cfg
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.arms import settings_of_arm
+from vision_attn.tools.comparison.compare import compare
+from vision_attn.tools.training.data import image_folder
+from vision_attn.tools.training.network import add_block
 
 #: Settings name the block below by this module, also in processes of their own.
 sys.modules.setdefault("evidence", sys.modules[__name__])

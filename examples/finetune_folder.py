@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 import vision_attn as va
-import vision_attn.models  # registers resnet20 and others with timm
+import vision_attn.networks.models  # registers resnet20 and others with timm
 
 
 def fit(model, groups, epochs):

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
 import vision_attn as va
-import vision_attn.models  # registers digit_pairs_attention with timm
-from vision_attn.figures import attention_figure, save_figure
-from vision_attn.training.digits import CLASSES, digit_pairs
+import vision_attn.networks.models  # registers digit_pairs_attention with timm
+from vision_attn.networks.figures import attention_figure, save_figure
+from vision_attn.tools.training.digits import CLASSES, digit_pairs
 
 torch.manual_seed(0)
 OUTPUT = Path("examples-output")
@@ -92,7 +92,7 @@ gates
 file = va.save_adapter(model, OUTPUT / "first_steps.safetensors", also="fc.*")
 trained = model(images)
 va.remove_(model)
-again = va.load_adapter(model, file)
+again = va.load_adapter_(model, file)
 assert torch.equal(model(images), trained)
 print(f"wrote {file}: {file.stat().st_size / 1e6:.1f} MB")
 again

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import vision_attn as va
-import vision_attn.models  # registers digit_pairs with timm
-from vision_attn.training.digits import digit_pairs
+import vision_attn.networks.models  # registers digit_pairs with timm
+from vision_attn.tools.training.digits import digit_pairs
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -116,6 +116,6 @@ after = model(held_out)
 va.remove_(model)
 assert list(model.state_dict()) == names
 model.fc.reset_parameters()  # the head is in the file too
-print(va.load_adapter(model, file))
+print(va.load_adapter_(model, file))
 assert torch.equal(model(held_out), after)
 print(f"wrote {file}: {file.stat().st_size / 1e3:.0f} kB")

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from vision_attn.cli import main
+from vision_attn.tools.cli import main
 
 RECIPE = """
     --dataset cifar100

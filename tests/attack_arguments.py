@@ -1,7 +1,7 @@
 """Wrong arguments in great number: of the public functions, and of every flag of every command.
 
 ``python tests/attack_arguments.py 10000`` tries as many calls and as many command lines. What comes of one is a result,
-which for attention is that of ``vision_attn.reference``, or an error of ours, a ``ValueError`` or a ``TypeError``, that
+which for attention is that of ``vision_attn.attention.reference``, or an error of ours, a ``ValueError`` or a ``TypeError``, that
 names the argument; of a command line exit code 0, or 1 or 2 and a line.
 """
 
@@ -31,8 +31,11 @@ from test_reference import PATTERNS, POSITIONS
 from torch import nn
 
 import vision_attn as va
-from vision_attn import cli, convert, reference
-from vision_attn.attend import IMPLEMENTATIONS, IMPLS, attend
+from vision_attn.attention import reference
+from vision_attn.attention.attend import IMPLEMENTATIONS, IMPLS, attend
+from vision_attn.networks import convert
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 SECONDS = 30
 #: What is handed over in the place of any argument.
@@ -86,7 +89,7 @@ def maps_of(model):
 #: Every kind of block with parameters of its own.
 MAKERS = (
     partial(va.Attention2d, 8, 2), partial(va.AttentionBlock2d, 8, 2), partial(va.LinearAttention2d, 8, 2),
-    partial(va.TransformerBlock2d, 8, 2), partial(va.NormBlock2d, 8),
+    partial(va.TransformerBlock2d, 8, 2), partial(NormBlock2d, 8),
     partial(va.AugmentedConv2d, 8, 8, num_heads=2, key_channels=4, value_channels=4),
 )  # fmt: skip
 
@@ -152,7 +155,7 @@ def honest(folder):
         (va.TransformerBlock2d, 2),
     )}  # fmt: skip
     one = {"channels": 8}
-    for kind in (va.ConvBlock2d, va.NormBlock2d, va.SqueezeExciteBlock2d):
+    for kind in (ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d):
         calls[kind.__name__] = block_run(kind, 2), one.copy
     augmented = {"in_channels": 8, "out_channels": 8, "num_heads": 2, "key_channels": 4, "value_channels": 4}
     calls["AugmentedConv2d"] = block_run(va.AugmentedConv2d, 2), augmented.copy
@@ -191,7 +194,7 @@ def honest(folder):
     for function, more in (
         (va.remove_, {}), (va.gates, {}), (va.inserted, {}), (va.freeze_backbone_, {}), (va.freeze_gates_, {}),
         (va.set_gates_, {"value": 0.5}), (va.print_trainable_parameters, {}), (va.parameter_groups, {"lr": 0.1}),
-        (va.set_impl, {"impl": "bmm"}), (va.set_adapter, {"name": None}), (va.contribution, {"batch": image()}),
+        (va.set_impl_, {"impl": "bmm"}), (va.set_adapter, {"name": None}), (va.contribution, {"batch": image()}),
         (va.save_adapter, {"path": folder / "b.safetensors"}), (va.explore, {"images": image(),
         "output": folder / "p.html"}),
         (va.check_optimizer, {"optimizer": torch.optim.SGD(network().parameters())}),
@@ -212,7 +215,7 @@ def honest(folder):
         lambda: {"model": network(), "example_input": (1, 3, 8, 8), "batch_size": 2},
     )
     calls["load_checkpoint"] = va.load_checkpoint, lambda: {"model": network(), "path": weights}
-    calls["load_adapter"] = va.load_adapter, lambda: {"model": network(), "path": adapter}
+    calls["load_adapter_"] = va.load_adapter_, lambda: {"model": network(), "path": adapter}
     calls["load_model"] = va.load_model, lambda: {"folder": saved}
     calls["load_run"] = va.load_run, lambda: {"path": saved}
     calls["save_model"] = (
@@ -229,7 +232,7 @@ def honest(folder):
         "std": (0.5,) * 3,
     }
     calls["Classifier"] = va.Classifier, classifier.copy
-    from vision_attn.export.export import export_classifier
+    from vision_attn.tools.export.export import export_classifier
 
     flat = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
     whole = {"classifier": va.Classifier(**{**classifier, "model": flat}), "output": folder / "e.safetensors"}
@@ -346,9 +349,9 @@ WORDS = (
 #: The functions that do the work of some commands, which takes minutes: when they are reached, all arguments were
 #: right.
 WORK = (
-    "vision_attn.comparison.compare.carry_out",
-    "vision_attn.benchmark.run.times",
-    "vision_attn.benchmark.run.check_outputs",
+    "vision_attn.tools.comparison.compare.carry_out",
+    "vision_attn.tools.benchmark.run.times",
+    "vision_attn.tools.benchmark.run.check_outputs",
 )
 
 

@@ -23,8 +23,8 @@ from crafted import Call, Named, New, as_legacy, as_tar, as_zip, memory, network
 from safetensors.torch import save_file
 
 import vision_attn as va
-from vision_attn.checkpoints import read_checkpoint
-from vision_attn.checkpoints.adapter_file import read_adapter
+from vision_attn.networks.checkpoints import read_checkpoint
+from vision_attn.networks.checkpoints.adapter_file import read_adapter
 
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
 #: What nobody may call: by their own names, and behind those of what checkpoints do call.
@@ -35,7 +35,7 @@ NAMES = (
     "pickle.loads", "marshal.loads", "functools.partial", "operator.attrgetter", "numpy.load", "torch.load",
     "torch.hub.load", "torch.jit.load", "torch.storage._load_from_bytes", "torch.serialization.load",
     "torch._utils._rebuild_tensor_v2.__globals__", "collections.OrderedDict.__class__",
-    "collections.OrderedDict.update", "argparse.Namespace.__init__", "vision_attn.load_adapter",
+    "collections.OrderedDict.update", "argparse.Namespace.__init__", "vision_attn.load_adapter_",
     "numpy.dtype.__reduce__", "_codecs.decode",
 )  # fmt: skip
 #: Ways in which a pickle calls something; each is given its module and its name.

@@ -350,8 +350,8 @@ def steps_in(folder):
     def several():
         model = network()
         model[2].bias.data += 1
-        va.load_adapter(model, adapter, name="one", strict=False)
-        va.load_adapter(model, adapter, name="two", strict=False)
+        va.load_adapter_(model, adapter, name="one", strict=False)
+        va.load_adapter_(model, adapter, name="two", strict=False)
         return model
 
     how = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
@@ -362,12 +362,12 @@ def steps_in(folder):
         "swap_": (encoder, va.swap_), "swap_ copy": (encoder, lambda m: va.swap_(m, copy=True)),
         "swap_back_": (exchanged, va.swap_back_), "swap_back_ copy": (lambda: exchanged(copy=True), va.swap_back_),
         "load_checkpoint": (network, lambda m: va.load_checkpoint(m, weights)),
-        "load_adapter": (network, lambda m: va.load_adapter(m, adapter, strict=False)),
-        "load_adapter name": (network, lambda m: va.load_adapter(m, adapter, strict=False, name="one")),
+        "load_adapter_": (network, lambda m: va.load_adapter_(m, adapter, strict=False)),
+        "load_adapter_ name": (network, lambda m: va.load_adapter_(m, adapter, strict=False, name="one")),
         "set_adapter": (several, lambda m: va.set_adapter(m, "one")), "set_adapter None": (several,
         lambda m: va.set_adapter(m, None)),
-        "set_gates_": (with_blocks, lambda m: va.set_gates_(m, 0.5)), "set_impl": (with_blocks,
-        lambda m: va.set_impl(m, "bmm")),
+        "set_gates_": (with_blocks, lambda m: va.set_gates_(m, 0.5)), "set_impl_": (with_blocks,
+        lambda m: va.set_impl_(m, "bmm")),
         "freeze_backbone_": (with_blocks, va.freeze_backbone_), "contribution": (with_blocks,
         lambda m: va.contribution(m, torch.ones(2, 3, 8, 8))),
         "save_adapter": (with_blocks, lambda m: va.save_adapter(m, folder / "b.safetensors")),

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-from vision_attn.checkpoints import read_checkpoint
-from vision_attn.checkpoints.adapter_file import fingerprint, hash_of
+from vision_attn.networks.checkpoints import read_checkpoint
+from vision_attn.networks.checkpoints.adapter_file import fingerprint, hash_of
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -221,7 +221,7 @@ def read_in_copies(honest, *paths):
     """
     resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))  # not to harm the machine that the tests run on
     model = network()
-    va.load_adapter(model, honest)
+    va.load_adapter_(model, honest)
     va.remove_(model)
     for path in paths:
         if os.fork():
@@ -231,7 +231,7 @@ def read_in_copies(honest, *paths):
         signal.alarm(100)
         begin, before, said = time.process_time(), memory(), ""
         try:
-            va.load_adapter(model, path) if path.endswith(".safetensors") else read_checkpoint(path)
+            va.load_adapter_(model, path) if path.endswith(".safetensors") else read_checkpoint(path)
         except va.CheckpointError as error:
             said = str(error)
         answer = {"path": path, "said": said, "seconds": time.process_time() - begin, "megabytes": memory() - before}

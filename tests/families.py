@@ -28,7 +28,7 @@ from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.blocks import EXCHANGED
+from vision_attn.attention.blocks import EXCHANGED
 
 TABLE = Path(__file__).with_suffix(".md")
 
@@ -232,8 +232,8 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES), time: bool = 
 
 def timed(entry: Entry) -> tuple[str, ...]:
     """As `vision-attn bench --swap` measures it, on images of the model's own size."""
-    from vision_attn.benchmark.plan import Plan
-    from vision_attn.benchmark.run import run_benchmark
+    from vision_attn.tools.benchmark.plan import Plan
+    from vision_attn.tools.benchmark.run import run_benchmark
 
     config = getattr(timm.create_model(entry.model), "pretrained_cfg", {}) if entry.library == "timm" else {}
     side = config.get("input_size", (3, 224, 224))[-1]

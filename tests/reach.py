@@ -24,7 +24,7 @@ from timm.models import list_models, list_modules
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.insertion import inserted_keys, records
+from vision_attn.networks.insertion import inserted_keys, records
 
 #: Side of the images where a model takes any: 4×4 cells at a stride of 32.
 SMALL = 128

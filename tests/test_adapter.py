@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.checkpoints import load_adapter, save_adapter
-from vision_attn.checkpoints.adapter_file import fingerprint, hash_of
-from vision_attn.checkpoints.placements import BLOCKS
-from vision_attn.checkpoints.specification import SPECIFICATIONS, from_code, to_code
-from vision_attn.insertion.freezing import freeze_backbone_
+import vision_attn.networks.insertion
+import vision_attn.networks.models
+from vision_attn.networks.checkpoints import load_adapter_, save_adapter
+from vision_attn.networks.checkpoints.adapter_file import fingerprint, hash_of
+from vision_attn.networks.checkpoints.placements import BLOCKS
+from vision_attn.networks.checkpoints.specification import SPECIFICATIONS, from_code, to_code
+from vision_attn.networks.insertion.freezing import freeze_backbone_
 
 #: The networks here are so small that some of their maps are 2×2.
 pytestmark = pytest.mark.filterwarnings("ignore:the map at")
@@ -44,7 +45,7 @@ def train(model, also=()):
     """Other values in every tensor of the blocks, and in what is trained beside them."""
     torch.manual_seed(1)
     state = model.state_dict()
-    for key in [*sorted(va.insertion.inserted_keys(model)), *also]:
+    for key in [*sorted(vision_attn.networks.insertion.inserted_keys(model)), *also]:
         if state[key].is_floating_point():
             nn.init.normal_(state[key], std=0.3)
 
@@ -94,10 +95,10 @@ def test_what_was_inserted_comes_back_and_leaves_no_trace(place, tmp_path):
 
     other = small_network()
     before = copied(other)
-    report = load_adapter(other, tmp_path / "adapter.safetensors")
+    report = load_adapter_(other, tmp_path / "adapter.safetensors")
     assert_same(other.state_dict(), model.state_dict())
-    assert va.insertion.records(other) == va.insertion.records(model)
-    assert set(report.loaded) == va.insertion.inserted_keys(model)
+    assert vision_attn.networks.insertion.records(other) == vision_attn.networks.insertion.records(model)
+    assert set(report.loaded) == vision_attn.networks.insertion.inserted_keys(model)
     assert not report.differing
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
@@ -114,11 +115,11 @@ def test_a_module_that_loops_over_its_children_has_its_block_back(tmp_path):
     model = dense_network()
     va.replace_(model, names="features.denseblock2.denselayer1.conv2", num_heads=1, example_input=IMAGES)
     va.insert_(model, names=["features.denseblock1", "features.denseblock2"], num_heads=1, example_input=IMAGES)
-    assert any(".inserted_" in key for key in va.insertion.inserted_keys(model))
+    assert any(".inserted_" in key for key in vision_attn.networks.insertion.inserted_keys(model))
     train(model)
     save_adapter(model, tmp_path / "adapter.safetensors")
     other = dense_network()
-    load_adapter(other, tmp_path / "adapter.safetensors")
+    load_adapter_(other, tmp_path / "adapter.safetensors")
     assert_same(other.state_dict(), model.state_dict())
 
 
@@ -134,7 +135,7 @@ def test_blocks_and_a_head_are_trained_on_a_frozen_network_and_go_onto_it(tmp_pa
     path = save_adapter(model.eval(), tmp_path / "adapter.safetensors", also="fc.*")
     other = small_network()
     other.load_state_dict(base)
-    assert not load_adapter(other, path).differing
+    assert not load_adapter_(other, path).differing
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(other.fc.weight, base["fc.weight"])
@@ -153,7 +154,7 @@ def test_an_adapter_is_small(tmp_path):
 
 def save_whole(model, folder):
     path = folder / "whole.safetensors"
-    va.checkpoints.save_weights(model, path)
+    vision_attn.networks.checkpoints.save_weights(model, path)
     return path
 
 
@@ -164,10 +165,10 @@ def test_a_new_head_goes_with_the_blocks(tmp_path):
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
     other = small_network()
     nn.init.zeros_(other.fc.weight)  # a head is new, so its values are no part of what the network is
-    load_adapter(other, path)
+    load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
-        load_adapter(small_network(classes=5), path)
+        load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also: 'head.*' matches no key of the model; it has conv1.weight"):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
@@ -209,14 +210,14 @@ def test_another_network_is_refused_in_words_before_it_is_touched(what, adapter)
     change(model)
     before = copied(model)
     with pytest.raises(va.CheckpointError, match=message):
-        load_adapter(model, adapter)
+        load_adapter_(model, adapter)
     assert_same(model.state_dict(), before)
     assert not va.inserted(model)
     if what in ("names", "shapes"):
         with pytest.raises(va.CheckpointError, match=message):
-            load_adapter(model, adapter, strict=False)
+            load_adapter_(model, adapter, strict=False)
     else:
-        report = load_adapter(model, adapter, strict=False)
+        report = load_adapter_(model, adapter, strict=False)
         assert len(report.differing) == (2 if what == "values" else 67)
         assert "tensors of the network are not those it was trained on: " in str(report)
         dtypes = {value.dtype for value in va.inserted(model)["layer3.0"].state_dict().values()}
@@ -231,25 +232,25 @@ def test_a_network_in_half_precision_has_adapters_of_its_own(tmp_path):
     train(model)
     path = save_adapter(model, tmp_path / "adapter.safetensors")
     other = small_network().bfloat16()
-    load_adapter(other, path)
+    load_adapter_(other, path)
     assert_same(other.state_dict(), model.state_dict())
 
 
 def test_batches_that_were_counted_are_no_part_of_the_network(adapter):
     model = small_network()
     model.bn1.num_batches_tracked.add_(7)
-    assert not load_adapter(model, adapter).differing
+    assert not load_adapter_(model, adapter).differing
 
 
 def test_the_memory_layout_is_no_part_of_the_network(adapter):
     model = small_network().to(memory_format=torch.channels_last)
-    assert not load_adapter(model, adapter).differing
+    assert not load_adapter_(model, adapter).differing
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
 def test_a_wrapped_model_is_saved_and_loaded_as_the_network_in_it(wrap, adapter, tmp_path):
     model = small_network()
-    load_adapter(wrap(model), adapter)
+    load_adapter_(wrap(model), adapter)
     again = save_adapter(wrap(model), tmp_path / "again.safetensors")
     assert again.read_bytes() == adapter.read_bytes()
 
@@ -259,12 +260,12 @@ def test_a_network_in_training_on_several_devices_is_saved_and_not_changed(adapt
     model = small_network()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(va.insertion.SiteError, match="DistributedDataParallel"):
-            load_adapter(nn.parallel.DistributedDataParallel(model), adapter)
-        load_adapter(model, adapter)
+        with pytest.raises(vision_attn.networks.insertion.SiteError, match="DistributedDataParallel"):
+            load_adapter_(nn.parallel.DistributedDataParallel(model), adapter)
+        load_adapter_(model, adapter)
         parallel = nn.parallel.DistributedDataParallel(model)
         again = save_adapter(parallel, tmp_path / "again.safetensors")
-        va.checkpoints.save_weights(parallel, tmp_path / "whole.safetensors")
+        vision_attn.networks.checkpoints.save_weights(parallel, tmp_path / "whole.safetensors")
         loaded = va.load_checkpoint(parallel, tmp_path / "whole.safetensors").loaded
         assert set(loaded) == model.state_dict().keys()
     finally:
@@ -274,9 +275,9 @@ def test_a_network_in_training_on_several_devices_is_saved_and_not_changed(adapt
 
 def test_a_model_with_blocks_is_refused(adapter):
     model = small_network()
-    load_adapter(model, adapter)
+    load_adapter_(model, adapter)
     with pytest.raises(ValueError, match=r"nothing inserted; it has blocks at 'layer3.0': remove_\(model\) first"):
-        load_adapter(model, adapter)
+        load_adapter_(model, adapter)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, mo
     nn.init.ones_(model.fc.weight)
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
 
-    room = va.checkpoints.placements if step == "insert_" else va.checkpoints.adapter
+    room = vision_attn.networks.checkpoints.placements if step == "insert_" else va.checkpoints.adapter
     real = getattr(room, step)
     calls = []
 
@@ -306,7 +307,7 @@ def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, mo
     modules, before = dict(other.named_modules()), copied(other)
     expected = va.CheckpointError if error is RuntimeError else error
     with pytest.raises(expected, match="the lights went out"):
-        load_adapter(other, path)
+        load_adapter_(other, path)
     assert len(calls) == (2 if step == "insert_" else 1)
     assert dict(other.named_modules()) == modules
     assert_same(other.state_dict(), before)
@@ -333,18 +334,18 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.CheckpointError, match=r"is no adapter.*load_checkpoint reads checkpoints"):
-        load_adapter(model, other)
+        load_adapter_(model, other)
     with pytest.raises(
         va.CheckpointError, match=r"vision_attn 9\.0 as an adapter of form 2, and .* upgrade vision_attn"
     ):
-        load_adapter(model, rewritten(adapter, other, library="9.0", format=2))
+        load_adapter_(model, rewritten(adapter, other, library="9.0", format=2))
     block = {"site": "a", "at": "after", "block": "b", "options": {"c": "os.system('d')"}, "input_shape": [1]}
     for changes in ({"blocks": [{}]}, {"blocks": 3}, {"blocks": [block]}, {"also": ["fc.weight"]}, {"base": []}):
         with pytest.raises(va.CheckpointError, match="is a damaged adapter"):
-            load_adapter(model, rewritten(adapter, other, **changes))
+            load_adapter_(model, rewritten(adapter, other, **changes))
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
-        load_adapter(model, tmp_path / "nothing.safetensors")
-    with pytest.raises(va.CheckpointError, match=r"is an adapter, blocks without their network: .*load_adapter"):
+        load_adapter_(model, tmp_path / "nothing.safetensors")
+    with pytest.raises(va.CheckpointError, match=r"is an adapter, blocks without their network: .*load_adapter_"):
         va.load_checkpoint(model, adapter)
     assert not va.inserted(model)
 
@@ -353,7 +354,7 @@ def test_options_in_a_file_cannot_say_where_blocks_go(adapter, tmp_path):
     blocks = said_in(adapter)["blocks"]
     blocks[0]["options"]["names"] = "'**'"
     with pytest.raises(va.CheckpointError, match=r"multiple values for keyword argument 'names'"):
-        load_adapter(small_network(), rewritten(adapter, tmp_path / "other.safetensors", blocks=blocks))
+        load_adapter_(small_network(), rewritten(adapter, tmp_path / "other.safetensors", blocks=blocks))
 
 
 def test_a_file_cannot_change_more_of_a_network_than_it_says(adapter, tmp_path):
@@ -361,7 +362,7 @@ def test_a_file_cannot_change_more_of_a_network_than_it_says(adapter, tmp_path):
     before = copied(model)
     other = rewritten(adapter, tmp_path / "other.safetensors", more={"fc.bias": torch.ones(3)})
     with pytest.raises(va.CheckpointError, match=r"differ in fc\.bias"):
-        load_adapter(model, other)
+        load_adapter_(model, other)
     assert_same(model.state_dict(), before)
 
 
@@ -375,11 +376,11 @@ def test_damage_anywhere_is_found(adapter):
         damaged[place] ^= 1 << (place % 7)
         adapter.write_bytes(damaged)
         with pytest.raises(va.CheckpointError):
-            load_adapter(model, adapter)
+            load_adapter_(model, adapter)
     for share in (0.0, 0.3, 0.999):
         adapter.write_bytes(content[: int(share * len(content))])
         with pytest.raises(va.CheckpointError, match=r"truncated or no checkpoint"):
-            load_adapter(model, adapter)
+            load_adapter_(model, adapter)
     assert_same(model.state_dict(), before)
 
 
@@ -412,13 +413,13 @@ def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
     path = save_adapter(model, tmp_path / "own.safetensors")
     other = small_network()
     with pytest.raises(va.CheckpointError, match=r"holds Scale, which is no block of this library.*block=Scale"):
-        load_adapter(other, path)
-    load_adapter(other, path, block=Scale)
+        load_adapter_(other, path)
+    load_adapter_(other, path, block=Scale)
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(va.CheckpointError, match=r"cannot be put into the model .*start"):
-        load_adapter(small_network(), path, block=va.AttentionBlock2d)
+        load_adapter_(small_network(), path, block=va.AttentionBlock2d)
     with pytest.raises(ValueError, match=r"block: .*of this library only \(AttentionBlock2d\): leave it out"):
-        load_adapter(small_network(), adapter, block=Scale)
+        load_adapter_(small_network(), adapter, block=Scale)
 
 
 def test_a_block_that_is_not_the_saved_one_is_refused(tmp_path):
@@ -430,7 +431,7 @@ def test_a_block_that_is_not_the_saved_one_is_refused(tmp_path):
     with pytest.raises(
         va.CheckpointError, match=r"the block made here and the saved ones differ in weight \(8,\), bias"
     ):
-        load_adapter(other, path, block=lambda channels, **options: nn.BatchNorm2d(channels, **options))
+        load_adapter_(other, path, block=lambda channels, **options: nn.BatchNorm2d(channels, **options))
     assert not va.inserted(other)
 
 
@@ -454,9 +455,9 @@ def test_a_block_that_a_function_made_is_refused_when_it_would_come_back_as_anot
 def test_the_way_it_runs_may_have_been_changed(tmp_path):
     model = small_network()
     va.insert_(model, stages=-2, num_heads=2, example_input=IMAGES)
-    va.set_impl(model, "einsum")
+    va.set_impl_(model, "einsum")
     path = save_adapter(model, tmp_path / "adapter.safetensors")
-    load_adapter(small_network(), path)
+    load_adapter_(small_network(), path)
     assert va.inserted(model)["layer3.0"].attn.impl == "einsum"
 
 
@@ -595,7 +596,7 @@ def test_adapters_are_switched_and_closed(two):
     model = small_network()
     before, keys = copied(model), {}
     for name, path in files.items():
-        load_adapter(model, path, name=name)
+        load_adapter_(model, path, name=name)
         keys[name] = list(model.state_dict())
     assert torch.equal(model(x), outputs["birds"]), "the one that was loaded last is in it"
     parameters = {id(p) for p in model.parameters()}
@@ -616,7 +617,7 @@ def test_an_adapter_is_trained_put_aside_and_saved(two, tmp_path):
     files, outputs, x = two
     model = small_network()
     for name, path in files.items():
-        load_adapter(model, path, name=name)
+        load_adapter_(model, path, name=name)
     with torch.no_grad():
         model.fc.bias.add_(1.0)
         next(iter(va.inserted(model).values())).gate.mul_(2.0)
@@ -631,25 +632,25 @@ def test_an_adapter_is_trained_put_aside_and_saved(two, tmp_path):
     model.float()
     save_adapter(model, tmp_path / "again.safetensors", also="fc.*")
     again = small_network()
-    load_adapter(again, tmp_path / "again.safetensors")
+    load_adapter_(again, tmp_path / "again.safetensors")
     assert torch.equal(again(x), expected)
 
 
 def test_names_of_adapters_are_minded(two, tmp_path):
     files, outputs, x = two
     model = small_network()
-    with pytest.raises(ValueError, match=r"it has none: load_adapter\(model, path, name=…\) first; got 'pets'"):
+    with pytest.raises(ValueError, match=r"it has none: load_adapter_\(model, path, name=…\) first; got 'pets'"):
         va.set_adapter(model, "pets")
-    load_adapter(model, files["pets"], name="pets")
+    load_adapter_(model, files["pets"], name="pets")
     with pytest.raises(ValueError, match=r"it has 'pets'; got 'cats'"):
         va.set_adapter(model, "cats")
     for name in ("pets", None):
         with pytest.raises(ValueError, match=r"name must be one that none of the model's adapters has \(pets\)"):
-            load_adapter(model, files["birds"], name=name)
+            load_adapter_(model, files["birds"], name=name)
     # What cannot be loaded leaves the one that is in the network.
     (tmp_path / "damaged.safetensors").write_bytes(files["birds"].read_bytes()[:-3])
     with pytest.raises(va.CheckpointError):
-        load_adapter(model, tmp_path / "damaged.safetensors", name="birds")
+        load_adapter_(model, tmp_path / "damaged.safetensors", name="birds")
     assert torch.equal(model(x), outputs["pets"])
 
 

@@ -85,11 +85,11 @@ def test_no_import_points_up():
 @pytest.mark.parametrize(
     ("room", "source", "upward"),
     [
-        ("attend", "from vision_attn.blocks import Attention2d", ["blocks"]),
-        ("attend", "import vision_attn.training.loop", ["training"]),
+        ("attend", "from vision_attn.attention.blocks import Attention2d", ["blocks"]),
+        ("attend", "import vision_attn.tools.training.loop", ["training"]),
         ("blocks", "def f():\n    from vision_attn import capture", ["capture"]),
-        ("reference", "import vision_attn.reference", ["reference"]),
-        ("blocks", "from vision_attn.attend import attend", []),
+        ("reference", "import vision_attn.attention.reference", ["reference"]),
+        ("blocks", "from vision_attn.attention.attend import attend", []),
         ("cli", "import vision_attn", [""]),
         ("cli", "def f():\n    from vision_attn import __version__", ["__version__"]),
     ],

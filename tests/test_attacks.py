@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import vision_attn as va
-from vision_attn.attend import attend
-from vision_attn.checkpoints import read_checkpoint
+from vision_attn.attention.attend import attend
+from vision_attn.networks.checkpoints import read_checkpoint
 
 
 def test_flipped_bits_of_a_checkpoint_never_change_what_is_read(tmp_path):
@@ -80,7 +80,7 @@ def seen():
 CALLS = {
     "model": [
         va.gates, va.remove_, va.swap_, va.stage_names, va.freeze_backbone_, va.print_trainable_parameters,
-        lambda x: va.set_impl(x, "bmm"), lambda x: va.use_impl(x, "bmm").__enter__(),
+        lambda x: va.set_impl_(x, "bmm"), lambda x: va.use_impl(x, "bmm").__enter__(),
         lambda x: va.explore(x, torch.rand(1, 3, 4, 4), "page.html"),
     ],
     **{
@@ -107,7 +107,7 @@ CALLS = {
         lambda x: va.insert_(attack_arguments.network(), where=x, example_input=(1, 3, 8, 8)),
     ],
     "block": [lambda x: va.insert_(attack_arguments.network(), type(x), names="0", example_input=(1, 3, 8, 8))],
-    "name": [lambda x: va.set_adapter(blocks(), [x]), lambda x: va.load_adapter(blocks(), "a", name=[x])],
+    "name": [lambda x: va.set_adapter(blocks(), [x]), lambda x: va.load_adapter_(blocks(), "a", name=[x])],
     "dry_run": [lambda x: va.swap_(blocks(), dry_run=x)],
     "memory_limit": [lambda x: va.inspect_model(blocks(), example_input=(1, 3, 8, 8), memory_limit=[x])],
     "device": [lambda x, make=make: make(device=x) for make in attack_arguments.MAKERS],

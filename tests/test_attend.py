@@ -7,8 +7,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vision_attn as va
-from vision_attn.attend import IMPLEMENTATIONS, attend, attention_weights
-from vision_attn.attend.linear import attend_linear
+from vision_attn.attention.attend import IMPLEMENTATIONS, attend, attention_weights
+from vision_attn.attention.attend.linear import attend_linear
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
@@ -402,10 +402,10 @@ def test_an_implementation_from_outside_is_available_to_every_block(registered):
         va.Attention2d(8, 2, proj_bias=False),
         va.Attention2d(8, 2, pattern=va.Window(2, shift=1), position=va.RelPosTable(), proj_bias=False),
     )
-    assert va.set_impl(model, registered) == 2
+    assert va.set_impl_(model, registered) == 2
     x, mask = torch.randn(3, 8, 3, 3), torch.rand(9, 9) < 0.7
     found = [block(x, mask) for block in model]
-    va.set_impl(model, "bmm")
+    va.set_impl_(model, "bmm")
     for y, block in zip(found, model, strict=True):
         torch.testing.assert_close(y, 2 * block(x, mask))
 

@@ -15,9 +15,9 @@ from timm.models.resnetv2 import DownsampleConv, PreActBasic
 from torch import nn
 
 import vision_attn as va
-from vision_attn import models
-from vision_attn.blocks import StridedAttention2d
-from vision_attn.models.folder import load_model, save_model
+from vision_attn.attention.blocks import StridedAttention2d
+from vision_attn.networks import models
+from vision_attn.networks.models.folder import load_model, save_model
 
 #: By network: the modules that blocks follow.
 SITES = {

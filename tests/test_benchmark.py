@@ -9,14 +9,15 @@ import pytest
 import torch
 from timm.layers import Attention as TimmAttention
 
-from vision_attn import IMPLS, Attention2d, RelPosDecomposed, cli
-from vision_attn.benchmark import contestants, measure, run
-from vision_attn.benchmark.contestants import CASES, Case, Contestant, contestant, make_map
-from vision_attn.benchmark.measure import count_calls, peak_memory, time_in_turns
-from vision_attn.benchmark.plan import COMPARISONS, Plan
-from vision_attn.benchmark.run import BEST, ResultTable, as_text, chart, written
-from vision_attn.convert import timing
+from vision_attn import IMPLS, Attention2d, RelPosDecomposed
 from vision_attn.errors import BenchmarkError
+from vision_attn.networks.convert import timing
+from vision_attn.tools import cli
+from vision_attn.tools.benchmark import contestants, measure, run
+from vision_attn.tools.benchmark.contestants import CASES, Case, Contestant, contestant, make_map
+from vision_attn.tools.benchmark.measure import count_calls, peak_memory, time_in_turns
+from vision_attn.tools.benchmark.plan import COMPARISONS, Plan
+from vision_attn.tools.benchmark.run import BEST, ResultTable, as_text, chart, written
 
 CPU = torch.device("cpu")
 QUICK = ("--heads", 2, "--device", "cpu", "--rounds", 1)

@@ -15,14 +15,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import vision_attn as va
-from vision_attn.attend import IMPLEMENTATIONS
-from vision_attn.blocks.projection import POINTWISE
+from vision_attn.attention.attend import IMPLEMENTATIONS
+from vision_attn.attention.blocks.projection import POINTWISE
+from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
 DOUBLE = {"dtype": torch.float64}
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-RESIDUAL = pytest.mark.parametrize(
-    "block", [va.AttentionBlock2d, va.ConvBlock2d, va.NormBlock2d, va.SqueezeExciteBlock2d]
-)
+RESIDUAL = pytest.mark.parametrize("block", [va.AttentionBlock2d, ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d])
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
 
 
@@ -132,8 +131,8 @@ def test_gradients_have_the_strides_of_their_parameters_in_channels_last(groups)
         va.AttentionBlock2d(8, num_heads=2, groups=groups, gate_init=1.0),
         va.TransformerBlock2d(8, 2),
         va.LinearAttention2d(8, 2),
-        va.ConvBlock2d(8),
-        va.SqueezeExciteBlock2d(8),
+        ConvBlock2d(8),
+        SqueezeExciteBlock2d(8),
         va.StridedAttention2d(8, num_heads=2),
     ]
     model = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
@@ -157,11 +156,11 @@ def test_the_kernel_reads_views_of_one_tensor(monkeypatch, memory_format):
 
 def test_implementations_are_set_and_given_back_also_after_an_error():
     model = nn.Sequential(va.Attention2d(8, 2), va.AttentionBlock2d(8, 2, impl="bmm"), nn.ReLU())
-    assert va.set_impl(model, "bmm") == 1
-    assert va.set_impl(model, "bmm") == 0
+    assert va.set_impl_(model, "bmm") == 1
+    assert va.set_impl_(model, "bmm") == 0
     with pytest.raises(ValueError, match="impl must be one of"):
-        va.set_impl(model, "flash")
-    va.set_impl(model[0], "sdpa")
+        va.set_impl_(model, "flash")
+    va.set_impl_(model[0], "sdpa")
     for error in (False, True):
         try:
             with va.use_impl(model, "einsum"):
@@ -177,10 +176,10 @@ def test_linear_attention_has_the_state_dict_of_attention_and_its_own_implementa
     linear, softmax = va.LinearAttention2d(16, 2), va.Attention2d(16, 2)
     softmax.load_state_dict(linear.state_dict(), strict=True)
     model = nn.Sequential(linear, softmax)
-    assert va.set_impl(model, "einx") == 2
+    assert va.set_impl_(model, "einx") == 2
     message = r"impl must be one of 'einx', 'bmm' for linear attention; got 'sdpa' \(in 0: LinearAttention2d"
     with pytest.raises(ValueError, match=message):
-        va.set_impl(model, "sdpa")
+        va.set_impl_(model, "sdpa")
     assert (linear.impl, softmax.impl) == ("einx", "einx")
 
 
@@ -230,7 +229,7 @@ UNBATCHED = [
         (3, 5),
         None,
     ),
-    (lambda impl: va.SqueezeExciteBlock2d(8, gate_init=1.0), (3, 5), None),
+    (lambda impl: SqueezeExciteBlock2d(8, gate_init=1.0), (3, 5), None),
 ]
 
 
@@ -245,7 +244,7 @@ def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(make, size, 
         y = block(x, **given)
         assert y.shape == x.shape
         close(y, block(x[None], **batched)[0], atol=1e-6)
-        if not isinstance(block, (va.LinearAttention2d, va.SqueezeExciteBlock2d)) and context_size is None:
+        if not isinstance(block, (va.LinearAttention2d, SqueezeExciteBlock2d)) and context_size is None:
             mask = torch.rand(x[0].numel(), 1) < 0.7
             close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
 
@@ -477,11 +476,11 @@ def test_a_new_block_is_the_identity_bit_for_bit(block):
     ("module", "first"),
     [
         (lambda: va.AttentionBlock2d(16), {"attn.proj.weight", "attn.proj.bias"}),
-        (lambda: va.ConvBlock2d(16), {"project.weight", "project.bias"}),
+        (lambda: ConvBlock2d(16), {"project.weight", "project.bias"}),
         (lambda: va.AttentionBlock2d(16, gate_init=0.0), {"gate"}),
-        (lambda: va.ConvBlock2d(16, gate_init=0.0), {"gate"}),
-        (lambda: va.SqueezeExciteBlock2d(16), {"gate"}),
-        (lambda: va.NormBlock2d(16), {"gate"}),
+        (lambda: ConvBlock2d(16, gate_init=0.0), {"gate"}),
+        (lambda: SqueezeExciteBlock2d(16), {"gate"}),
+        (lambda: NormBlock2d(16), {"gate"}),
     ],
 )
 def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
@@ -498,27 +497,27 @@ def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
 
 def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     for channels in (8, 16, 32, 64, 256, 1024):
-        kernels = [partial(va.ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
-        blocks = (va.AttentionBlock2d, va.SqueezeExciteBlock2d, *kernels)
+        kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
+        blocks = (va.AttentionBlock2d, SqueezeExciteBlock2d, *kernels)
         attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
         # One hidden channel more or less is 2c + 11 parameters, or 2c + 1, or 2c + 171.
         assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls[:-1])
         assert channels < 16 or abs(attention - controls[-1]) <= (2 * channels + 171) / 2 + 1
-    block, x = va.SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    block, x = SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
     y = torch.stack([F.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2).unflatten(2, (3, 4))
     hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
     scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
     torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
-    torch.testing.assert_close(va.NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
+    torch.testing.assert_close(NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
 
 
 def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
-    block, x = va.ConvBlock2d(8, kernel_size=None, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    block, x = ConvBlock2d(8, kernel_size=None, gate_init=0.5), torch.randn(2, 8, 3, 4)
     added = block(x) - x
     pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
     torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
     with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
-        block, x = va.ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
+        block, x = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
         other = x.clone()
         other[..., 0] += torch.randn(8, 1)
         changed = (block(x) != block(other)).any(1)[0, 0]
@@ -636,8 +635,8 @@ def augmented(**options):
         (lambda: va.AttentionBlock2d(8, 2, out_channels=4), "out_channels must"),
         (lambda: va.AttentionBlock2d(0, 2), "channels must"),
         (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must"),
-        (lambda: va.SqueezeExciteBlock2d(8, gate_init=None), "gate_init must"),
-        (lambda: va.ConvBlock2d(8, kernel_size=4), "kernel_size must be odd"),
+        (lambda: SqueezeExciteBlock2d(8, gate_init=None), "gate_init must"),
+        (lambda: ConvBlock2d(8, kernel_size=4), "kernel_size must be odd"),
         (transformer(out_channels=4), "out_channels must"),
         (transformer(mlp_ratio=0), "mlp_ratio must"),
         (transformer(activation="silu"), "activation must"),

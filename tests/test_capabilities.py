@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torchvision.models.resnet import BasicBlock
 
 import vision_attn as va
-from vision_attn.insertion import inserted_keys
+from vision_attn.networks.insertion import inserted_keys
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/implementations.md").read_text()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
+import vision_attn.networks.models
 
 
 def network():
@@ -201,7 +201,7 @@ def test_a_module_that_runs_twice_has_two_maps():
 def test_large_maps_say_their_size_first(monkeypatch):
     model, x = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)), torch.randn(1, 8, 16, 16)
     monkeypatch.setattr(
-        importlib.import_module("vision_attn.capture.record"), "LARGEST", 600_000
+        importlib.import_module("vision_attn.networks.capture.record"), "LARGEST", 600_000
     )  # a map of all has 2 · 256 · 256 · 4 bytes
     message = r"maps of '1' take 0\.00 GiB \(1 images × 2 heads × 256 queries × 256 cells\), with 0\.00 GiB of modules"
     with pytest.raises(ValueError, match=message), va.capture(model, "all"):

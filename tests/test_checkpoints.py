@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.checkpoints import read_checkpoint, save_weights, write_atomically
+import vision_attn.networks.insertion
+import vision_attn.networks.models
+from vision_attn.networks.checkpoints import read_checkpoint, save_weights, write_atomically
 
 
 def small_network(classes=3):
@@ -520,7 +521,7 @@ def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_pa
     assert report.replaced == ("layer3.1.conv2.weight",)
     assert "1 for modules that are replaced, loaded for when they come back: layer3.1.conv2.weight" in str(report)
     assert not report.unexpected
-    assert set(report.new) == va.insertion.inserted_keys(models[1])
+    assert set(report.new) == vision_attn.networks.insertion.inserted_keys(models[1])
     assert "layer3.1.conv2.weight" not in report.loaded
     for model in models:
         va.remove_(model)

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import vision_attn
-from vision_attn import cli, errors
-from vision_attn.models import create_model
-from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.settings import CHOICES, FIELDS, Settings, type_of
+from vision_attn import errors
+from vision_attn.networks.models import create_model
+from vision_attn.tools import cli
+from vision_attn.tools.training.run_folder import RunFolder
+from vision_attn.tools.training.settings import CHOICES, FIELDS, Settings, type_of
 
 
 def run(capsys, *arguments):
@@ -359,7 +360,7 @@ def test_the_traceback_is_there_on_request(capsys, tmp_path):
 
 
 def test_a_fault_of_the_program_is_not_hidden(capsys, monkeypatch, image_folder, tmp_path):
-    from vision_attn.training import train as room
+    from vision_attn.tools.training import train as room
 
     def broken(*arguments):
         raise AssertionError("a bug")
@@ -371,7 +372,7 @@ def test_a_fault_of_the_program_is_not_hidden(capsys, monkeypatch, image_folder,
 
 
 def test_an_interrupt_exits_with_130_in_a_line(capsys, monkeypatch, image_folder, tmp_path):
-    from vision_attn.training import train as room
+    from vision_attn.tools.training import train as room
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -442,10 +443,14 @@ def test_two_processes_score_the_network_that_they_save(capsys, image_folder, tm
 
 @pytest.mark.parametrize("package", ["accelerate", "matplotlib"])
 def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, tmp_path):
-    importlib.import_module("vision_attn.comparison.demo")  # all of the rooms, so that all is as it was afterwards
+    importlib.import_module(
+        "vision_attn.tools.comparison.demo"
+    )  # all of the rooms, so that all is as it was afterwards
     for room in ("training", "comparison"):
         monkeypatch.setattr(vision_attn, room, getattr(vision_attn, room), raising=False)
-    for name in [name for name in sys.modules if name.startswith(("vision_attn.training", "vision_attn.comparison"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("vision_attn.tools.training", "vision_attn.tools.comparison"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -471,7 +476,7 @@ def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_folder():
-    return vision_attn.models.registry.weights_folder() / "resnet20_attention_cifar100"
+    return vision_attn.networks.models.registry.weights_folder() / "resnet20_attention_cifar100"
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path, run_folder):
@@ -495,7 +500,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path,
 
 
 def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
-    from vision_attn.cli.looking import classifier_of
+    from vision_attn.tools.cli.looking import classifier_of
 
     torch.manual_seed(0)
     model = create_model("resnet20", num_classes=10)

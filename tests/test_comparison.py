@@ -14,15 +14,15 @@ import pytest
 from scipy import stats
 
 import vision_attn as va
-from vision_attn import cli
-from vision_attn.comparison import runs
-from vision_attn.comparison.arms import ARMS, settings_of_arm
-from vision_attn.comparison.compare import compare, said_of
-from vision_attn.comparison.statistics import Difference, compare_scores, detectable
 from vision_attn.errors import TrainingError
-from vision_attn.training import digits, network, run_folder, settings
-from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.settings import Settings
+from vision_attn.tools import cli
+from vision_attn.tools.comparison import runs
+from vision_attn.tools.comparison.arms import ARMS, settings_of_arm
+from vision_attn.tools.comparison.compare import compare, said_of
+from vision_attn.tools.comparison.statistics import Difference, compare_scores, detectable
+from vision_attn.tools.training import digits, network, run_folder, settings
+from vision_attn.tools.training.run_folder import RunFolder
+from vision_attn.tools.training.settings import Settings
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def test_several_arms_are_corrected_for_as_many_comparisons():
 def verdicts_alone(monkeypatch):
     """Welch's test and the bootstrap, which take the time, are left out."""
     monkeypatch.setattr(stats, "ttest_ind", lambda *_, **__: stats.ttest_1samp([0, 1, 2], 0))
-    monkeypatch.setattr("vision_attn.comparison.statistics.FEWEST", 99)
+    monkeypatch.setattr("vision_attn.tools.comparison.statistics.FEWEST", 99)
 
 
 @pytest.mark.usefixtures("verdicts_alone")
@@ -291,7 +291,9 @@ def test_a_block_of_ones_own_is_an_arm(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(settings.CHOICES, "block", settings.CHOICES["block"])
     monkeypatch.setattr(network, "BLOCKS", dict(network.BLOCKS))
-    (tmp_path / "my_blocks.py").write_text("import vision_attn as va\n\n\nclass Mine(va.NormBlock2d):\n    pass\n")
+    (tmp_path / "my_blocks.py").write_text(
+        "from vision_attn.tools.comparison.controls import NormBlock2d\n\n\nclass Mine(NormBlock2d):\n    pass\n"
+    )
     with pytest.raises(ValueError, match=r"block must be one of .*got 'my_blocks:Mine'"):
         Settings(data="", insert=("layer3",), block="my_blocks:Mine")  # a file imports nothing
     flags = [

@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
+import vision_attn.networks.models
 
 SITES = ["layer2.2", "layer3.2"]
 

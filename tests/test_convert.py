@@ -35,10 +35,10 @@ from torch.nn.utils import parametrizations
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 import vision_attn as va
-from vision_attn import convert
-from vision_attn.convert import ConversionError
-from vision_attn.convert.layer import LAYERS, converted
-from vision_attn.convert.swin import PaddedAttention2d
+from vision_attn.networks import convert
+from vision_attn.networks.convert import ConversionError
+from vision_attn.networks.convert.layer import LAYERS, converted
+from vision_attn.networks.convert.swin import PaddedAttention2d
 
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
@@ -962,7 +962,7 @@ def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monke
             for parameter in layer.parameters():
                 nn.init.zeros_(parameter)
     getattr(convert, name)(*arguments)
-    module = sys.modules[f"vision_attn.convert.{room}"]
+    module = sys.modules[f"vision_attn.networks.convert.{room}"]
     wrong = unchanged if function == "heads_first" else backwards(module.rows_of)
     monkeypatch.setattr(module, function, wrong)
     with pytest.raises(ConversionError, match=r"does not compute what it does: outputs have a difference of [\d.]+"):
@@ -970,7 +970,7 @@ def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monke
 
 
 def test_a_table_in_a_wrong_order_is_found_out(monkeypatch):
-    module = sys.modules["vision_attn.convert.maxvit"]
+    module = sys.modules["vision_attn.networks.convert.maxvit"]
     monkeypatch.setitem(module.TABLES, "RelPosBiasTf", lambda table: table.flatten(1).T)
     with pytest.raises(ConversionError, match="outputs have a difference of"):
         convert.from_timm_maxxvit_attention(SOURCES["from_timm_maxxvit_attention"]())
@@ -979,7 +979,7 @@ def test_a_table_in_a_wrong_order_is_found_out(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keras_kernels_in_a_wrong_order_are_found_out(keras, monkeypatch, dtype):
     layer = built(keras.layers.MultiHeadAttention(2, 3, dtype=dtype), (3, 5, 6))
-    module = sys.modules["vision_attn.convert.keras_layers"]
+    module = sys.modules["vision_attn.networks.convert.keras_layers"]
     kernel_rows = module.kernel_rows
     monkeypatch.setattr(module, "kernel_rows", lambda kernel, bias: kernel_rows(kernel.flip(1), bias))
     with pytest.raises(ConversionError, match="what was made of this MultiHeadAttention does not compute"):

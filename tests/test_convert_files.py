@@ -10,8 +10,8 @@ from timm.models.maxxvit import Attention2d as MaxxVit
 from torch import nn
 
 import vision_attn as va
-from vision_attn import convert
-from vision_attn.cli import main
+from vision_attn.networks import convert
+from vision_attn.tools.cli import main
 
 
 def diffusers_attention(*given, **options):
@@ -173,7 +173,7 @@ def test_what_the_other_layer_does_not_do_is_refused(there, options, name):
 
 
 def test_a_wrong_way_back_is_found_out(monkeypatch):
-    from vision_attn.convert import to_layers
+    from vision_attn.networks.convert import to_layers
 
     names = to_layers.tensors_of
     monkeypatch.setattr(to_layers, "tensors_of", lambda *a: {key: x.flip(0) for key, x in names(*a).items()})

@@ -8,9 +8,10 @@ import timm
 import torch
 from PIL import Image
 
-from vision_attn import IMPLS, cli
-from vision_attn.comparison import demo
-from vision_attn.training import digits, run_folder
+from vision_attn import IMPLS
+from vision_attn.tools import cli
+from vision_attn.tools.comparison import demo
+from vision_attn.tools.training import digits, run_folder
 
 
 def run(tmp_path, *arguments):

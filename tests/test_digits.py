@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vision_attn.training import digits
-from vision_attn.training.digits import CANVAS, DIGIT, PLAY, digit_pairs, draw_pairs
+from vision_attn.tools.training import digits
+from vision_attn.tools.training.digits import CANVAS, DIGIT, PLAY, digit_pairs, draw_pairs
 
 
 def digits_of_every_class():

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vision_attn as va
-from vision_attn import equations
-from vision_attn.equations import attention_equations, attention_pattern, projection_equation
+from vision_attn.attention import equations
+from vision_attn.attention.equations import attention_equations, attention_pattern, projection_equation
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
-from vision_attn import cli
-from vision_attn.comparison import runs
-from vision_attn.models import create_model
-from vision_attn.training import digits, network, run_folder, settings
-from vision_attn.training.images import open_image, prepare
-from vision_attn.training.settings import Settings
+from vision_attn.networks.models import create_model
+from vision_attn.tools import cli
+from vision_attn.tools.comparison import runs
+from vision_attn.tools.training import digits, network, run_folder, settings
+from vision_attn.tools.training.images import open_image, prepare
+from vision_attn.tools.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -177,7 +177,7 @@ def test_finetune_folder_leaves_an_adapter_for_the_backbone_that_it_was_given(im
     assert out.count("  epoch ") == 1
     model = create_model("resnet20", num_classes=3).eval()
     va.load_checkpoint(model, zoo, fresh="fc.*")
-    report = va.load_adapter(model, zoo.parent / "tuned.safetensors")
+    report = va.load_adapter_(model, zoo.parent / "tuned.safetensors")
     assert {"fc.weight", "layer3.2.inserted.gate"} <= set(report.loaded)
     assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
 

@@ -275,7 +275,7 @@ def test_keys_fingers_blocks_heads_and_images_work_on_a_phone(opened):
 
 def test_the_page_of_the_documentation_is_as_pages_are_now():
     root = Path(va.__file__).parents[1]
-    template = (root / "vision_attn" / "explorer" / "page.html").read_text()
+    template = (root / "vision_attn" / "tools" / "explorer" / "page.html").read_text()
     made = (root / "docs" / "explorer" / "digits.html").read_text()
     held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
     remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/digits.html"

@@ -19,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import vision_attn as va
-from vision_attn import cli
 from vision_attn.errors import CheckpointError, ExportError
-from vision_attn.export import formats
-from vision_attn.export.classifier import Classifier, load_run
-from vision_attn.export.export import export_classifier
-from vision_attn.models import create_model
-from vision_attn.training.data import open_data
-from vision_attn.training.images import open_image, prepare
-from vision_attn.training.settings import Settings
-from vision_attn.training.train import train
+from vision_attn.networks.models import create_model
+from vision_attn.tools import cli
+from vision_attn.tools.export import formats
+from vision_attn.tools.export.classifier import Classifier, load_run
+from vision_attn.tools.export.export import export_classifier
+from vision_attn.tools.training.data import open_data
+from vision_attn.tools.training.images import open_image, prepare
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -353,7 +353,7 @@ def test_a_run_that_began_from_other_files_is_exported_without_them(image_folder
 def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and_normalisation(tmp_path):
     classifier = small_classifier()
     half = classifier.model.bfloat16()
-    va.set_impl(half, "einx")  # which fixes the sizes
+    va.set_impl_(half, "einx")  # which fixes the sizes
     wrapped = replace(classifier, model=torch.nn.DataParallel(half))
     report = export_classifier(wrapped, tmp_path / "net.pt2", normalize=False)
     assert report.difference < 1e-4

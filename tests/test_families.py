@@ -25,11 +25,11 @@ from torchvision.models import SwinTransformer
 from torchvision.models.swin_transformer import PatchMergingV2, ShiftedWindowAttentionV2, SwinTransformerBlockV2
 
 import vision_attn as va
-from vision_attn import convert
-from vision_attn.blocks import EXCHANGED
-from vision_attn.convert.layer import LAYERS
-from vision_attn.convert.refusal import REFUSED, path_of
-from vision_attn.reference import neighborhood
+from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.attention.reference import neighborhood
+from vision_attn.networks import convert
+from vision_attn.networks.convert.layer import LAYERS
+from vision_attn.networks.convert.refusal import REFUSED, path_of
 
 WINDOW = (2, 3)
 N = WINDOW[0] * WINDOW[1]
@@ -517,7 +517,7 @@ def test_a_converted_layer_gives_the_same_and_is_trained_where_it_was(name):
 def test_a_converter_finds_out_a_wrong_order(name, monkeypatch):
     converter, make, _ = CONVERTED[name]
     for room in ("repositories", "diffusers_layers", "timm_maps", "timm_tokens"):
-        module = sys.modules[f"vision_attn.convert.{room}"]
+        module = sys.modules[f"vision_attn.networks.convert.{room}"]
         rows_of = module.rows_of
         monkeypatch.setattr(module, "rows_of", lambda layer, rows_of=rows_of: backwards(rows_of(layer)))
     with pytest.raises(convert.ConversionError, match="does not compute what it does: outputs have a difference of"):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import vision_attn as va
-from vision_attn import figures
+from vision_attn.networks import figures
 
 
 def seen(size=(8, 8), image_size=(32, 32), images=2, heads=4, cells=((1, 1), (5, 5))):

@@ -13,8 +13,8 @@ from timm.optim._param_groups import param_groups_layer_decay, param_groups_weig
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.insertion import (
+import vision_attn.networks.models
+from vision_attn.networks.insertion import (
     check_optimizer,
     freeze_backbone_,
     freeze_gates_,

@@ -14,9 +14,10 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.insertion import CHILD, inserted_keys
-from vision_attn.insertion.sites import glob_matches
+import vision_attn.networks.models
+from vision_attn.networks.insertion import CHILD, inserted_keys
+from vision_attn.networks.insertion.sites import glob_matches
+from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: Made once: what it is refused for leaves it as it is.
 resnet18 = functools.cache(torchvision.models.resnet18)
@@ -165,9 +166,9 @@ def test_blocks_can_be_inserted_in_several_calls_and_by_any_class():
     model, x = network("cifar resnet20, option B")
     expected = model(x)
     va.insert_(model, names="layer1", num_heads=2, impl="bmm")
-    va.insert_(model, va.ConvBlock2d, names="layer2")
+    va.insert_(model, ConvBlock2d, names="layer2")
     va.insert_(model, lambda channels, device, dtype: nn.Identity(), names="layer3")
-    assert [type(block) for block in va.inserted(model).values()] == [va.AttentionBlock2d, va.ConvBlock2d, nn.Identity]
+    assert [type(block) for block in va.inserted(model).values()] == [va.AttentionBlock2d, ConvBlock2d, nn.Identity]
     assert torch.equal(model(x), expected)
     assert len(va.remove_(model)) == 3
 

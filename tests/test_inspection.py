@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn import cli
-from vision_attn.blocks import AttentionBlock2d, use_impl
-from vision_attn.insertion import SiteError
-from vision_attn.insertion.insert import fitting_heads
-from vision_attn.inspection import Site, inspect_model
-from vision_attn.inspection.inspect import (
+import vision_attn.networks.models
+from vision_attn.attention.blocks import AttentionBlock2d, use_impl
+from vision_attn.networks.insertion import SiteError
+from vision_attn.networks.insertion.insert import fitting_heads
+from vision_attn.networks.inspection import Site, inspect_model
+from vision_attn.networks.inspection.inspect import (
     count_saved_bytes,
     example_for,
     machine_memory,
     network_of,
     propose,
 )
-from vision_attn.inspection.report import IMPLS_COUNTED, Share
+from vision_attn.networks.inspection.report import IMPLS_COUNTED, Share
+from vision_attn.tools import cli
 
 #: What several tests look at is looked at once.
 look = cache(inspect_model)

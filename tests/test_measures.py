@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vision_attn as va
-from vision_attn.capture.rollout import overlaps
+from vision_attn.networks.capture.rollout import overlaps
 
 
 def seen(rows, size, cells, image_size=(4, 6), map_size=()):

@@ -10,13 +10,13 @@ import timm
 import torch
 
 import vision_attn as va
-from vision_attn.models import CifarResNet, DigitPairsNet, WideResNet, create_model
-from vision_attn.models.folder import save_model
-from vision_attn.models.registry import weights_folder
-from vision_attn.training.data import image_folder
-from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.settings import Settings
-from vision_attn.training.train import train
+from vision_attn.networks.models import CifarResNet, DigitPairsNet, WideResNet, create_model
+from vision_attn.networks.models.folder import save_model
+from vision_attn.networks.models.registry import weights_folder
+from vision_attn.tools.training.data import image_folder
+from vision_attn.tools.training.evaluation import Normalize, evaluate
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.train import train
 
 ROOT = Path(__file__).parents[1]
 #: What weights/ holds.

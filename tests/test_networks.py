@@ -308,7 +308,7 @@ def test_blocks_for_one_and_three_axes_are_saved_and_loaded_as_adapters(make, ex
     file = va.save_adapter(model, tmp_path / "blocks.safetensors")
     other = make().eval()
     other.load_state_dict({key: state[key] for key in other.state_dict()})
-    va.load_adapter(other, file)
+    va.load_adapter_(other, file)
     assert torch.equal(other(x), model(x))
 
 
@@ -320,8 +320,8 @@ def test_an_adapter_of_a_network_with_several_arguments_needs_an_example(tmp_pat
     file, opened = va.save_adapter(model, tmp_path / "blocks.safetensors"), model(*example)
     va.remove_(model)
     with pytest.raises(va.CheckpointError, match=r"missing 2 required .* example_input"):
-        va.load_adapter(model, file)
-    va.load_adapter(model, file, example_input=example)
+        va.load_adapter_(model, file)
+    va.load_adapter_(model, file, example_input=example)
     assert torch.equal(model(*example), opened)
 
 

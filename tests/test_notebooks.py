@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
+import vision_attn.networks.models
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = sorted((ROOT / "examples" / "notebooks").iterdir())
@@ -65,7 +65,7 @@ def test_reports_show_in_a_notebook_what_they_print(model, tmp_path):
         va.contribution(model, images),
         va.load_checkpoint(model, tmp_path / "net.pth"),
         va.remove_(model),
-        va.load_adapter(model, file),
+        va.load_adapter_(model, file),
         va.remove_(model),
         va.insert_(model, stages=-1, num_heads=4, example_input=(1, 3, 32, 32)),
     ]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
-from vision_attn.attend import IMPLEMENTATIONS
-from vision_attn.patterns import PATTERNS, partition_of, resolve_pattern
-from vision_attn.patterns.partition import kept_partition
+from vision_attn.attention.attend import IMPLEMENTATIONS
+from vision_attn.attention.patterns import PATTERNS, partition_of, resolve_pattern
+from vision_attn.attention.patterns.partition import kept_partition
 
 EXAMPLES = {
     **{name: name for name in PATTERNS},

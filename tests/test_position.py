@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn.position import relative, resample
+from vision_attn.attention.position import relative, resample
 
 TERMS = {
     "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),

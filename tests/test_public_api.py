@@ -8,7 +8,12 @@ from vision_attn import errors
 
 PUBLIC = {
     (module, name): getattr(importlib.import_module(module), name)
-    for module in ("vision_attn", "vision_attn.convert", "vision_attn.equations", "vision_attn.figures")
+    for module in (
+        "vision_attn",
+        "vision_attn.networks.convert",
+        "vision_attn.attention.equations",
+        "vision_attn.networks.figures",
+    )
     for name in importlib.import_module(module).__all__
 }
 CALLABLES = {where: thing for where, thing in PUBLIC.items() if inspect.isfunction(thing) or inspect.isclass(thing)}

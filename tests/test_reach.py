@@ -35,7 +35,7 @@ def test_a_row_is_what_is_measured(family):
 
 
 def test_the_families_are_those_of_the_libraries_whatever_else_is_registered():
-    import vision_attn.models  # noqa: F401
+    import vision_attn.networks.models  # noqa: F401
 
     assert not {module for _, module, _ in reach.families()} & {"inserted", "cifar_resnet", "wide_resnet"}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vision_attn import cli
+from vision_attn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -72,7 +72,7 @@ def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
 
 
 def test_the_examples_for_contributors_run(monkeypatch):
-    from vision_attn.attend import IMPLEMENTATIONS
+    from vision_attn.attention.attend import IMPLEMENTATIONS
 
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
     try:
@@ -89,7 +89,7 @@ def test_code_and_output_are_told_apart():
 
 @pytest.mark.parametrize(("form", "impl"), [(0, "einx"), (1, "bmm")])
 def test_the_two_forms_are_those_that_run(form, impl):
-    from vision_attn.attend import IMPLEMENTATIONS
+    from vision_attn.attention.attend import IMPLEMENTATIONS
 
     shown, steps = blocks(page("implementations"), "py")[form], IMPLEMENTATIONS[impl]
     for step in (steps.heads_apart, steps.attend, steps.heads_together):
@@ -98,7 +98,7 @@ def test_the_two_forms_are_those_that_run(form, impl):
 
 def test_the_lines_of_the_patterns_are_those_that_run():
     import vision_attn
-    from vision_attn.patterns import resolve_pattern
+    from vision_attn.attention.patterns import resolve_pattern
 
     rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("patterns"), flags=re.MULTILINE)
     assert len(rows) == 6
@@ -224,12 +224,13 @@ def documented():
 
 def test_the_api_reference_is_complete():
     import vision_attn
-    from vision_attn import convert, equations, figures
+    from vision_attn.attention import equations
+    from vision_attn.networks import convert, figures
 
     public = [getattr(room, name) for room in (vision_attn, convert, equations, figures) for name in room.__all__]
     wanted = {thing for thing in public if inspect.isfunction(thing) or inspect.isclass(thing)}
     found = documented()
-    assert {thing for path, thing in found.items() if not path.startswith("vision_attn.models.")} == wanted
+    assert {thing for path, thing in found.items() if not path.startswith("vision_attn.networks.models.")} == wanted
 
 
 def test_docstrings_become_markdown():
@@ -248,7 +249,7 @@ def test_docstrings_become_markdown():
 
 
 def test_the_converters_of_the_table_are_there():
-    from vision_attn import convert
+    from vision_attn.networks import convert
 
     table = page("convert").partition("| what |")[2].partition("\n\n")[0]
     assert set(re.findall(r"from_\w+", table)) == {name for name in convert.__all__ if name.startswith("from_")}
@@ -262,7 +263,7 @@ def test_the_table_of_implementations_is_complete():
 
 
 def test_the_table_of_rows_of_the_benchmark_is_complete():
-    from vision_attn.benchmark.plan import ROWS
+    from vision_attn.tools.benchmark.plan import ROWS
 
     table = page("speed").partition("| `--rows` |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE) == list(ROWS)

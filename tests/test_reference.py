@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn import reference
+from vision_attn.attention import reference
 
 # --- the definition itself --------------------------------------------------------------------------------------------
 

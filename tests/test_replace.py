@@ -11,8 +11,8 @@ from torch import nn
 from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.insertion import inserted_keys, records
+import vision_attn.networks.models
+from vision_attn.networks.insertion import inserted_keys, records
 
 
 def bottlenecks(**options):

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from vision_attn.comparison.statistics import compare_scores
+from vision_attn.tools.comparison.statistics import compare_scores
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (ROOT / "docs/results.md").read_text()

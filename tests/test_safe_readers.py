@@ -20,7 +20,7 @@ from crafted import Call, New, as_legacy, as_tar, as_zip, pickled
 from torch import nn
 
 import vision_attn as va
-from vision_attn.checkpoints import read_checkpoint, save_adapter
+from vision_attn.networks.checkpoints import read_checkpoint, save_adapter
 
 PACKAGE = Path(va.__file__).parent
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
@@ -211,7 +211,7 @@ def test_keys_and_file_names_are_shown_escaped(tmp_path):
         lambda: va.load_checkpoint(nn.Conv2d(1, 1, 1), path),
         lambda: va.load_checkpoint(nn.Linear(2, 2), path, prefix="a\x1b."),
         lambda: va.load_checkpoint(nn.Linear(2, 2), tmp_path / "no\x1b.pth"),
-        lambda: va.load_adapter(nn.Linear(2, 2), tmp_path / "no\x1b.safetensors"),
+        lambda: va.load_adapter_(nn.Linear(2, 2), tmp_path / "no\x1b.safetensors"),
     ):
         with pytest.raises((va.CheckpointError, FileNotFoundError)) as caught:
             read()

@@ -14,8 +14,8 @@ from timm.models.mlp_mixer import MlpMixer
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn.insertion import inserted_keys, records
+import vision_attn.networks.models
+from vision_attn.networks.insertion import inserted_keys, records
 
 Pair = collections.namedtuple("Pair", ["skip", "features"])
 
@@ -564,7 +564,7 @@ def test_a_map_that_a_larger_one_follows_is_no_stage():
 
 
 def test_a_dictionary_is_changed_in_a_copy():
-    from vision_attn.insertion.maps import change
+    from vision_attn.networks.insertion.maps import change
 
     given = {"map": torch.zeros(2), "other": 1}
     assert torch.equal(change(given, "map", lambda x: x + 1)["map"], torch.ones(2))

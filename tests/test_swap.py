@@ -22,8 +22,8 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
-from vision_attn.blocks import EXCHANGED
-from vision_attn.convert import swap, timing
+from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.networks.convert import swap, timing
 
 # --- small models of every family -------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ def test_implementations_and_maps():
     x = torch.randn(1, 3, 36, 40, dtype=torch.float64)
     y = model(x)
     va.swap_(model)
-    assert va.set_impl(model, "bmm") == 4
+    assert va.set_impl_(model, "bmm") == 4
     with va.use_impl(model, "einsum"):
         torch.testing.assert_close(model(x), y)
     with va.capture(model) as maps:

@@ -11,9 +11,9 @@ from timm.models._features_fx import get_notrace_modules
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import vision_attn as va
-from vision_attn import models
-from vision_attn.insertion.attach import keys_of_blocks
-from vision_attn.models.staged import StagedNetwork
+from vision_attn.networks import models
+from vision_attn.networks.insertion.attach import keys_of_blocks
+from vision_attn.networks.models.staged import StagedNetwork
 
 NAMES = [name for name in models.__all__ if timm.is_model(name)]
 #: Quick ones of our own classes with a block: for CIFAR, and the digits'.

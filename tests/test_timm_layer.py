@@ -13,8 +13,8 @@ from timm.models.mobilenetv3 import MobileNetV3
 from torch import nn
 
 import vision_attn as va
-from vision_attn.blocks import StridedAttention2d
-from vision_attn.insertion.timm_layer import timm_layer
+from vision_attn.attention.blocks import StridedAttention2d
+from vision_attn.networks.insertion.timm_layer import timm_layer
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vision_attn as va
-import vision_attn.models
-from vision_attn import cli
-from vision_attn.models.registry import weights_folder
-from vision_attn.training.images import prepare, rgb
-from vision_attn.training.settings import Settings
-from vision_attn.training.train import train
+import vision_attn.networks.insertion
+import vision_attn.networks.models
+from vision_attn.networks.models.registry import weights_folder
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.controls import ConvBlock2d
+from vision_attn.tools.training.images import prepare, rgb
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.train import train
 
 pytestmark = [pytest.mark.filterwarnings("ignore:the map at"), pytest.mark.usefixtures("no_pictures")]
 
@@ -32,7 +34,7 @@ def opened(model):
     """The same with blocks that do something."""
     torch.manual_seed(1)
     with torch.no_grad():
-        for key in va.insertion.inserted_keys(model):
+        for key in vision_attn.networks.insertion.inserted_keys(model):
             value = model.state_dict()[key]
             if value.is_floating_point():
                 value.normal_(std=0.3)
@@ -48,7 +50,7 @@ BLOCKS = {
         lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14))),
     ),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
-    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, va.ConvBlock2d, stages=-1)),
+    "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
     "another than its own": (
@@ -88,7 +90,7 @@ def test_a_folder_that_an_older_timm_writes_has_the_models_configuration(tmp_pat
         said = {"architecture": model.pretrained_cfg["architecture"], "num_classes": model.num_classes, **config}
         path.write_text(json.dumps(said))
 
-    monkeypatch.setattr("vision_attn.models.folder.save_config_for_hf", older)
+    monkeypatch.setattr("vision_attn.networks.models.folder.save_config_for_hf", older)
     model = timm.create_model("resnet20", num_classes=3)
     va.insert_(model, stages=-1)
     again = va.load_model(va.save_model(model, tmp_path / "net"))
@@ -131,7 +133,7 @@ def test_a_folder_and_an_adapter_come_back_in_a_fresh_process_bit_for_bit(saved,
         "assert run.classes == ('a', 'b', 'c') and 'accelerate' not in sys.modules\n"
         "import crafted\n"
         "other = crafted.network()\n"
-        "report = va.load_adapter(other, sys.argv[2] + '/adapter.safetensors')\n"
+        "report = va.load_adapter_(other, sys.argv[2] + '/adapter.safetensors')\n"
         "with torch.no_grad(): assert torch.equal(other(expected['small']), expected['other'])\n"
         "assert report.compared == 4\n"
     )
@@ -374,7 +376,7 @@ def test_data_that_may_be_fetched_is_named_before_it_is(run, capsys, tmp_path):
 def test_a_run_goes_on_from_its_file_alone_and_is_extended(run, capsys, tmp_path, monkeypatch):
     last = shutil.copytree(run[0].folder, tmp_path / "run") / "last.pth"
     # All of the run is in its checkpoint: the weights that it began from are not read again.
-    monkeypatch.setattr("vision_attn.training.network.load_file", lambda *given: pytest.fail("it reads them"))
+    monkeypatch.setattr("vision_attn.tools.training.network.load_file", lambda *given: pytest.fail("it reads them"))
     code, out, err = on_the_command_line(capsys, "train", "--resume", last, "--epochs", 2)
     assert (code, err) == (0, "")
     assert "resumed after epoch 1" in out

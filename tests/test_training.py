@@ -17,18 +17,19 @@ from PIL import Image
 from timm.layers import DropPath, SqueezeExcite
 
 import vision_attn as va
-from vision_attn.checkpoints import CheckpointError, load_adapter, read_checkpoint
 from vision_attn.errors import DataError
-from vision_attn.models import create_model
-from vision_attn.training.data import open_data, open_images
-from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import ImageSet
-from vision_attn.training.loop import Trainer
-from vision_attn.training.network import build_network, new_head
-from vision_attn.training.run_folder import RunFolder, curves_figure, numbered_folder
-from vision_attn.training.settings import Settings
-from vision_attn.training.step import TrainingStep, make_schedule
-from vision_attn.training.train import make_accelerator, train
+from vision_attn.networks.checkpoints import CheckpointError, load_adapter_, read_checkpoint
+from vision_attn.networks.models import create_model
+from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from vision_attn.tools.training.data import open_data, open_images
+from vision_attn.tools.training.evaluation import Normalize, evaluate
+from vision_attn.tools.training.images import ImageSet
+from vision_attn.tools.training.loop import Trainer
+from vision_attn.tools.training.network import build_network, new_head
+from vision_attn.tools.training.run_folder import RunFolder, curves_figure, numbered_folder
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.step import TrainingStep, make_schedule
+from vision_attn.tools.training.train import make_accelerator, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -177,7 +178,7 @@ def test_the_curves_and_the_confusions_are_drawn(tmp_path, monkeypatch):
     ],
 )
 def test_a_tracker_that_is_not_there_is_refused_before_anything_is_written(base, name, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("vision_attn.training.train.get_available_trackers", lambda: [LoggerType.TENSORBOARD])
+    monkeypatch.setattr("vision_attn.tools.training.train.get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     with pytest.raises(ValueError, match=message):
         train(replace(base, log_with=("tensorboard", name)), quiet)
     assert not (tmp_path / "run").exists()
@@ -368,7 +369,7 @@ def test_branches_are_dropped_on_request(base, monkeypatch):
     assert rates(drop_path=0.3) == pytest.approx([0.1, 0.2, 0.3])
     with pytest.raises(ValueError, match="model: 'vgg11' takes no drop_path_rate"):
         rates(model="vgg11", drop_path=0.3)
-    monkeypatch.setattr("vision_attn.training.network.create_model", lambda *name, drop_path_rate, **how: plain)
+    monkeypatch.setattr("vision_attn.tools.training.network.create_model", lambda *name, drop_path_rate, **how: plain)
     with pytest.raises(ValueError, match="drop_path: 'resnet20' has no branches that timm can drop"):
         rates(model="resnet20", drop_path=0.3)
 
@@ -472,9 +473,9 @@ def test_what_is_inserted_is_what_the_settings_say(base):
         (found,) = va.inserted(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
 
-    assert isinstance(block(block="conv"), va.ConvBlock2d)
-    assert isinstance(block(block="se"), va.SqueezeExciteBlock2d)
-    assert isinstance(block(block="norm"), va.NormBlock2d)
+    assert isinstance(block(block="conv"), ConvBlock2d)
+    assert isinstance(block(block="se"), SqueezeExciteBlock2d)
+    assert isinstance(block(block="norm"), NormBlock2d)
     assert isinstance(block(block="excite"), SqueezeExcite)
     assert block(num_heads=4, impl="bmm").attn.num_heads == 4
     assert block(num_heads=4, impl="bmm").attn.impl == "bmm"
@@ -508,7 +509,7 @@ def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_ag
     # The adapter is the best epoch, and needs no more than the network that the run began with.
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint(model, file)
-    load_adapter(model, tmp_path / "run" / "adapter.safetensors")
+    load_adapter_(model, tmp_path / "run" / "adapter.safetensors")
     assert equal(model.state_dict(), read_checkpoint(tmp_path / "run" / "best.pth")["model"])
 
 
@@ -520,7 +521,7 @@ def test_a_new_head_is_trained_and_saved_with_the_adapter(base, tmp_path):
     assert {key for key in given if not torch.equal(given[key], last[key])} == {"fc.weight", "fc.bias"}
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint(model, file, fresh=["fc.*"])
-    load_adapter(model, tmp_path / "run" / "adapter.safetensors")
+    load_adapter_(model, tmp_path / "run" / "adapter.safetensors")
     assert equal(model.state_dict(), read_checkpoint(tmp_path / "run" / "best.pth")["model"])
     # Without blocks the head alone learns, and there is nothing to adapt with.
     train(replace(settings, insert=(), overwrite=True), quiet)
@@ -604,7 +605,7 @@ def test_evaluation_counts_every_image_once():
 
 
 def test_a_schedule_that_an_older_timm_lacks_is_refused(base, monkeypatch):
-    monkeypatch.setattr("vision_attn.training.step.create_scheduler_v2", lambda *args, **how: (None, 1))
+    monkeypatch.setattr("vision_attn.tools.training.step.create_scheduler_v2", lambda *args, **how: (None, 1))
     with pytest.raises(ValueError, match=r"^sched: timm .* knows no 'cosine': upgrade timm"):
         make_schedule(None, base, 10)
 

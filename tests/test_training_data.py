@@ -25,15 +25,15 @@ from timm.data.random_erasing import RandomErasing
 from timm.loss import SoftTargetCrossEntropy
 from torchvision.transforms import v2
 
-from vision_attn import cli
 from vision_attn.errors import DataError, Interrupted
-from vision_attn.export.classifier import images_in
-from vision_attn.training import data as data_room
-from vision_attn.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
-from vision_attn.training.data import image_folder as open_folder
-from vision_attn.training.data import open_data, open_images, varied
-from vision_attn.training.evaluation import Normalize, evaluate
-from vision_attn.training.images import (
+from vision_attn.tools import cli
+from vision_attn.tools.export.classifier import images_in
+from vision_attn.tools.training import data as data_room
+from vision_attn.tools.training.augmentation import Augmentation, crop_and_flip, cut_out, seeded, share
+from vision_attn.tools.training.data import image_folder as open_folder
+from vision_attn.tools.training.data import open_data, open_images, varied
+from vision_attn.tools.training.evaluation import Normalize, evaluate
+from vision_attn.tools.training.images import (
     Bar,
     Decoder,
     ImageLoader,
@@ -44,9 +44,9 @@ from vision_attn.training.images import (
     prepare,
     rgb,
 )
-from vision_attn.training.run_folder import read_config
-from vision_attn.training.settings import Settings
-from vision_attn.training.train import train
+from vision_attn.tools.training.run_folder import read_config
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.train import train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -20,22 +20,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vision_attn import cli
-from vision_attn.checkpoints import read_checkpoint
-from vision_attn.checkpoints.read import read_file
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
-from vision_attn.models import create_model
-from vision_attn.training import run_folder
-from vision_attn.training import train as train_room
-from vision_attn.training.checkpoint import Progress, progress_in
-from vision_attn.training.evaluation import Normalize
-from vision_attn.training.images import ImageSet
-from vision_attn.training.loop import Trainer
-from vision_attn.training.network import build_network
-from vision_attn.training.run_folder import RunFolder
-from vision_attn.training.settings import Settings
-from vision_attn.training.step import TrainingStep
-from vision_attn.training.train import make_accelerator, train
+from vision_attn.networks.checkpoints import read_checkpoint
+from vision_attn.networks.checkpoints.read import read_file
+from vision_attn.networks.models import create_model
+from vision_attn.tools import cli
+from vision_attn.tools.training import run_folder
+from vision_attn.tools.training import train as train_room
+from vision_attn.tools.training.checkpoint import Progress, progress_in
+from vision_attn.tools.training.evaluation import Normalize
+from vision_attn.tools.training.images import ImageSet
+from vision_attn.tools.training.loop import Trainer
+from vision_attn.tools.training.network import build_network
+from vision_attn.tools.training.run_folder import RunFolder
+from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.step import TrainingStep
+from vision_attn.tools.training.train import make_accelerator, train
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -196,7 +196,7 @@ def process_main(arguments, log, environment, fault):
 @pytest.fixture(scope="module")
 def forks():
     """Processes that have imported everything already."""
-    multiprocessing.set_forkserver_preload(["vision_attn.cli", "vision_attn.training.train"])
+    multiprocessing.set_forkserver_preload(["vision_attn.tools.cli", "vision_attn.tools.training.train"])
     return multiprocessing.get_context("forkserver")
 
 

@@ -4,9 +4,9 @@ from timm.layers import DropPath
 from timm.models import generate_default_cfgs
 from torch import nn
 
-from vision_attn.insertion import insert_
-from vision_attn.models.registry import registered
-from vision_attn.models.staged import StagedNetwork
+from vision_attn.networks.insertion import insert_
+from vision_attn.networks.models.registry import registered
+from vision_attn.networks.models.staged import StagedNetwork
 
 
 def stage(in_channels, channels):

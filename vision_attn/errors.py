@@ -55,7 +55,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
         *lines: of the message, in which what a file says of itself is escaped.
 
     >>> import tempfile, pathlib
-    >>> from vision_attn.checkpoints import read_checkpoint
+    >>> from vision_attn.networks.checkpoints import read_checkpoint
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.pth"
     >>> file.write_bytes(b"a part of it")
     12
@@ -75,7 +75,7 @@ class ConversionError(VisionAttnError, RuntimeError):
     """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
 
     >>> from torch import nn
-    >>> from vision_attn.convert import from_torch_mha
+    >>> from vision_attn.networks.convert import from_torch_mha
     >>> class Halved(nn.MultiheadAttention):
     ...     def forward(self, *args, **kwargs):
     ...         return super().forward(*args, **kwargs)[0] / 2, None

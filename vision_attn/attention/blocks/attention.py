@@ -1,0 +1,451 @@
+"""Multi-head attention on feature maps: ``Attention1d``, ``Attention2d`` and ``Attention3d``, and their projections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.attend import (
+    IMPLEMENTATIONS,
+    Implementation,
+    attend_groups,
+    check_impl,
+    check_mask,
+    combine_masks,
+    open_rows,
+    upcast,
+    with_causal_mask,
+)
+from vision_attn.attention.blocks.normalization import UnitLength, qk_norms
+from vision_attn.attention.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
+from vision_attn.attention.blocks.specified import Specified
+from vision_attn.attention.blocks.weights import Prepared, check_queries, weights_on_map
+from vision_attn.attention.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
+from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, PositionTerm, RelPosDecomposed, RelPosTable
+from vision_attn.checks import (
+    check_counts,
+    check_divides,
+    check_flags,
+    check_new,
+    check_number,
+    check_probability,
+    product,
+)
+
+__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
+
+#: What the axes of a map are called in messages, by how many there are.
+AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+
+#: By how many axes a map has.
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+class Attention(Specified):
+    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are, for maps with ``rank`` axes."""
+
+    rank: int
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        impl: str = "sdpa",
+        pattern: str | AnyPattern = "full",
+        position: AnyPosition | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        out_channels: int | None = None,
+        context_channels: int | None = None,
+        groups: int = 1,
+        scale: float | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        qk_norm: bool | str = False,
+        kv_stride: int = 1,
+        causal: bool = False,
+        output_gate: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_new(device, dtype, channels=channels, num_heads=num_heads, groups=groups, kv_stride=kv_stride)
+        check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
+        check_counts(out_channels=out_channels, context_channels=context_channels)
+        check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
+        if qk_norm != "cosine" and not isinstance(qk_norm, bool):
+            raise ValueError(f"qk_norm must be False, True (layer norm) or 'cosine'; got {qk_norm!r}")
+        check_probability("attn_drop", attn_drop)
+        check_probability("proj_drop", proj_drop)
+        if scale is not None:
+            check_number("scale", scale)
+        self.attn_drop = attn_drop
+        check_impl(impl)
+        if key_dim is None or value_dim is None:
+            check_divides("num_heads", num_heads, "channels", channels)
+        self.channels = channels
+        self.num_heads = n = num_heads
+        self.num_kv_heads = m = num_heads if num_kv_heads is None else num_kv_heads
+        self.key_dim = d = channels // num_heads if key_dim is None else key_dim
+        self.value_dim = e = channels // num_heads if value_dim is None else value_dim
+        self.out_channels = channels if out_channels is None else out_channels
+        self.context_channels = context_channels
+        self.groups = groups
+        check_divides("num_kv_heads", m, "num_heads", n)
+        if groups > 1:
+            check_divides("groups", groups, "channels", channels)
+            check_divides("groups", groups, "num_heads · key_dim", n * d)
+            check_divides("groups", groups, "out_channels", self.out_channels)
+            if (m, e) != (n, d) or context_channels is not None:
+                raise ValueError(
+                    "groups must be 1 with num_kv_heads, value_dim or context_channels of their own: queries, keys and "
+                    f"values are grouped alike; got groups={groups}"
+                )
+        if causal and (kv_stride > 1 or context_channels is not None):
+            raise ValueError(
+                "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
+                "no order with them"
+            )
+
+        if causal and isinstance(pattern, Neighborhood):
+            raise ValueError(
+                "causal must be False with a Neighborhood, which is causal along axes of its own: give "
+                "Neighborhood(causal=True), or one for each axis"
+            )
+
+        self.impl = impl
+        self.pattern = pattern
+        self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
+        if kv_stride > 1 and not self.partitioner.is_global:
+            raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
+        self.kv_stride = kv_stride
+        self.causal = causal
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv = POINTWISE[self.rank]
+        if groups > 1:  # of a map that is there three times, so that the rows stay in their order
+            self.qkv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
+        elif context_channels is None:
+            self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
+        else:
+            self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+        self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
+        self.scale = self.usual_scale if scale is None else scale
+        self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
+        self.position = None if position is None else self.new_position(position, **factory)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def new_position(self, position: AnyPosition, **factory: Any) -> PositionTerm:
+        """The position term of this block; refused where it does not go with the block's other arguments."""
+        if isinstance(position, type) or not hasattr(position, "build"):
+            raise ValueError(
+                "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
+                f"ConditionalPos() or SinCos(); got {position!r}"
+            )
+        term = position.build(BlockShape(self.channels, self.num_heads, self.key_dim, self.partitioner), **factory)
+        if term.is_relative and (self.kv_stride > 1 or self.context_channels is not None):
+            raise ValueError(
+                f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
+                "context_channels): use Rope2d()"
+            )
+        if term.needs_channels and self.context_channels not in (None, self.channels):
+            raise ValueError(
+                f"position must not be {position!r}, which is added to maps of {self.channels} channels, with "
+                f"context_channels={self.context_channels}: use Rope2d()"
+            )
+        return term
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend."""
+        if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+            return self.forward(x[None], mask, None if context is None else context[None])[0]
+        self.check_maps(x, context)
+        if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
+            return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
+
+        impl = IMPLEMENTATIONS[self.impl]
+        part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size
+        q, k, v, scale, mask, reachable, causal = self.prepare(x, mask, context, part, impl)
+        dropout = self.attn_drop if self.training else 0.0
+        y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
+        y = part.restore(impl.heads_together(y, part.cut.window), impl.merge)  # (b, heads·value_dim, h, w)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x))
+        return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def prepare(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None, part: Partition, impl: Implementation
+    ) -> Prepared:
+        """What the kernel is given."""
+        q, k, v, keys = self.project(x, context, part, impl)
+        scale, bias = self.scale, None
+        if self.position is not None:
+            q, k, scale, bias = self.position(q, k, scale, part, keys)
+        return Prepared(q, k, v, scale, *self.masks(x.shape[0], mask, bias, part, keys))
+
+    def project(
+        self, x: Tensor, context: Tensor | None, part: Partition, impl: Implementation
+    ) -> tuple[Tensor, Tensor, Tensor, Partition]:
+        """Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)``.
+
+        With them comes the partition of the map that keys and values are of.
+        """
+        n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
+        if self.position is not None:
+            x = self.position.add_to_map(x)
+            context = None if context is None else self.position.add_to_map(context)
+        source = x if context is None else context
+        x = part.fit(x, impl.split)
+        if context is None and self.kv_stride == 1:
+            keys = part
+            qkv = self.qkv(x if self.groups == 1 else torch.cat([x] * 3, dim=1))
+            q, kv = qkv.split([n * d, m * (d + e)], dim=1)
+        else:
+            source = self.averaged(source)
+            keys = partition_of(self.partitioner, source)
+            qkv, (q, kv) = None, self.project_both(x, keys.fit(source, impl.split))
+        if qkv is not None and part.same_tokens and (m, e) == (n, d):
+            q, k, v = impl.heads_apart(qkv, 3, n)
+        else:
+            q, kv = part.queries(q, impl.split), keys.keys(kv, impl.split)
+            (q,) = impl.heads_apart(q, 1, n)
+            if d == e:
+                k, v = impl.heads_apart(kv, 2, m)
+            else:
+                k, v = (impl.heads_apart(y, 1, m)[0] for y in kv.split([m * d, m * e], dim=1))
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v, keys
+
+    def project_both(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The map of queries from ``x``, and that of keys and values from another map."""
+        if self.context_channels is not None:
+            return self.q(x), self.kv(source)
+        rows = self.num_heads * self.key_dim
+        watched = self.qkv._forward_hooks or self.qkv._forward_pre_hooks
+        if isinstance(self.qkv, Pointwise) and self.groups == 1 and not watched:  # nor wrapped, as LoRA does
+            weight, bias = self.qkv.weight, self.qkv.bias
+            biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
+            return linear(x, weight[:rows], biases[0]), linear(source, weight[rows:], biases[1])
+        x, source = (y if self.groups == 1 else torch.cat([y] * 3, dim=1) for y in (x, source))
+        return self.qkv(x)[:, :rows], self.qkv(source)[:, rows:]
+
+    def averaged(self, source: Tensor) -> Tensor:
+        """The map that keys and values are taken from, averaged over squares of ``kv_stride``."""
+        if self.kv_stride == 1:
+            return source
+        squares = tuple(min(self.kv_stride, length) for length in source.shape[2:])
+        # Torch has no such average of volumes in half precision on the CPU.
+        exact = upcast(source) if self.rank == 3 and source.device.type == "cpu" else source
+        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(source.dtype)
+
+    def masks(
+        self, batch: int, mask: Tensor | None, bias: Tensor | None, part: Partition, keys: Partition
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Everything that masks the groups, in one mask ``(b or 1, groups or 1, n or 1, queries, keys)``.
+
+        With it come the rows that may attend to anything (None: all), and whether the kernel is to hide later keys.
+        """
+        own = None if part.mask is None else part.mask[None, :, None]
+        causal, reachable = self.causal, None
+        if causal and not part.same_tokens:
+            own, causal = combine_masks(own, part.causal_mask()[None, :, None]), False
+        if mask is not None:
+            mask = check_mask(mask, (batch, self.num_heads, product(part.size), product(keys.size)))
+            mask = part.cut_mask(mask)
+            if causal:
+                mask, causal = with_causal_mask(mask, part.cut.tokens, keys.key_cut.tokens, mask.device), False
+            own, reachable = open_rows(combine_masks(mask, own))
+        return combine_masks(own, bias), reachable, causal
+
+    def check_maps(self, x: Tensor, context: Tensor | None) -> None:
+        check_map("x", x, self.channels, self.rank)
+        if context is None:
+            if self.context_channels is not None:
+                raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
+            return
+        check_map("context", context, self.context_channels or self.channels, self.rank)
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context must hold as many maps as x, {x.shape[0]}; got {context.shape[0]}")
+        relative = self.position is not None and self.position.is_relative
+        if context.shape[2:] != x.shape[2:] and (not self.partitioner.is_global or self.causal or relative):
+            raise ValueError(
+                f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
+                f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
+            )
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """How much every query attends to every key, for the map that :meth:`forward` would be given.
+
+        >>> from vision_attn.attention.blocks import Attention2d
+        >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
+        torch.Size([1, 2, 12, 12])
+        """
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+            x, context = x[None], None if context is None else context[None]
+        self.check_maps(x, context)
+        part = partition_of(self.partitioner, x)
+        check_queries(queries, product(part.size))
+        return weights_on_map(part, self.prepare(x, mask, context, part, IMPLEMENTATIONS["sdpa"]), queries)
+
+    def check_impl(self, impl: str) -> None:
+        """Refuse what is no implementation."""
+        check_impl(impl)
+
+    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
+        """The size of the map that keys are taken from, in positions."""
+        source = x if context is None else context
+        return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
+
+    @property
+    def usual_scale(self) -> float:
+        """The factor on the logits that follows from the other arguments."""
+        return 1.0 if isinstance(self.q_norm, UnitLength) else self.key_dim**-0.5
+
+    def unusual(self) -> dict[str, object]:
+        """The arguments that are not what follows from the others."""
+        width = self.channels // self.num_heads
+        usual = {
+            "key_dim": width,
+            "value_dim": width,
+            "num_kv_heads": self.num_heads,
+            "out_channels": self.channels,
+            "context_channels": None,
+            "groups": 1,
+            "scale": self.usual_scale,
+            "kv_stride": 1,
+            "causal": False,
+            "attn_drop": 0.0,
+        }
+        return {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+        return ", ".join([*shown, *(f"{name}={value}" for name, value in self.unusual().items())])
+
+    def specification(self) -> dict[str, object]:
+        told = {"num_heads": self.num_heads, "pattern": self.pattern, **self.unusual()}
+        told.pop("attn_drop", None)  # of training alone
+        if self.position is not None:
+            position: Any = self.position.specification
+            # The size of a table is in its shape, and a table of another size is resampled.
+            table = isinstance(position, AbsPos | RelPosDecomposed | RelPosTable)
+            told["position"] = replace(position, feat_size=None) if table else position
+        return told
+
+
+class Attention1d(Attention):
+    """:class:`Attention2d` for maps with one axis, ``(b, c, w)``, projected by ``Conv1d``.
+
+    Arguments and errors are those of :class:`Attention2d`.
+
+    >>> import torch
+    >>> Attention1d(64, num_heads=4)(torch.randn(2, 64, 50)).shape
+    torch.Size([2, 64, 50])
+    """
+
+    rank = 1
+
+
+class Attention2d(Attention):
+    """Multi-head attention between the positions of a feature map, projected by 1×1 convolutions.
+
+    ::
+
+        qkv     = Conv2d(c, 3c, 1)(x)               rows ordered (qkv, heads, head_dim)
+        q, k, v : (b, heads, tokens, head_dim)      tokens row-major over (h, w)
+        y       = softmax(scale q kᵀ + mask) v
+        out     = Conv2d(c, c, 1)(y)
+
+    The state dict is ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``
+    whatever the implementation, which may be changed at any time with :func:`set_impl_` or :func:`use_impl`. With other
+    widths the rows are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]``.
+
+    Args:
+        channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
+        num_heads: number of heads.
+        impl: the implementation, one of :data:`vision_attn.IMPLS` or a registered one. They give the same result;
+            ``"sdpa"`` is the fastest and, where torch has a fused kernel, needs memory for the tokens only; most others
+            hold every attention weight. On the CPU torch has none with dropout or gradients of a bias.
+        pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
+            :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
+        position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
+            :class:`AbsPos`, :class:`Rope2d`, :class:`ConditionalPos` or :class:`SinCos`; its parameters are
+            ``position.*``.
+        key_dim: width of queries and keys in a head; ``channels / num_heads`` when None.
+        value_dim: width of values in a head; ``channels / num_heads`` when None.
+        num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row: grouped attention;
+            multi-query with 1. ``num_heads`` when None.
+        out_channels: channels of the result; ``channels`` when None.
+        context_channels: channels of a second map that keys and values are then always taken from, by projections
+            ``q`` and ``kv`` in the place of ``qkv``.
+        groups: groups of the projections, as of a grouped convolution: a channel of queries, keys, values or output is
+            of one group's channels only, and ``qkv.weight`` is ``(3c, c / groups, 1, 1)``.
+        scale: factor on the logits; ``key_dim ** -0.5`` when None, and 1 with ``qk_norm="cosine"``.
+        qkv_bias: whether queries, keys and values have a bias.
+        proj_bias: whether the output projection has a bias.
+        qk_norm: whether queries and keys are normalised over their width by layer norm (``q_norm``, ``k_norm``);
+            ``"cosine"`` divides them by their length instead, and gives each head a factor on its logits that is
+            learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2.
+        kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
+        causal: whether a position attends to no position that follows it, row by row, in any pattern but a
+            :class:`Neighborhood`, which has its own.
+        output_gate: whether ``y`` is multiplied by ``sigmoid(gate(x))``, a 1×1 convolution, before it is projected.
+        attn_drop: probability of dropping an attention weight, in training.
+        proj_drop: probability of dropping an element of the output, in training.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range or does not go with another; the message says which, what was expected
+            and what came.
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2, https://arxiv.org/abs/1706.03762;
+    on feature maps: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925;
+    shared keys and values: Ainslie et al., *GQA*, 2023, https://arxiv.org/abs/2305.13245
+
+    >>> import torch
+    >>> Attention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 14, 10])
+    """
+
+    rank = 2
+
+
+class Attention3d(Attention):
+    """:class:`Attention2d` for maps with three axes, ``(b, c, t, h, w)``, projected by ``Conv3d``.
+
+    Arguments and errors are those of :class:`Attention2d`.
+
+    >>> import torch
+    >>> Attention3d(64, num_heads=4)(torch.randn(2, 64, 4, 6, 5)).shape
+    torch.Size([2, 64, 4, 6, 5])
+    """
+
+    rank = 3
+
+
+def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
+    """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
+    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")

@@ -1,0 +1,118 @@
+"""A convolution with attention beside it: some of its output channels look at the whole map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.attention import Attention2d
+from vision_attn.attention.blocks.specified import Specified
+from vision_attn.checks import check_divides, check_new
+
+__all__ = ["AugmentedConv2d"]
+
+
+class AugmentedConv2d(Specified):
+    """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
+
+    It takes the place of ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
+    stride, attention sees the map averaged over squares of that side.
+
+    Args:
+        in_channels: channels of the map.
+        out_channels: channels of the result, of which ``value_channels`` are attention's.
+        kernel_size: side of the convolution's kernel, in positions; odd.
+        stride: positions from one output to the next.
+        num_heads: number of heads.
+        key_channels: channels of queries, and of keys, in all heads; divisible by ``num_heads``.
+        value_channels: channels of attention in the result; divisible by ``num_heads``, fewer than ``out_channels``.
+        bias: whether the convolution has a bias.
+        device: where the parameters live.
+        dtype: type of the parameters.
+        **attention: further arguments of :class:`Attention2d`; the paper has ``position=RelPosDecomposed(…)``.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
+
+    Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
+
+    >>> conv = AugmentedConv2d(16, 32, 3, stride=2, num_heads=4, key_channels=16, value_channels=8)
+    >>> conv(torch.randn(2, 16, 9, 7)).shape
+    torch.Size([2, 32, 5, 4])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        *,
+        stride: int = 1,
+        num_heads: int = 8,
+        key_channels: int,
+        value_channels: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        check_new(
+            device, dtype, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride
+        )
+        check_new(device, dtype, num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
+        for name in ("key_dim", "value_dim", "out_channels", "context_channels"):
+            if name in attention:
+                raise ValueError(f"{name} must be left out of AugmentedConv2d: key_channels and value_channels say it")
+        check_divides("num_heads", num_heads, "key_channels", key_channels)
+        check_divides("num_heads", num_heads, "value_channels", value_channels)
+        if value_channels >= out_channels:
+            raise ValueError(
+                f"value_channels must be fewer than out_channels={out_channels}, which the convolution shares; got "
+                f"{value_channels}: without a convolution it is Attention2d(…, out_channels={out_channels})"
+            )
+        self.stride = stride
+        self.conv = nn.Conv2d(
+            in_channels,
+            out_channels - value_channels,
+            kernel_size,
+            stride=stride,
+            padding=kernel_size // 2,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.attn = Attention2d(
+            in_channels,
+            num_heads,
+            key_dim=key_channels // num_heads,
+            value_dim=value_channels // num_heads,
+            out_channels=value_channels,
+            device=device,
+            dtype=dtype,
+            **attention,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Convolve and attend.
+
+        Args:
+            x: maps, ``(b, in_channels, h, w)``, or one map, ``(in_channels, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the map after the stride.
+
+        Returns:
+            ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
+
+        Raises:
+            ValueError: ``mask`` does not fit.
+        """
+        seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
+        return torch.cat([self.conv(x), self.attn(seen, mask)], dim=-3)
+
+    def specification(self) -> dict[str, object]:
+        return {"stride": self.stride}

@@ -1,0 +1,261 @@
+"""Relative positions: a bias for every offset and head (Swin, CoAtNet), or a table for each axis (BoTNet)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention.attend import upcast
+from vision_attn.attention.patterns import Partition, row_major
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
+from vision_attn.checks import product
+
+__all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
+
+#: Keys in a group up to which the term is added to the logits, as a bias of queries by keys. Beyond, it is folded into
+#: queries and keys, which grow by as many channels as a group has rows and columns: dearer than the bias in small
+#: groups, cheaper in large ones, where the bias takes memory for every pair of tokens.
+DENSE_KEYS = 256
+
+
+@dataclass(frozen=True)
+class RelativePosition:
+    """What both have: the size of the map that their tables are learned on."""
+
+    feat_size: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_feat_size(type(self).__name__, self.feat_size)
+
+
+@dataclass(frozen=True)
+class RelPosTable(RelativePosition):
+    """The logit of query ``i`` and key ``j`` in a head grows by ``table[(y_i - y_j, x_i - x_j), head]``, as in Swin.
+
+    ``position.relative_position_bias_table ((2h - 1)(2w - 1), heads)`` has the row ``(y_i - y_j + h - 1)(2w - 1) +
+    (x_i - x_j + w - 1)``. The bias has an element for every query and key of a group: small in windows, and as large as
+    the attention matrix of one image with ``"full"``, where :class:`RelPosDecomposed` needs none. On a map of another
+    size the table is stretched linearly. A saved table does not say for which height and width it is: one of another
+    length is taken to be for a map of the same proportions when it is loaded, and one of the same length as it is.
+
+    Args:
+        feat_size: size of the map that the table is learned on, in positions; of the window, in a windowed pattern,
+            where it may be left out.
+
+    Raises:
+        ValueError: ``feat_size`` is no size; or it is missing or does not fit the pattern (when the block is made).
+
+    Source: Liu et al., *Swin Transformer*, 2021, section 3.2, https://arxiv.org/abs/2103.14030
+
+    >>> RelPosTable()
+    RelPosTable(feat_size=None)
+    """
+
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
+        return TableTerm(self, shape, device, dtype)
+
+
+class TableTerm(PositionTerm):
+    is_relative = True
+
+    def __init__(self, specification: RelPosTable, shape: BlockShape, device: Any, dtype: Any) -> None:
+        super().__init__(specification)
+        self.lengths = table_lengths(specification, shape)
+        self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
+        rows = product([2 * length - 1 for length in self.lengths])
+        table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
+        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
+    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
+        for axis, length in enumerate(part.window_shape):
+            if not self.fixed[axis]:
+                table = resample(table, 2 * length - 1, axis)
+        sides = table.shape[:-1]
+        if torch.compiler.is_compiling():
+            rows = table_rows(part, sides)
+        else:
+            if sides not in part.kept:
+                with torch.inference_mode(False):  # so that it serves training too
+                    part.kept[sides] = table_rows(part, sides)
+            rows = part.kept[sides]
+        # Along the rows of the transposed table memory is read and written in order, and nothing is transposed after.
+        bias = table.flatten(0, -2).t().contiguous().index_select(1, rows.flatten())
+        return q, k, scale, bias.view(1, -1, *rows.shape).transpose(1, 2).contiguous()
+
+    def resampled(self, name: str, saved: Tensor) -> Tensor | None:
+        here = self.relative_position_bias_table
+        if saved.dim() != 2 or saved.shape[1] != here.shape[1]:
+            return None
+        sides = self.sides_of(saved.shape[0])
+        if sides is None:
+            return None
+        table = saved.view(*(2 * side - 1 for side in sides), -1)
+        for axis, length in enumerate(self.lengths):
+            table = resample(table, 2 * length - 1, axis)
+        return table.flatten(0, -2)
+
+    def sides_of(self, rows: int) -> list[int] | None:
+        """The sides of a saved table: only their product is saved, so they are taken to be in the proportions here."""
+        longest = max(self.lengths)
+        for longer in range(1, (rows + 1) // 2 + 1):
+            sides = [max(1, round(length * longer / longest)) for length in self.lengths]
+            found = product([2 * side - 1 for side in sides])
+            if found >= rows:
+                return sides if found == rows else None
+        return None
+
+
+def table_rows(part: Partition, sides: Sequence[int]) -> Tensor:
+    """The row of a table of these sides for each query and key of each group, ``(groups, queries, keys)``."""
+    rows = [width // 2 - offset for offset, width in zip(part.offsets(), sides, strict=True)]
+    return row_major(rows, sides)
+
+
+@dataclass(frozen=True)
+class RelPosDecomposed(RelativePosition):
+    """The logit of query ``i`` and key ``j`` grows by ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]``, as in BoTNet.
+
+    ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
+    are shared by the heads. In groups of more than 256 tokens they are folded into the dot product: the query is
+    extended by its logits against each row and column, the key by the one-hot vector of its own, so that any fused
+    kernel runs it and memory grows with tokens. On a map of another size the tables are stretched linearly.
+
+    Args:
+        feat_size: size of the map that the tables are learned on, in positions; of the window, in a windowed pattern,
+            where it may be left out.
+
+    Raises:
+        ValueError: ``feat_size`` is no size; or it is missing or does not fit the pattern (when the block is made).
+
+    Source: Srinivas et al., *Bottleneck Transformers*, 2021, appendix, https://arxiv.org/abs/2101.11605
+
+    >>> RelPosDecomposed(feat_size=(14, 14))
+    RelPosDecomposed(feat_size=(14, 14))
+    """
+
+    def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
+        return DecomposedTerm(self, shape, device, dtype)
+
+
+class DecomposedTerm(PositionTerm):
+    is_relative = True
+
+    def __init__(self, specification: RelPosDecomposed, shape: BlockShape, device: Any, dtype: Any) -> None:
+        super().__init__(specification)
+        lengths = table_lengths(specification, shape)
+        self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
+        self.tables: dict[int, str] = {}  # by axis
+        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
+            if shape.partitioner.attended[axis]:
+                self.tables[axis] = f"{name}_rel"
+                table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+                self.register_parameter(f"{name}_rel", nn.Parameter(table))
+
+    def forward(
+        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
+    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        offsets = part.offsets()
+        keys_shape = [offset.shape[2] for offset in offsets]
+        # A symbol stands for any size: what is exported with it is folded.
+        dense = set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS
+        # Logits may be beyond float16. Folded they are channels of the query, in its type.
+        queries = upcast(q) if dense else q
+        logits = {axis: self.logits(queries, axis, offsets[axis], part) for axis in self.tables}
+        if dense:
+            along = [  # b·groups n i (keys of one axis), to be broadcast along the others
+                part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
+                for axis, part_of_bias in logits.items()
+            ]
+            bias = reduce(torch.add, along).expand(*q.shape[:3], *keys_shape).flatten(3)
+            return q, k, scale, bias.unflatten(0, (-1, part.groups))
+        one_hot = [key_one_hot(keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
+        return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1), 1.0, None
+
+    def logits(self, q: Tensor, axis: int, offset: Tensor, part: Partition) -> Tensor:
+        """Each query's logit against each of its keys' rows (or columns), ``(b·groups, n, i, keys along the axis)``."""
+        table = getattr(self, self.tables[axis]).to(q.dtype)
+        if not self.fixed[axis]:
+            table = resample(table, 2 * offset.shape[2] - 1)
+        relative = table[offset + table.shape[0] // 2]  # (tiles, queries, keys, d)
+        # One product for each tile and query along the axis: b T H W n t h w d, with the axis' two in front.
+        rank = len(part.size)
+        x = q.reshape(q.shape[0] // product(part.tiles), *part.tiles, q.shape[1], *part.window_shape, q.shape[3])
+        x = x.movedim((1 + axis, 2 + rank + axis), (0, 1))
+        rest = x.shape[2:-1]
+        tile, query, key, d = relative.shape
+        y = torch.bmm(x.reshape(tile * query, -1, d), relative.view(tile * query, key, d).transpose(1, 2))
+        y = y.view(tile, query, *rest, key).movedim((0, 1), (1 + axis, 2 + rank + axis))
+        return y.reshape(*q.shape[:3], key)
+
+    def resampled(self, name: str, saved: Tensor) -> Tensor | None:
+        table = getattr(self, name)
+        if saved.dim() != 2 or saved.shape[1] != table.shape[1] or saved.shape[0] % 2 == 0:
+            return None
+        return resample(saved, table.shape[0])
+
+
+def key_one_hot(shape: list[int], axis: int, k: Tensor) -> Tensor:
+    """Where each key lies along an axis, ``(keys, length of the axis)``."""
+    number = torch.arange(product(shape), device=k.device)
+    index = number // product(shape[axis + 1 :]) % shape[axis]
+    return (index[:, None] == torch.arange(shape[axis], device=k.device)).to(k.dtype)
+
+
+def table_lengths(specification: RelativePosition, shape: BlockShape) -> tuple[int, ...]:
+    """The tokens along each axis that a table is for: one along an axis without attention."""
+    owner, feat_size = type(specification).__name__, specification.feat_size
+    partitioner, rank = shape.partitioner, shape.rank
+    given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
+    if len(given) != rank:
+        raise ValueError(
+            f"{owner}: feat_size must be a whole number of at least 1, or a tuple of one for each of {rank} axes; "
+            f"got {feat_size!r}"
+        )
+    lengths = []
+    for length, fixed, attended in zip(given, partitioner.window_shape, partitioner.attended, strict=True):
+        if not attended:
+            lengths.append(1)
+        elif fixed is None:
+            if length is None:
+                raise ValueError(
+                    f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the "
+                    f"map that the tables are learned on, as in {owner}(feat_size=(14, 14))"
+                )
+            lengths.append(length)
+        else:
+            if length not in (None, fixed):
+                raise ValueError(
+                    f"{owner}: feat_size must be that of the pattern's groups, {partitioner.window_shape}; "
+                    f"got {feat_size!r}: leave it out"
+                )
+            lengths.append(fixed)
+    return tuple(lengths)
+
+
+def resample(table: Tensor, length: int, axis: int = 0) -> Tensor:
+    """A table by offset, ``2s - 1`` long along an axis, stretched linearly to another length.
+
+    The first, the middle and the last offset stay the first, the middle and the last: a map of another size is looked
+    at as the same picture, finer or coarser.
+
+    >>> resample(torch.tensor([[0.0], [2.0], [4.0]]), 5).flatten()
+    tensor([0., 1., 2., 3., 4.])
+    """
+    old = table.shape[axis]
+    if not torch.compiler.is_compiling() and old == length:  # what is compiled may be for any length
+        return table
+    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+    ratio = (old - 1) / max(length - 1, 1)
+    index = (torch.arange(length, device=table.device, dtype=dtype) - (length - 1) / 2) * ratio + (old - 1) / 2
+    below = index.floor().clamp(0, max(old - 2, 0))
+    share = (index - below).to(table.dtype).view([-1 if i == axis else 1 for i in range(table.dim())])
+    low, high = (table.index_select(axis, at.long()) for at in (below, (below + 1).clamp(max=old - 1)))
+    return low * (1 - share) + high * share

@@ -1,5 +1,0 @@
-"""The explorer: what a network attends to, as one page of HTML."""
-
-from vision_attn.explorer.report import explore
-
-__all__ = ["explore"]

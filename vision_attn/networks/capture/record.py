@@ -1,0 +1,297 @@
+"""The attention maps of a forward pass, whatever implementation runs it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product as pairs
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
+from vision_attn.attention.blocks.weights import Prepared, weights_on_map
+from vision_attn.attention.patterns import Partition
+from vision_attn.checks import as_list, product
+from vision_attn.networks.capture.attention_map import AttentionMap
+from vision_attn.networks.insertion import plain_network
+from vision_attn.networks.insertion.backbone import Example, uncompiled
+from vision_attn.networks.insertion.sites import Names, match_names, several
+
+__all__ = ["LARGEST", "Maps", "capture", "chosen_heads"]
+
+#: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
+LARGEST = 2**30
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, "max": torch.maximum}
+
+#: A point of the image, ``(y, x)`` in pixels.
+Point = Sequence[float]
+
+
+class Maps(dict[str, AttentionMap]):
+    """The maps of a forward pass by module path, in the order of running.
+
+    >>> Maps()["layer4"]
+    Traceback (most recent call last):
+    KeyError: "no map of 'layer4': captured are none. A module has none until the model ran, if ..."
+    """
+
+    def __missing__(self, path: str) -> AttentionMap:
+        raise KeyError(
+            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}. A module has none until the "
+            "model ran, if the model did not call it, or if swap_'s module served the call by itself"
+        )
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    queries: Iterable[Point] | str | None = None,
+    *,
+    sites: Names | Iterable[Names] | None = None,
+    heads: int | Iterable[int] | None = None,
+    reduce: str | None = None,
+    allow_large: bool = False,
+) -> Iterator[Maps]:
+    """Record the attention maps of every forward pass inside a ``with`` block.
+
+    The network computes what it always does. Of the queries and keys that the kernel gets, with their position terms,
+    masks, windows and type, the weights of the chosen queries are computed beside it, in float32 at least: any
+    implementation can be looked into, the fused ones included. Memory grows with ``heads · queries · tokens``, an image
+    and module. A compiled model runs in eager meanwhile. Afterwards, also after an error, the model is as it was.
+
+    Args:
+        model: a network with :class:`vision_attn.Attention2d` modules in it, or those for one axis or three: inserted,
+            put in the place of others, exchanged by :func:`vision_attn.swap_`, or its own.
+        queries: points ``(y, x)`` in pixels of the image to look from; ``"all"`` or None for every cell of each map.
+        sites: only attention at or in these modules: a path, glob or compiled regular expression, or several.
+        heads: only these heads, by number.
+        reduce: one map for all of these heads, their ``"mean"`` or ``"max"``.
+        allow_large: take more than 1 GiB for the maps of a forward pass.
+
+    Yields:
+        A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order of running. The
+        second call of a module in one pass has a map at ``path:2``.
+
+    Raises:
+        ValueError: the model has no such attention, there is no such head or reduction, a point lies outside the image,
+            or the maps would be larger than 1 GiB without ``allow_large``; the message says how large.
+        SiteError: a site matches no module.
+        RuntimeError: a part of the model was called, not the model.
+
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), AttentionBlock2d(8, 2))
+    >>> with capture(model, queries=[(0, 0), (15, 8)]) as maps:
+    ...     _ = model(torch.randn(1, 3, 16, 16))
+    >>> maps["1.attn"].weights.shape
+    torch.Size([1, 2, 2, 8, 8])
+    """
+    if reduce is not None and (not isinstance(reduce, str) or reduce not in REDUCTIONS):
+        raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
+    points, model = points_of(queries), plain_network(model)
+    modules = modules_at(model, sites)
+    exchanged = {path: vars(model.get_submodule(path)).get(EXCHANGED) for path in modules}
+    axes = max(2 if exchanged[path] else module.rank for path, module in modules.items())
+    recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
+        for path, module in modules.items():
+            seen: list[tuple[Partition, Prepared]] = []
+            stack.enter_context(overheard(module, seen))
+            chosen = chosen_heads(heads, module.num_heads)
+            hook = partial(recording.record, path, exchanged[path], chosen, seen)
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield recording.maps
+
+
+@dataclass
+class Recording:
+    """What is captured of one forward pass."""
+
+    points: list[Point] | None
+    #: of the image
+    axes: int
+    reduce: str | None
+    #: bytes that the maps may take
+    limit: float
+    maps: Maps = field(default_factory=Maps)
+    taken: int = 0
+    image_size: tuple[int, ...] = ()
+    images: int = 0
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is given images."""
+        self.maps.clear()
+        self.taken = 0
+        example = Example(args, kwargs)
+        self.images, self.image_size = example.shape[0], tuple(example.image.shape[-self.axes :])
+        for point in self.points or ():
+            inside = all(0 <= at < length for at, length in zip(point, self.image_size, strict=False))
+            if len(point) != self.axes or not inside:
+                raise ValueError(
+                    f"queries must be points {'(y, x)' if self.axes == 2 else f'of {self.axes} coordinates'} in pixels "
+                    f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
+                )
+
+    def record(
+        self,
+        path: str,
+        kept: Any,
+        heads: list[int],
+        seen: list[tuple[Partition, Prepared]],
+        module: Any,
+        args: Any,
+        kwargs: Any,
+        y: Any,
+    ) -> None:
+        """A module has attended."""
+        if not self.image_size:
+            raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
+        if not seen:
+            return  # an empty batch
+        (part, prepared), prefix = seen.pop(), 0
+        x = args[0] if args else kwargs["x"]
+        if kept is None or kept.sees == "maps":
+            size = tuple(x.shape[-module.rank :])
+            keys = module.keys_size(x, args[2] if len(args) > 2 else kwargs.get("context"))
+        else:
+            placed = kept.placed(x, self.images, self.image_size)
+            if placed is None:
+                return  # they are of no map of this image
+            part, prefix = placed
+            size = keys = part.size
+            prepared = in_groups_of(prepared, part.groups)
+        cells = cells_of(self.points, size, self.image_size, path)
+        names = tuple(f"head {head}" for head in heads)
+        groups = [[head] for head in heads] if self.reduce else [heads]
+        self.count(path, len(prepared.q) // part.groups, len(groups[0]), len(cells), product(keys), prepared.q.dtype)
+        if self.reduce and len(heads) > 1:
+            names = (f"{self.reduce} of {len(heads)} heads",)
+
+        def looked(tokens: Tensor | None) -> Tensor:
+            weights: Tensor | None = None
+            for group in groups:
+                some = weights_on_map(part, prepared, tokens, group)[..., prefix:]
+                weights = some if weights is None else REDUCTIONS[self.reduce or ""](weights, some)
+            assert weights is not None
+            weights = weights / len(groups) if self.reduce == "mean" else weights
+            if product(part.size) == product(size):
+                return weights.unflatten(-1, keys)
+            # Where the block has padded its map, the queries stand on a wider one.
+            return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
+
+        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.size)) for cell in cells], device=x.device)
+        every = self.points is None and len(tokens) == product(part.size) and not prefix
+        with torch.no_grad():
+            weights = looked(None if every else tokens)
+            first = looked(torch.arange(prefix, device=x.device)) if prefix else None
+        earlier = sum(known.partition(":")[0] == path for known in self.maps)
+        place = f"{path}:{earlier + 1}" if earlier else path
+        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, names, first)
+
+    def count(self, path: str, images: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> None:
+        """Refuse maps that are too large."""
+        needed = images * heads * queries * keys * torch.promote_types(dtype, torch.float32).itemsize
+        if self.taken + needed > self.limit:
+            raise ValueError(
+                f"queries: the maps of {path!r} take {needed / 2**30:.2f} GiB ({images} images × {heads} heads × "
+                f"{queries} queries × {keys} cells), with {self.taken / 2**30:.2f} GiB of modules before it: choose "
+                "points as queries, sites, heads or a reduction, or allow_large=True"
+            )
+        self.taken += needed
+
+
+@contextmanager
+def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iterator[None]:
+    """Keep what a block hands to its kernel in the forward pass."""
+    own = vars(module)
+    prepare, outer = module.prepare, own.get("prepare")  # the outer one of two captures
+
+    def look(*args: Any) -> Prepared:
+        found = prepare(*args)
+        seen[:] = [(args[3], found)]
+        return found
+
+    own["prepare"] = look
+    try:
+        yield
+    finally:
+        own.pop("prepare")
+        own.update({} if outer is None else {"prepare": outer})
+
+
+def in_groups_of(prepared: Prepared, groups: int) -> Prepared:
+    """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
+    mask, reachable = (
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups))
+        for x in (prepared.mask, prepared.reachable)
+    )
+    return prepared._replace(mask=mask, reachable=reachable)
+
+
+def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
+    modules = attention_modules(model)
+    for path in list(modules):
+        kept = vars(model.get_submodule(path)).get(EXCHANGED)
+        if kept is not None and kept.sees == "unknown":
+            del modules[path]  # of tokens, of which nobody says where they lie
+    if not modules:
+        raise ValueError(
+            f"model has no Attention2d to capture, nor one of other rank: {type(model).__name__} holds none; insert "
+            "one with insert_(model, …), or let swap_(model) exchange the attention that is there"
+        )
+    if sites is None:
+        return modules
+    chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
+    found = {p: module for p, module in modules.items() if any(f"{p}.".startswith(f"{site}.") for site in chosen)}
+    if not found:
+        raise ValueError(f"sites must have attention at or in them; got {sites!r}, and there is {', '.join(modules)}")
+    return found
+
+
+def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
+    """Points of the image; None for every cell."""
+    if queries is None or (isinstance(queries, str) and queries == "all"):
+        return None
+    points = [] if isinstance(queries, (str, bytes)) or not isinstance(queries, Iterable) else list(queries)
+    if not points or not all(is_point(point) for point in points):
+        raise ValueError(
+            f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
+        )
+    return points
+
+
+def is_point(value: Any) -> bool:
+    held = value.tolist() if hasattr(value, "tolist") else value
+    return isinstance(held, (tuple, list)) and all(isinstance(at, Real) and math.isfinite(at) for at in held)
+
+
+def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
+    chosen = list(range(count)) if heads is None else as_list("heads", heads, "numbers of heads", single=Integral)
+    if not chosen or not all(isinstance(head, Integral) and 0 <= int(head) < count for head in chosen):
+        raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
+    return [int(head) for head in chosen]
+
+
+def cells_of(
+    points: Sequence[Point] | None, size: tuple[int, ...], image_size: tuple[int, ...], path: str
+) -> list[tuple[int, ...]]:
+    """The cells of a map that points of the image lie in; all of them when None."""
+    if points is None:
+        return list(pairs(*map(range, size)))
+    if len(size) != len(image_size):
+        raise ValueError(
+            f"queries must be None for {path!r}, whose map has {len(size)} axes and the image {len(image_size)}: a "
+            "point has no place on it; leave it out by sites="
+        )
+    return [
+        tuple(int(at * n / length) for at, n, length in zip(point, size, image_size, strict=True)) for point in points
+    ]

@@ -1,0 +1,246 @@
+"""Checkpoints into a model: compared in full first, and loaded only if they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from vision_attn.attention.position import PositionTerm
+from vision_attn.checks import as_list, check_flags, check_type
+from vision_attn.errors import CheckpointError
+from vision_attn.networks.checkpoints.adapter_file import ENTRY
+from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
+from vision_attn.networks.checkpoints.read import CheckpointFile, find_weights, read_file
+from vision_attn.networks.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
+from vision_attn.text import shorten
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    ema: bool = False,
+    fresh: str | Iterable[str] = (),
+    prefix: str = "",
+) -> LoadReport:
+    """Load a checkpoint file into a model, before or after blocks are inserted.
+
+    Tables of relative positions that were saved for a map of another size are stretched to the model's. What belongs to
+    a module that :func:`vision_attn.replace_` took out goes into that module, for when it comes back.
+
+    Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
+    it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like, with or without the
+    prefixes ``module.`` and ``_orig_mod.`` of parallel and compiled models, or any other that all of them share. A name
+    that ends in a hash, as torch.hub's ``resnet18-f37072fd.pth``, must be that of the file.
+
+    Args:
+        model: the network; it changes only if the checkpoint fits.
+        path: the file, or a folder as Hugging Face and timm write them.
+        strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``fresh``) is missing, nothing is left
+            over, every shape fits, and no block is said to have had other heads, another pattern, position or scale.
+            Otherwise load what fits and report the rest.
+        ema: take the moving average of the weights that the file holds.
+        fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
+        prefix: where the network is only a part of what was saved, the part: with ``"backbone."`` only keys that begin
+            with it are read, without it, and all others are left aside.
+
+    Returns:
+        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
+        ``aside`` keys, of where in the file the weights were, and of blocks that are other ones (``differing``) or of
+        which the file does not say what they were (``trusted``).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the model is on the meta device, lazy, or has a tensor that nothing can be copied into (sparse,
+            nested, expanded), or ``fresh`` matches none of its keys.
+        CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
+            keys and what to do.
+
+    >>> import tempfile, torch
+    >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
+    >>> torch.save({"state_dict": {"module.weight": torch.ones(3, 2)}}, file)
+    >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
+    ('weight',)
+    """
+    return load_file(model, read_file(path), strict=strict, ema=ema, fresh=fresh, prefix=prefix)
+
+
+def load_file(
+    model: nn.Module,
+    file: CheckpointFile,
+    *,
+    strict: bool = True,
+    ema: bool = False,
+    fresh: str | Iterable[str] = (),
+    prefix: str = "",
+) -> LoadReport:
+    """:func:`load_checkpoint`, of a file that is read already."""
+    model = plain_network(model)
+    refuse_without_values(model)
+    state, kept = model.state_dict(), kept_modules(model)
+    # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
+    of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
+    own, blocks = state | of_kept | state, blocks_of(state)
+    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
+    check_type("prefix", prefix, str, "a text")
+    check_flags(strict=strict, ema=ema)
+    asked = matching("fresh", fresh, own)
+
+    if ENTRY in file.metadata:
+        raise CheckpointError(
+            f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "
+            "load_adapter_(model, path)"
+        )
+    found = find_weights(file, ema=ema, own=own, prefix=prefix)
+    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
+    stretched = stretched_tables(model, found.tensors)
+    weights = {**found.tensors, **stretched}
+    refuse_other_kinds(weights, own, file.path)
+
+    given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
+    mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
+    fitting = [key for key in given if key in own and key not in mismatched]
+    # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
+    counters = {key for key in own if key.endswith("num_batches_tracked")}
+    # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
+    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
+    of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
+    expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
+    loaded = tuple(key for key in fitting if key in state)
+    of_blocks = {path for path in blocks if any(key.startswith(f"{path}." if path else "") for key in loaded)}
+    report = LoadReport(
+        path=str(file.path),
+        entry=found.entry,
+        loaded=loaded,
+        new=tuple(key for key in own if key in new and key not in given),
+        missing=tuple(key for key in own if key not in expected),
+        unexpected=tuple(key for key in given if key not in own),
+        mismatched=mismatched,
+        resampled=shapes_of(stretched, {key: found.tensors[key] for key in stretched if key in given}),
+        replaced=tuple(key for key in fitting if key not in state),
+        others=found.others,
+        prefix=found.prefix,
+        aside=found.aside,
+        verified=file.verified,
+        differing=tuple(other_blocks({path: blocks[path] for path in of_blocks}, found.blocks)),
+        trusted=tuple(path or type(model).__name__ for path in blocks if path in of_blocks - found.blocks.keys()),
+    )
+    if not fitting:
+        raise CheckpointError(
+            f"{file.path}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
+            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}. If the network is a part of what "
+            'was saved, prefix="backbone." reads what begins with the name of the part'
+        )
+    if strict and (report.missing or report.unexpected or report.mismatched or report.differing):
+        raise CheckpointError(
+            f"{file.path} does not fit the model {type(model).__name__}, nothing was loaded.",
+            *str(report).split("\n")[1:],
+            *remedies(report, dict(model.named_modules())),
+        )
+    before = {key: own[key].clone() for key in (*report.loaded, *report.replaced)}
+    try:
+        load_both(model, kept, weights, report)
+    except BaseException:  # as that of Ctrl-C between two tensors
+        load_both(model, kept, before, report)
+        raise
+    return report
+
+
+def load_both(
+    model: nn.Module, kept: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: LoadReport
+) -> None:
+    """Weights into the model and into the modules that it keeps besides."""
+    model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
+    for site, module in kept.items():
+        begin = f"{site}."
+        module.load_state_dict(
+            {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
+        )
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Refuse a model on the meta device, or one that a first forward has still to make."""
+    if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
+        raise ValueError(
+            "model has tensors without values, in which nothing can be loaded: model.to_empty(device=…) makes those on "
+            "the meta device, and a first forward those of lazy modules"
+        )
+
+
+def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of a model that torch copies nothing into."""
+    for key, value in tensors.items():
+        what = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else ""
+        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+            what = "expanded, several of its numbers are one in memory"
+        if what:
+            raise ValueError(
+                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
+            )
+
+
+def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
+    """The keys that match any of the globs, each of which must match one."""
+    keys, found = list(keys), set[str]()
+    for glob in as_list(argument, globs, "globs on keys", single=str):
+        check_type(argument, glob, str, "a glob on keys, or several")
+        matches = [key for key in keys if fnmatchcase(key, glob)]
+        if not matches:
+            raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
+        found.update(matches)
+    return found
+
+
+def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that were replaced, under every name that they had and will have again."""
+    kept = {id(model.get_submodule(site)): module for site, module in replaced(model).items()}
+    return {
+        path: kept[id(module)] for path, module in model.named_modules(remove_duplicate=False) if id(module) in kept
+    }
+
+
+def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tables of positions that were saved for another size of map, for the size that the model has them for."""
+    tables = {}
+    for path, term in model.named_modules(remove_duplicate=False):
+        if not isinstance(term, PositionTerm):
+            continue
+        for name, here in term.named_parameters(recurse=False):
+            key = f"{path}.{name}" if path else name
+            saved = weights.get(key)
+            if saved is None or saved.shape == here.shape or kind(saved) != kind(here):
+                continue
+            table = term.resampled(name, saved)
+            if table is not None:
+                tables[key] = table
+    return tables
+
+
+def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
+    return {
+        key: (tuple(own[key].shape), tuple(value.shape))
+        for key, value in others.items()
+        if own[key].shape != value.shape
+    }
+
+
+def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path) -> None:
+    """What is copied into a tensor of another kind would lose its meaning."""
+    for key, value in weights.items():
+        if key in own and kind(value) != kind(own[key]):
+            raise CheckpointError(
+                f"{path}: {key} is a {kind(value)} tensor and the model's is a {kind(own[key])} one, nothing was "
+                "loaded: save it as the model's kind"
+            )
+
+
+def kind(tensor: Tensor) -> str:
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"

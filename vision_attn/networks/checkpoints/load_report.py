@@ -1,0 +1,139 @@
+"""What of a checkpoint went into a model, and what to do where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from vision_attn.networks.checkpoints.read import AVERAGED
+from vision_attn.networks.insertion import CHILD
+from vision_attn.text import Report, escaped, shorten
+
+#: key -> (shape in the model, shape in the checkpoint)
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, repr=False)
+class LoadReport(Report):
+    """What of a checkpoint went into a model, key by key; prints as a summary.
+
+    ``new`` are the model's keys that the checkpoint cannot know, of inserted blocks and of what was left out on
+    purpose; ``missing`` are those it should know. A block that the checkpoint has in part is one that it should know.
+
+    >>> print(LoadReport("net.pth", "", ("fc.weight",), new=(), missing=("fc.bias",), unexpected=(), mismatched={}))
+    1 tensor loaded from net.pth
+    1 missing in the checkpoint: fc.bias
+    """
+
+    #: the file
+    path: str
+    #: which part of the file held the weights; "" when the file is nothing but weights
+    entry: str
+    #: keys that went into the model
+    loaded: tuple[str, ...]
+    #: the model's keys that the checkpoint cannot know
+    new: tuple[str, ...]
+    #: the model's keys that the checkpoint should have and has not
+    missing: tuple[str, ...]
+    #: keys of the checkpoint that the model has not
+    unexpected: tuple[str, ...]
+    #: key -> (shape in the model, shape in the checkpoint)
+    mismatched: Shapes
+    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
+    resampled: Shapes = field(default_factory=dict)
+    #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
+    replaced: tuple[str, ...] = ()
+    #: other parts of the file that hold weights, and were not taken
+    others: tuple[str, ...] = ()
+    #: what was taken off the names of all weights: ``"backbone."``
+    prefix: str = ""
+    #: keys left aside because they do not begin with the prefix that was asked for
+    aside: tuple[str, ...] = ()
+    #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
+    verified: str = ""
+    #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
+    differing: tuple[str, ...] = ()
+    #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
+    trusted: tuple[str, ...] = ()
+
+    def parts(self) -> list[str]:
+        source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
+        lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
+        if self.verified:
+            lines.append(f"its SHA-256 begins with {self.verified}, as its name says")
+        if self.others:
+            average = self.entry not in AVERAGED and not set(self.others).isdisjoint(AVERAGED)
+            hint = " (ema=True takes the moving average)" if average else ""
+            lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
+        if self.prefix:
+            lines.append(f"prefix {self.prefix!r} taken off")
+        for title, keys in (
+            ("for modules that are replaced, loaded for when they come back", self.replaced),
+            ("left aside", self.aside),
+            ("new by design", self.new),
+            ("missing in the checkpoint", self.missing),
+            ("unexpected in the checkpoint", self.unexpected),
+            ("resampled for the model's size of map", described(self.resampled)),
+            ("of another shape", described(self.mismatched)),
+            ("made otherwise", self.differing),
+        ):
+            if keys:
+                lines.append(f"{len(keys)} {title}: {shorten(keys)}")
+        if self.trusted:
+            lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
+        return lines
+
+
+def described(shapes: Shapes) -> list[str]:
+    return [f"{key} (model {model}, checkpoint {checkpoint})" for key, (model, checkpoint) in shapes.items()]
+
+
+def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
+    """What to do about a checkpoint that does not fit a model of these modules."""
+    sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
+    lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
+    instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
+    heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
+    if report.differing:
+        yield (
+            "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
+            "strict=False loads the weights all the same, where they mean something else."
+        )
+        return
+    if sites:
+        yield (
+            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "
+            f"line: --insert {sites.replace(',', '').replace(chr(39), '')})."
+        )
+    if instead:
+        yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
+    if sites or instead:
+        return
+    if any(".position." in f".{key}" for key in report.mismatched):
+        yield (
+            "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
+            'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'
+        )
+    elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
+        (own, other), *_ = report.mismatched.values()
+        yield (
+            f"It was trained for {other[0]} classes and the model has {own[0]}: make a model of {other[0]} classes, or "
+            f'keep a new head with fresh=["{heads.pop()}.*"] (on the command line: --reset-head).'
+        )
+    else:
+        yield "If it is the right file for this model, load_checkpoint with strict=False loads what fits."
+
+
+def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The modules that blocks were inserted at, by the keys of a state dict.
+
+    A module that cannot hold its block has it held by another one, under a name that says for which.
+    """
+    spelled = {name.replace(".", "_"): name for name in modules}
+    sites: dict[str, None] = {}
+    for key in keys:
+        host, child, rest = f".{key}".partition(f".{CHILD}")
+        if child:
+            held_for = rest.partition(".")[0].removeprefix("_")
+            sites[spelled.get(held_for) or host.removeprefix(".")] = None
+    return list(sites)

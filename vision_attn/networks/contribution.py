@@ -1,0 +1,244 @@
+"""What the blocks of a network contribute: how large their branches are, and what changes when they are closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.residual import GatedResidual
+from vision_attn.checks import as_list
+from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, replaced
+from vision_attn.networks.insertion.backbone import uncompiled
+from vision_attn.text import Report, Table
+
+__all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What changes when blocks are closed, so that their map goes on as it came."""
+
+    #: predictions that are others then; None where the model gives no scores of classes
+    changed: int | None
+    #: by how much the mean cross-entropy rises; None without labels
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class BlockContribution:
+    """What one block contributes."""
+
+    #: path of the module at which the block was inserted, or of the block itself
+    site: str
+    #: root mean square of what the block adds, over that of the map that it is added to
+    share: float
+    #: the same for each channel, ``(c,)``
+    by_channel: Tensor
+    #: what changes when this block alone is closed
+    closing: Closing
+
+
+@dataclass(frozen=True, repr=False)
+class Contribution(Report):
+    """What the blocks of a network contribute; prints as a table.
+
+    >>> print(Contribution((), together=Closing(changed=3, loss=None), predictions=64))
+    what changes when a block is closed
+    where     branch/stream  predictions changed  loss
+    together                             3 of 64
+    """
+
+    #: in the order of the network's modules
+    blocks: tuple[BlockContribution, ...]
+    #: what changes when all of them are closed
+    together: Closing
+    #: how many predictions there are: one an image, or one a position where the scores are a map
+    predictions: int
+
+    def parts(self) -> list[str | Table]:
+        lines = [("where", "branch/stream", "predictions changed", "loss")]
+        rows = [(block.site, f"{block.share:.4f}", block.closing) for block in self.blocks]
+        for site, share, closing in (*rows, ("together", "", self.together)):
+            changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
+            lines.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
+        unread = [] if self.predictions else ["the model gives no scores of classes to compare"]
+        return ["what changes when a block is closed", Table(lines), *unread]
+
+
+def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
+    """What each inserted block contributes to a network, and all of them together.
+
+    Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its
+    map over that of the map. And the network predicts once as it is, and once with the block closed, its map going on
+    as it came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
+
+    Args:
+        model: a network with inserted blocks in it, or with :class:`vision_attn.AttentionBlock2d` of its own. What
+            :func:`vision_attn.replace_` put in the place of another module adds to no map, and is left out.
+        batch: images, or a pair of images and labels; of detection models a list of images, each ``(c, h, w)``. The
+            model gives scores ``(b, classes, …)`` for them, by themselves, as ``logits`` or as ``out``; of one that
+            gives others only the shares are measured.
+
+    Returns:
+        A record for each block, and one of all together. It prints as a table.
+
+    Raises:
+        ValueError: the model has no block that adds to a map, or the batch is neither images nor a pair.
+
+    >>> import vision_attn as va
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
+    what changes when a block is closed
+    where     branch/stream  predictions changed  loss
+    0                0.0000               0 of 4
+    together                              0 of 4
+    """
+    images, labels = parts_of(batch)
+    sites = list(branches(model))
+    if not sites:
+        raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
+
+    def scores(shut: Iterable[str] = ()) -> Tensor | None:
+        with closed(model, shut):
+            output = plain_network(model)(images)
+        output = output.get("out", output) if isinstance(output, Mapping) else output  # of torchvision
+        output = getattr(output, "logits", output)
+        return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
+
+    with quiet_eval(model):
+        with measured(model) as found:
+            whole = scores()
+
+        def closing(shut: Iterable[str]) -> Closing:
+            others = scores(shut)
+            if whole is None or others is None:
+                return Closing(changed=None, loss=None)
+            changed = int((whole.argmax(1) != others.argmax(1)).sum())
+            rise = None if labels is None else F.cross_entropy(others, labels) - F.cross_entropy(whole, labels)
+            return Closing(changed, None if rise is None else rise.item())
+
+        blocks = tuple(
+            BlockContribution(site, branch.share, branch.by_channel, closing([site])) for site, branch in found.items()
+        )
+        together = closing(sites)
+    return Contribution(blocks, together, 0 if whole is None else whole.argmax(1).numel())
+
+
+def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
+    """The images, and the labels if there are any."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    tensors = isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(part, Tensor) for part in batch)
+    if tensors and all(part.dim() == 3 and part.is_floating_point() for part in batch):
+        return list(batch), None
+    if not tensors or len(batch) != 2:
+        raise ValueError(f"batch must be images or a pair of images and labels, as tensors; got {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def branches(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
+    taken = replaced(model)
+    found = {site: block for site, block in inserted(model).items() if site not in taken}
+    known = {id(block) for block in found.values()}
+    for path, module in plain_network(model).named_modules():
+        if isinstance(module, GatedResidual) and id(module) not in known:
+            found[path] = module
+    return found
+
+
+@contextmanager
+def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[None]:
+    """Close blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
+
+    A compiled model runs in eager meanwhile.
+
+    Args:
+        model: a network with inserted blocks in it.
+        sites: the blocks to close, by the names in :func:`contribution`'s table; all of them when None.
+
+    Raises:
+        ValueError: there is no block at a site.
+
+    >>> import vision_attn as va
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    >>> report = va.insert_(model, names="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
+    >>> images = torch.randn(2, 3, 16, 16)
+    >>> with closed(model):
+    ...     without = model(images)
+    >>> torch.equal(model(images), without), torch.equal(va.remove_(model) and model(images), without)
+    (False, True)
+    """
+    found = branches(model)
+    sites = list(found) if sites is None else as_list("sites", sites, "names of blocks")
+    for site in sites:
+        if site not in found:
+            raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        for site in sites:
+            handle = found[site].register_forward_hook(
+                lambda block, args, kwargs, y: given(args, kwargs), with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+class Branch:
+    """How large the branch of one block is, and the stream that it is added to, over all images that went through."""
+
+    def __init__(self, axis: int) -> None:
+        #: where the channels are in a map
+        self.axis = axis
+        #: sums of squares by channel, of the branch and of the stream
+        self.squares = torch.zeros(2, 1)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        x, y = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (x, y))
+        self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(1), x.square().sum(1)])
+
+    @property
+    def by_channel(self) -> Tensor:
+        """Root mean squares of the branch over those of the stream, by channel."""
+        return share(self.squares)
+
+    @property
+    def share(self) -> float:
+        """The same over all channels."""
+        return share(self.squares.sum(1)).item()
+
+
+def share(squares: Tensor) -> Tensor:
+    """Of sums of squares ``(2, …)`` the root of the first over the second; zero where the first is."""
+    branch, stream = squares
+    return (branch / stream).where(branch != 0, torch.zeros_like(branch)).sqrt()
+
+
+@contextmanager
+def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
+    """Measure the branch of every block in the forward passes inside a ``with`` block."""
+    found: dict[str, Branch] = {}
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        for site, block in branches(model).items():
+            # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
+            branch = found[site] = Branch(-1 - block.rank if isinstance(block, GatedResidual) else 1)
+
+            def look(
+                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, to: Branch = branch
+            ) -> None:
+                to.add(given(args, kwargs), y)
+
+            stack.callback(block.register_forward_hook(look, with_kwargs=True).remove)
+        yield found
+
+
+def given(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """The map that a block was given."""
+    return args[0] if args else next(iter(kwargs.values()))

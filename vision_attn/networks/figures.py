@@ -1,0 +1,261 @@
+"""Pictures of what a network attends to. Importing this loads matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+
+from torch import Tensor
+
+from vision_attn.checks import as_list, check_number, check_type
+from vision_attn.networks.capture import AttentionMap
+from vision_attn.networks.capture.record import chosen_heads
+from vision_attn.networks.checkpoints import write_atomically
+
+try:
+    from matplotlib import figure as matplotlib_figure
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
+except ImportError as error:
+    raise ImportError("figures need matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
+
+__all__ = ["Figure", "attention_figure", "save_figure", "summary_figure"]
+
+#: In inches: between panels, for a line of text above them, and for the scale on the right with its numbers.
+GAP, LINE, SCALE = 0.08, 0.24, 0.95
+#: The scale has a name where it is as high as this, in inches.
+NAMED = 1.4
+#: How much of the picture the largest weight covers.
+OPAQUE = 0.8
+REDUCTIONS = ("mean", "max", "none")
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+class Figure(matplotlib_figure.Figure):
+    """matplotlib's figure, which shows itself in a notebook, without pyplot.
+
+    Its arguments are those of ``matplotlib.figure.Figure``.
+
+    >>> Figure(figsize=(1, 1))._repr_png_()[1:4]
+    b'PNG'
+    """
+
+    def _repr_png_(self) -> bytes:
+        return as_bytes(self, "png", dpi=100)
+
+
+def attention_figure(
+    images: Tensor,
+    attention: AttentionMap,
+    *,
+    query: int | Iterable[int] = 0,
+    heads: int | Iterable[int] | None = None,
+    reduction: str = "mean",
+    titles: Sequence[str] = (),
+    width: float = 7.0,
+) -> Figure:
+    """One row an image and query: the image with the query marked, and on it where the query looks.
+
+    What gets no more than an even share of the attention stays as it is; above that, colour and opacity grow with the
+    weight, up to the largest in the figure. The scale says how many times an even share that is: where it ends near 1,
+    the network looks at everything alike.
+
+    Args:
+        images: what the network was given, ``(b, 1 or 3, height, width)``, in 0…1.
+        attention: the map of one module, from :func:`vision_attn.networks.capture`.
+        query: which of its queries, by number; of several each has a row, titled with its number and cell, and all have
+            their numbers on the images.
+        heads: which of its heads, by number; all when None.
+        reduction: of these heads: ``"mean"``, ``"max"`` (the largest of their weights), or ``"none"``, a panel for
+            each.
+        titles: a line above each image.
+        width: of the figure, in inches.
+
+    Returns:
+        The figure, for a notebook or :func:`save_figure`.
+
+    Raises:
+        ValueError: there are not as many maps, or titles, as images, there is no such query or head, or the reduction
+            is another.
+
+    >>> import torch
+    >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
+    >>> figure = attention_figure(torch.rand(2, 3, 28, 28), seen)
+    >>> len(figure.axes)  # two for each image, and the scale
+    5
+    >>> len(attention_figure(torch.rand(2, 3, 28, 28), seen, heads=[0, 5], reduction="none").axes)
+    7
+    """
+    check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
+    check_type("attention", attention, AttentionMap, "an AttentionMap")
+    check_type("titles", titles, (list, tuple), "a list of texts")
+    check_number("width", width, above=0)
+    if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
+        raise ValueError(
+            f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
+        )
+    queries = as_list("query", query, "numbers of queries", single=Integral)
+    if not queries or not all(isinstance(one, Integral) and 0 <= int(one) < len(attention.cells) for one in queries):
+        raise ValueError(f"query must be from 0 to {len(attention.cells) - 1}; got {query}")
+    queries = [int(one) for one in queries]  # which True and False are not to torch
+    chosen = chosen_heads(heads, attention.weights.shape[1])
+    weights = attention.weights[:, chosen][:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
+    label, panels = reduced(
+        weights.transpose(1, 2).flatten(0, 1), [attention.heads[head] for head in chosen], reduction
+    )
+    panels = panels * panels[0, 0].numel()  # in even shares
+    most = max(float(panels.max()), 1.0 + 1e-6)
+    if len(queries) > 1:
+        titles = [
+            f"{title} {number} {attention.cells[number]}"
+            for title in (titles or ["query"] * len(images))
+            for number in queries
+        ]
+    images = images.repeat_interleave(len(queries), dim=0)
+
+    count, size = panels.shape[1], tuple(images.shape[2:])
+    cell = size[0] / attention.map_size[0], size[1] / attention.map_size[1]
+    # Every panel has its place in inches, so that nothing is left over around images of any shape.
+    wide = (width - SCALE - count * GAP) / (1 + count)
+    high = wide * size[0] / size[1]
+    tops = [LINE if titles or row == 0 else 0.0 for row in range(len(images))]
+    height = sum(tops) + len(images) * high + (len(images) - 1) * GAP
+    figure = Figure(figsize=(width, height))
+
+    def panel(left: float, top: float, wide: float, high: float) -> Axes:
+        return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
+
+    top = 0.0
+    for row, picture in enumerate(images.detach().permute(0, 2, 3, 1).float().cpu().numpy()):
+        top += tops[row]
+        place = attention.cells[queries[row % len(queries)]]
+        for column in range(1 + count):
+            axis = panel(column * (wide + GAP), top, wide, high)
+            plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
+            axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=(0, size[1], size[0], 0))
+            if column:
+                share = panels[row, column - 1].numpy()
+                opacity = OPAQUE * ((share - 1) / (most - 1)).clip(0, 1)
+                extent = (0, size[1], size[0], 0)
+                shown = axis.imshow(
+                    share, cmap="plasma", alpha=opacity, vmin=1, vmax=most, extent=extent, interpolation="nearest"
+                )
+            elif len(queries) > 1:
+                for number in queries:
+                    at = [(0.5 + one) * side for one, side in zip(attention.cells[number], cell, strict=True)]
+                    text = axis.text(at[1], at[0], str(number), ha="center", va="center", fontsize=8, color="white")
+                    text.set_path_effects([withStroke(linewidth=2, foreground="black")])
+            axis.set_axis_off()
+            axis.add_patch(square((place[1] * cell[1], place[0] * cell[0]), cell))
+            above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
+            axis.set_title(above, fontsize=9, loc="left", pad=3)
+        top += high + GAP
+    length = height - LINE - GAP
+    scale = figure.colorbar(shown, cax=panel(width - SCALE + GAP, LINE, 0.12, length))
+    scale.set_label("times an even share" if length > NAMED else "", fontsize=8)
+    scale.ax.tick_params(labelsize=8)
+    return figure
+
+
+def reduced(weights: Tensor, heads: list[str], reduction: str) -> tuple[list[str], Tensor]:
+    """What to write above the panels of a row, and their weights ``(b, panels, h, w)``."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be among {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}")
+    if reduction == "none":
+        return heads, weights
+    of = heads[0] if len(heads) == 1 else f"{reduction} of {len(heads)} heads"
+    merged = weights.mean(1, keepdim=True) if reduction == "mean" else weights.amax(1, keepdim=True)
+    return [f"where it looks, {of}"], merged
+
+
+def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> Figure:
+    """A page on a model: how widely and how far each head of each block looks, one above the other.
+
+    A head is a dot, the mean over images and queries: the number of cells that it would look at evenly
+    (:meth:`AttentionMap.entropy`) as a share of the map, and the mean distance in pixels
+    (:meth:`AttentionMap.distance`). A dash is where a block that looks at everything alike would be.
+
+    Args:
+        maps: from :func:`vision_attn.networks.capture`, best of all cells and of several images.
+        width: of the figure, in inches.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: there is no map.
+
+    >>> import torch
+    >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
+    >>> len(summary_figure({"layer3": seen, "layer4": seen}).axes)
+    2
+    """
+    if not maps:
+        raise ValueError("maps must hold one at least: fill them by va.capture(model) and a forward pass")
+    figure = Figure(figsize=(width, 5.2), layout="constrained")
+    widely, far = figure.subplots(2, 1, sharex=True)
+    for place, one in enumerate(maps.values()):
+        cells = one.weights[0, 0, 0].numel()
+        even = replace(one, weights=one.weights.new_ones(1, 1, *one.weights.shape[2:]) / cells, heads=())
+        for axis, found, alike in (
+            (widely, one.entropy().exp() / cells, 1.0),
+            (far, one.distance(), float(even.distance().mean())),
+        ):
+            values = found.mean((0, 2)).tolist()
+            across = [place + 0.5 * ((head + 0.5) / len(values) - 0.5) for head in range(len(values))]
+            axis.plot(across, values, "o", color="tab:blue", markersize=5)
+            for x, y, name in zip(across, values, one.heads, strict=True):
+                axis.annotate(
+                    name.removeprefix("head "),
+                    (x, y),
+                    (0, 5),
+                    textcoords="offset points",
+                    fontsize=7,
+                    ha="center",
+                    path_effects=[withStroke(linewidth=2, foreground="white")],
+                )
+            axis.hlines(alike, place - 0.35, place + 0.35, color="tab:red", linestyle="--", linewidth=1.5, zorder=0)
+    widely.set_ylabel("cells looked at\nas a share of the map")
+    widely.set_ylim(0, 1.12)
+    far.set_ylabel("mean distance\nin pixels")
+    far.set_ylim(0, 1.12 * far.get_ylim()[1])
+    far.set_xticks(range(len(maps)), list(maps), rotation=20, ha="right", fontsize=8)
+    widely.set_title("A dot is a head, by its number; a dash is a block that looks at everything alike", fontsize=9)
+    return figure
+
+
+def square(corner: tuple[float, float], cell: tuple[float, float]) -> Rectangle:
+    return Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2)
+
+
+def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
+    """Write a figure as PNG, SVG or PDF, whole or not at all.
+
+    Args:
+        figure: what to write.
+        path: the file, ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        ValueError: the path has another ending.
+        OSError: the file cannot be written.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "empty.png"
+    >>> save_figure(Figure(), path)
+    >>> path.read_bytes()[1:4]
+    b'PNG'
+    """
+    path = Path(path)
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"path must end in {', '.join(ENDINGS)}; got {path.name!r}")
+    write_atomically(path, as_bytes(figure, path.suffix[1:], dpi=150))
+
+
+def as_bytes(figure: matplotlib_figure.Figure, form: str, dpi: int) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=form, dpi=dpi)
+    return buffer.getvalue()

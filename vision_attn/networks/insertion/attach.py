@@ -1,0 +1,277 @@
+"""Blocks in a model: how one is held and run, put in and taken out again, and which there are.
+
+A block becomes a child of its target, or of a module inside that, and a hook at the target applies it to the map that
+the target gives or takes. No module of the model is renamed or wrapped. A block that replaces a module is in its place,
+and keeps it. Where it goes, a block says in its record: :func:`attach` and :func:`detach` need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from vision_attn.errors import SiteError
+from vision_attn.networks.insertion.backbone import Example, modules_around, plain_network, run_quietly
+from vision_attn.networks.insertion.maps import CHILD, Map, change
+from vision_attn.networks.insertion.report import InsertedBlock
+
+#: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
+RECORD = "insertion"
+
+#: The attribute in which a target whose block is no child of it keeps the block's path from itself.
+HELD = "inserted_at"
+
+#: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
+REPLACED = "replaced"
+
+
+def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
+    """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
+    return run_block(block_at(module), output)
+
+
+def run_before(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The hook that runs a block on what its module is given."""
+    block = block_at(module)
+    if isinstance(vars(block)[RECORD].element, str):
+        return args, run_block(block, kwargs)
+    return run_block(block, args), kwargs
+
+
+def block_at(module: nn.Module) -> nn.Module:
+    """The block that runs at a module: its child, or one that a module inside it holds."""
+    return module.get_submodule(vars(module).get(HELD, CHILD))
+
+
+def run_block(block: nn.Module, value: Any) -> Any:
+    """The same value with the block applied to the map in it."""
+    record: Any = block.insertion
+    layout = record.layout
+
+    def run_on(x: Tensor) -> Tensor:
+        if layout.grid is not None and x.shape[1] != layout.prefix + layout.grid[0] * layout.grid[1]:
+            height, width = layout.grid
+            raise ValueError(
+                f"the block at {record.site!r} was inserted for a grid of {height}×{width} tokens and {layout.prefix} "
+                f"others; got {x.shape[1]} tokens: insert it with example_input of the size that is used"
+            )
+        y: Tensor = layout.of_map(x, block(layout.to_map(x)))
+        return y
+
+    return change(value, record.element, run_on)
+
+
+def is_site(module: nn.Module) -> bool:
+    """Whether a block runs at this module, or is in its place."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return REPLACED in vars(module) or run_after in hooks or run_before in hooks
+
+
+class Probe(nn.Module):
+    """Counts its calls: a child that nobody knows of is called only by a module that loops over its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.calls += 1
+        return args[0] if args else None
+
+
+def with_holders(model: nn.Module, maps: Sequence[Map], example: Example) -> list[Map]:
+    """The same maps, each with the place inside its target where a block can be held.
+
+    That is a child of the target, unless the target loops over its children and would run the block as one of them, as
+    a dense block does. Then it is a child of the first module inside it that does not.
+    """
+    if disturbs(model, [f"{one.target}.{CHILD}" for one in maps], example):
+        return [replace(one, held=place_inside(model, one.target, example)) for one in maps]
+    return list(maps)
+
+
+def place_inside(model: nn.Module, target: str, example: Example) -> str:
+    """The path from a target to where its block can be."""
+    module = model.get_submodule(target)
+    paths = [CHILD]
+    for name, inner in module.named_modules():
+        # What replaced a module goes when that module comes back, and its parts with it.
+        temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*modules_around(name), name))
+        if name and not temporary and not isinstance(inner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
+    for path in paths:
+        if not disturbs(model, [f"{target}.{path}"], example):
+            return path
+    raise SiteError(
+        f"{target!r} takes no child, since it loops over or counts those it has, or calls something of its own "
+        f"{CHILD!r}: choose another module"
+    )
+
+
+def disturbs(model: nn.Module, paths: Iterable[str], example: Example) -> bool:
+    """Whether the model calls modules at these paths that it does not know, fails with them, or has its own."""
+    probe = Probe()
+    places = [(model.get_submodule(owner), child) for owner, _, child in (path.rpartition(".") for path in paths)]
+    if any(hasattr(owner, child) for owner, child in places):
+        return True
+    try:
+        for owner, child in places:
+            owner.add_module(child, probe)
+        run_quietly(model, example)
+    except SiteError:
+        return True
+    finally:
+        for owner, child in places:
+            owner._modules.pop(child, None)
+    return probe.calls > 0
+
+
+def attach(model: nn.Module, block: nn.Module) -> None:
+    """Let a block run where its record says; :func:`detach` undoes it."""
+    record: InsertedBlock = vars(block)[RECORD]
+    target = model.get_submodule(record.site)
+    if record.at == "instead":
+        vars(block)[REPLACED] = target
+        exchange(model, target, block)
+        return
+    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
+    model.get_submodule(owner).add_module(child, block)
+    if record.held != CHILD:
+        vars(target)[HELD] = record.held
+    if record.at == "before":
+        target.register_forward_pre_hook(run_before, with_kwargs=True)
+    else:
+        target.register_forward_hook(run_after)
+
+
+def detach(model: nn.Module, site: str, block: nn.Module) -> None:
+    """Take a block out, or put back what it replaced: where, and of the type and in the mode that, the model is now.
+
+    The block keeps its record, which says where it was.
+    """
+    vars(block)[RECORD] = replace(vars(block)[RECORD], site=site)
+    if REPLACED in vars(block):
+        old: nn.Module = vars(block).pop(REPLACED)
+        as_now(old, block)
+        exchange(model, block, old)
+        return
+    target = model.get_submodule(site)
+    owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
+    del model.get_submodule(owner)._modules[child]
+    for hooks, with_kwargs in (
+        (target._forward_hooks, target._forward_hooks_with_kwargs),
+        (target._forward_pre_hooks, target._forward_pre_hooks_with_kwargs),
+    ):
+        for key in [key for key, hook in hooks.items() if hook in (run_after, run_before)]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
+
+
+def as_now(module: nn.Module, like: nn.Module) -> None:
+    """Give a module that was aside the device, type and mode of one that was in the model."""
+    now, before = next(like.parameters(), None), next(module.parameters(), None)
+    if now is not None and before is not None and (before.device, before.dtype) != (now.device, now.dtype):
+        module.to(device=now.device, dtype=now.dtype)
+    if module.training != like.training:
+        module.train(like.training)
+
+
+def exchange(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module wherever in the model another one is."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+def inserted(model: nn.Module) -> dict[str, nn.Module]:
+    """The inserted blocks of a model by site, those that replaced a module among them.
+
+    Args:
+        model: any network.
+
+    Raises:
+        SiteError: a block is there and nothing runs it, since what it was inserted at was converted into another
+            module.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> inserted(model)
+    {}
+    >>> from vision_attn.networks.insertion import insert_
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> list(inserted(model))
+    ['0']
+    """
+    modules = list(plain_network(model).named_modules())
+    blocks = {
+        name: module if REPLACED in vars(module) else block_at(module) for name, module in modules if is_site(module)
+    }
+    run = set(map(id, blocks.values()))
+    for name, module in modules:
+        if RECORD in vars(module) and id(module) not in run:
+            raise SiteError(
+                f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
+                "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
+            )
+    return blocks
+
+
+def replaced(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back.
+
+    >>> from vision_attn.networks.insertion import replace_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = replace_(model, names="0", num_heads=3, value_dim=4, example_input=(1, 3, 16, 16))
+    >>> replaced(model)
+    {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
+    """
+    return {site: vars(block)[REPLACED] for site, block in inserted(model).items() if REPLACED in vars(block)}
+
+
+def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
+    """Where the inserted blocks of a model are, what they are and what they cost.
+
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> [(record.site, record.block, record.tokens) for record in records(model)]
+    [('0', 'AttentionBlock2d', 256)]
+    """
+    # A model may have become part of another since: a block is where it is now.
+    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted(model).items())
+
+
+def inserted_keys(model: nn.Module) -> set[str]:
+    """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint.
+
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> sorted(inserted_keys(model))[0]
+    '0.inserted.attn.proj.bias'
+    """
+    return set().union(*keys_of_blocks(model).values())
+
+
+def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
+    """The keys of a model's state dict that belong to the block of each site.
+
+    A block that a model has under several names has keys under each.
+
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> {site: len(keys) for site, keys in keys_of_blocks(model).items()}
+    {'0': 7}
+    """
+    sites = {id(block): site for site, block in inserted(model).items()}
+    keys: dict[str, set[str]] = {site: set() for site in sites.values()}
+    for name, module in plain_network(model).named_modules(remove_duplicate=False):
+        if id(module) in sites:
+            keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
+    return keys

@@ -1,0 +1,223 @@
+"""Sites: the modules of a backbone that a user chooses, by stage, by name or by a function, and their targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vision_attn.checks import as_list, check_type
+from vision_attn.errors import SiteError
+from vision_attn.networks.insertion.attach import inserted, is_site
+from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
+from vision_attn.networks.insertion.dry_run import DryRun, leaves
+from vision_attn.networks.insertion.stages import stages_of
+
+#: A glob or a regular expression on module paths.
+Names = str | re.Pattern[str]
+
+#: Where a block can go, relative to a site.
+PLACES = ("after", "before", "branch")
+
+
+def parse_sites(words: Iterable[str]) -> dict[str, Any]:
+    """The sites as they are named on a command line: whole numbers are stages, anything else globs on module paths.
+
+    >>> parse_sites(["-2", "-1"]), parse_sites(["layer3.*"])
+    ({'stages': [-2, -1]}, {'names': ['layer3.*']})
+    """
+    words = list(words)
+    numbers = [word for word in words if re.fullmatch(r"-?\d+", word)]
+    if numbers and len(numbers) < len(words):
+        raise ValueError(f"insert takes stages by index or modules by name, not both; got {' '.join(words)}")
+    return {"stages": [int(word) for word in numbers]} if numbers else {"names": words} if words else {}
+
+
+def select_sites(
+    run: DryRun,
+    *,
+    stages: int | str | Iterable[int | str] | None,
+    names: Names | Iterable[Names] | None,
+    where: Callable[[str, nn.Module], bool] | None,
+) -> list[str]:
+    """The paths of the modules that are chosen by stage, by name or by a function."""
+    if sum(choice is not None for choice in (stages, names, where)) != 1:
+        raise ValueError("choose sites by exactly one of stages, names and where")
+    check_type("where", len if where is None else where, Callable, "a function of path and module")
+    # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
+    blocks = inserted(run.model)
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    inside -= {id(run.model.get_submodule(site)) for site in blocks}
+    named = run.model.named_modules(remove_duplicate=False)
+    modules = {name: module for name, module in named if name and id(module) not in inside}
+    if stages is not None:
+        chosen = match_stages(run, several("stages", stages, (int, str)))
+    elif names is not None:
+        chosen = match_names(modules, several("names", names, (str, re.Pattern)))
+    else:
+        chosen = [name for name, module in modules.items() if where is not None and where(name, module)]
+        if not chosen:
+            raise SiteError("where is true for no module of the model: see model.named_modules()")
+    # A module that has several names goes by its first.
+    first = {id(module): name for name, module in run.model.named_modules()}
+    return list(dict.fromkeys(first[id(modules[name])] for name in chosen))
+
+
+def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """One or several of some kinds, as a list."""
+    items = (
+        [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else as_list(argument, given, "several")
+    )
+    if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
+        what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
+        raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
+    return items
+
+
+def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
+    """The paths of the stages that are wanted."""
+    available = stages_of(run)
+    if not available:
+        raise SiteError(
+            f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
+        )
+    by_word: dict[int | str, str] = {}
+    for index, name in enumerate(available):
+        by_word |= {name: name, index: name, index - len(available): name}
+    for stage in wanted:
+        if stage not in by_word:
+            listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available))
+            raise SiteError(f"stages: there is no stage {stage!r}; the stages are {listed}")
+    return [by_word[stage] for stage in wanted]
+
+
+def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> list[str]:
+    """The paths of the modules that patterns match, in the order of the patterns."""
+    chosen = []
+    for pattern in dict.fromkeys(patterns):
+        if isinstance(pattern, re.Pattern):
+            shown, found = pattern.pattern, [name for name in modules if pattern.fullmatch(name)]
+        else:
+            parts = pattern.split(".")
+            shown, found = pattern, [name for name in modules if glob_matches(parts, name.split("."))]
+        if not found:
+            top = [name for name in modules if "." not in name]
+            raise SiteError(
+                f"names: {shown!r} matches no module; at the top the model has {', '.join(map(repr, top[:12]))}"
+                f"{', …' if len(top) > 12 else ''}; {len(modules)} modules in all: model.named_modules()"
+            )
+        chosen += found
+    return chosen
+
+
+def glob_matches(pattern: list[str], path: list[str]) -> bool:
+    """Part by part: ``*`` stays within a part, ``**`` stands for any number of parts."""
+    ends = {0}  # of what the pattern's beginning matches: a step for each of its parts, however many are **
+    for part in pattern:
+        if part == "**":
+            ends = set(range(min(ends, default=len(path) + 1), len(path) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(path) and fnmatchcase(path[end], part)}
+    return len(path) in ends
+
+
+def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
+    """The modules at which the blocks of these sites run."""
+    if at not in PLACES:
+        raise ValueError(f"at must be one of {', '.join(map(repr, PLACES))}; got {at!r}")
+    targets = [end_of_sequential(run.model, site, 0 if at == "before" else -1) for site in sites]
+    if at == "branch":
+        for target in targets:
+            run.check_called_once(target)
+        targets = [end_of_sequential(run.model, branch_end(run.model, target, run.example)) for target in targets]
+    for target in targets:
+        if is_site(run.model.get_submodule(target)):
+            raise SiteError(
+                f"{target!r} has an inserted block already, or is one: choose another site, take the block out with "
+                "remove_, or make it with other options"
+            )
+    return list(dict.fromkeys(targets))
+
+
+# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
+
+ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
+
+
+def branch_end(model: nn.Module, site: str, example: Example) -> str:
+    """The module in a residual block whose output is the branch that is added to the shortcut.
+
+    Of the last two maps that the block adds, the branch is the one that more operations led to.
+    """
+    following = Following()
+
+    def once_more(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        with following:
+            module.forward(*args, **kwargs)
+
+    names = [name for name, _ in model.get_submodule(site).named_modules(prefix=site) if name != site]
+    run_quietly(model, example, {name: following.returns(name) for name in names} | {site: once_more})
+    if following.last is None:
+        raise SiteError(
+            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
+        )
+    one, other = following.last
+    branch = max(one, other, key=lambda step: step.depth)
+    if one.depth == other.depth or branch.module is None:
+        raise SiteError(
+            f"{site!r} adds two maps, and it cannot be told which is the branch, or what module gives it: choose a "
+            "module inside of the branch by names=, with at='after'"
+        )
+    return branch.module
+
+
+@dataclass
+class Origin:
+    """How a tensor came about."""
+
+    #: the tensor itself, kept so that its identity is not given to another
+    tensor: Tensor
+    #: the longest row of operations that led to it from what the block was given
+    depth: int
+    #: the module that returned it as it is
+    module: str | None = None
+
+
+class Following(TorchFunctionMode):
+    """Follows the tensors of one block through its operations to the last addition of two maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.origins: dict[int, Origin] = {}
+        self.last: tuple[Origin, Origin] | None = None
+
+    def origin(self, tensor: Tensor) -> Origin:
+        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
+
+    def returns(self, name: str) -> Hook:
+        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                self.origin(output).module = name
+
+        return hook
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
+        if func in ADDITIONS and len(taken) == 2:
+            one, other = taken
+            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
+                self.last = replace(one), replace(other)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor):
+            # In place or not, this is no longer what a module returned.
+            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
+        return output

@@ -1,0 +1,300 @@
+"""ResNets for CIFAR's 32×32 images: three stages on maps of 32, 16 and 8 cells a side, averaged and read out linearly.
+
+Those of He et al. have 16, 32 and 64 channels and depth 6n + 2. The paper's two ways across a change of width are
+the two families of checkpoints that circulate:
+
+=========  ===========================================  ==========================  ============
+option     shortcut where the width changes             keys                        models
+=========  ===========================================  ==========================  ============
+A          every second cell, channels padded by zeros  ``linear.*``                ``resnet20_a``, …
+B          1×1 convolution and batch norm               ``downsample.*``, ``fc.*``  ``resnet20``, …
+=========  ===========================================  ==========================  ============
+
+Checkpoints of family A (akamaster/pytorch_resnet_cifar10) expect ImageNet's mean and standard deviation, those of
+family B (chenyaofo/pytorch-cifar-models) the ones of their data set: ``resnet20.cifar10``, ``resnet20.cifar100``.
+
+Those of Zagoruyko and Komodakis have k times as many channels and depth 6n + 4. Norm and activation come before each
+convolution, and the map that the stages hand on is normalised once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates
+from timm.models import generate_default_cfgs
+from timm.models.resnet import BasicBlock
+from torch import Tensor, nn
+
+from vision_attn.networks.models.registry import registered
+from vision_attn.networks.models.staged import StagedNetwork
+
+__all__ = ["CifarResNet", "WideResNet"]  # timm adds the names of the networks
+
+
+class CifarNetwork(StagedNetwork):
+    """A 3×3 convolution and three stages ``layer1``, ``layer2`` and ``layer3``.
+
+    Args:
+        widths: channels of the stages.
+        blocks: residual blocks in each stage.
+        block: makes one, from the channels it takes and gives, its stride and its drop path.
+        norm_first: whether norm and activation come before the convolutions of a block, and so once after the stages.
+        num_classes: classes; 0 leaves the pooled features.
+        in_chans: channels of the image.
+        drop_rate: probability of dropping a feature before the classifier, in training.
+        drop_path_rate: probability of dropping the branch of the last block, in training; it grows from 0 at the first.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    if TYPE_CHECKING:
+        layer1: nn.Module
+        layer2: nn.Module
+        layer3: nn.Module
+        linear: nn.Module
+
+    def __init__(
+        self,
+        widths: tuple[int, int, int],
+        blocks: int,
+        block: Callable[..., nn.Module],
+        *,
+        norm_first: bool,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(widths, (1, 2, 4), "layer")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **factory)
+        if not norm_first:
+            self.bn1 = nn.BatchNorm2d(16, **factory)
+            self.relu = nn.ReLU(inplace=True)
+        rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
+        for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
+            shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
+            drops = (DropPath(rate) if rate else None for rate in rates)
+            layers = [block(*shape, drop_path=drop, **factory) for shape, drop in zip(shapes, drops, strict=False)]
+            self.add_module(f"layer{stage}", nn.Sequential(*layers))
+        if norm_first:
+            self.bn = nn.BatchNorm2d(widths[-1], **factory)
+            self.relu = nn.ReLU(inplace=True)
+        self.add_head(num_classes, drop_rate, global_pool)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def run_stages(self, x: Tensor) -> Tensor:
+        return self.layer3(self.layer2(self.layer1(x)))
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """The regular expressions on parameters' names that timm tells layers apart by."""
+        return {"stem": r"^conv1|bn1", "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"}
+
+
+# --- He et al., *Deep Residual Learning*, 2015, section 4.2 -----------------------------------------------------------
+
+
+class PadShortcut(nn.Module):
+    """Option A: every second cell, and zeros for the channels that are new, half of them on either side."""
+
+    def __init__(self, new_channels: int) -> None:
+        super().__init__()
+        self.before = new_channels // 2
+        self.after = new_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
+
+
+def basic_block(
+    in_channels: int, channels: int, stride: int, *, option: str, drop_path: nn.Module | None, **factory: Any
+) -> nn.Module:
+    """Two 3×3 convolutions and a shortcut."""
+    shortcut: nn.Module | None = None
+    if stride != 1 and option == "A":
+        shortcut = PadShortcut(channels - in_channels)
+    elif stride != 1:
+        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
+        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels, **factory))
+    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path, **factory)
+    return block
+
+
+class CifarResNet(CifarNetwork):
+    """A ResNet for 32×32 images.
+
+    Args:
+        depth: 20, 32, 44, 56, … (6n + 2).
+        option: shortcut ``"A"`` (padding, classifier ``linear``) or ``"B"`` (projection, classifier ``fc``).
+        **options: ``num_classes`` (10; 0 leaves the pooled features), ``in_chans`` (3), ``global_pool``, ``drop_rate``
+            of features, ``drop_path_rate`` of blocks, ``device`` and ``dtype``, as timm's networks have them.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: He et al., *Deep Residual Learning for Image Recognition*, 2015, section 4.2,
+    https://arxiv.org/abs/1512.03385
+
+    >>> import torch
+    >>> CifarResNet(20, num_classes=100)(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 100])
+    """
+
+    def __init__(self, depth: int, option: str = "B", **options: Any) -> None:
+        if depth < 8 or (depth - 2) % 6:
+            raise ValueError(f"depth must be 6n + 2: 20, 32, 44, 56, …; got {depth}")
+        if option not in ("A", "B"):
+            raise ValueError(f"option must be 'A' (padded shortcuts) or 'B' (projected shortcuts); got {option!r}")
+        self.classifier_name = "linear" if option == "A" else "fc"
+        block = partial(basic_block, option=option)
+        super().__init__((16, 32, 64), (depth - 2) // 6, block, norm_first=False, **options)
+
+    def stem(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn1(self.conv1(x)))
+
+    def classify(self, x: Tensor) -> Tensor:
+        if hasattr(self, "linear"):
+            return self.linear(x)
+        return self.fc(x)
+
+
+# --- Zagoruyko and Komodakis, *Wide Residual Networks*, 2016 ----------------------------------------------------------
+
+
+class WideBlock(nn.Module):
+    """Norm, activation and 3×3 convolution, twice, and a shortcut."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int,
+        *,
+        drop_rate: float,
+        drop_path: nn.Module | None,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels, **factory)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False, **factory)
+        self.bn2 = nn.BatchNorm2d(channels, **factory)
+        self.drop = nn.Dropout(drop_rate)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **factory)
+        self.drop_path = drop_path
+        self.downsample: nn.Module | None = None
+        if stride != 1 or in_channels != channels:
+            self.downsample = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(x))
+        shortcut = x if self.downsample is None else self.downsample(y)
+        y = self.conv1(y)
+        y = self.conv2(self.drop(self.relu(self.bn2(y))))
+        if self.drop_path is not None:
+            y = self.drop_path(y)
+        return y + shortcut
+
+
+class WideResNet(CifarNetwork):
+    """A Wide ResNet for 32×32 images.
+
+    Args:
+        depth: 16, 22, 28, 40, … (6n + 4).
+        width: how many times wider the stages are than 16, 32 and 64 channels.
+        block_drop_rate: probability of dropping an element between the two convolutions of a block; the paper has 0.3
+            where it has any.
+        **options: those of :class:`CifarResNet`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: Zagoruyko and Komodakis, *Wide Residual Networks*, 2016, https://arxiv.org/abs/1605.07146
+
+    >>> import torch
+    >>> WideResNet(10, 1, num_classes=100)(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 100])
+    """
+
+    def __init__(self, depth: int, width: int, *, block_drop_rate: float = 0.0, **options: Any) -> None:
+        if depth < 10 or (depth - 4) % 6:
+            raise ValueError(f"depth must be 6n + 4: 16, 22, 28, 40, …; got {depth}")
+        if width < 1:
+            raise ValueError(f"width must be a whole number of at least 1; got {width}")
+        widths = (16 * width, 32 * width, 64 * width)
+        block = partial(WideBlock, drop_rate=block_drop_rate)
+        super().__init__(widths, (depth - 4) // 6, block, norm_first=True, **options)
+
+    def stem(self, x: Tensor) -> Tensor:
+        return self.conv1(x)
+
+    def norm_features(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(x))
+
+
+# --- as timm knows them -----------------------------------------------------------------------------------------------
+
+
+def cifar_cfg(num_classes: int, classifier: str = "fc", **statistics: tuple[float, ...]) -> dict[str, object]:
+    """The configuration of a network for CIFAR as timm has it; without statistics those of ImageNet."""
+    return {
+        "num_classes": num_classes,
+        "input_size": (3, 32, 32),
+        "pool_size": (8, 8),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+        "first_conv": "conv1",
+        "classifier": classifier,
+        **statistics,
+    }
+
+
+#: How timm takes features from them.
+FEATURES = {"out_indices": (0, 1, 2)}
+CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
+CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
+CIFAR10_OF_A = cifar_cfg(10, "linear")
+
+default_cfgs = generate_default_cfgs(
+    {f"{name}.cifar10": CIFAR10_OF_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}
+    | {
+        f"{name}.{tag}": cfg
+        for name in ("resnet20", "resnet32", "resnet44", "resnet56", "wrn16_4", "wrn28_10", "wrn40_2")
+        for tag, cfg in (("cifar10", CIFAR10), ("cifar100", CIFAR100))
+    }
+)
+
+
+def resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
+    name = f"resnet{depth}{'_a' * (option == 'A')}"
+    about = f"CIFAR ResNet-{depth}, option {option}, {millions} M parameters."
+    return registered(__name__, name, about, CifarResNet, FEATURES, depth=depth, option=option)
+
+
+def wide(depth: int, width: int, about: str) -> Callable[..., WideResNet]:
+    return registered(__name__, f"wrn{depth}_{width}", about, WideResNet, FEATURES, depth=depth, width=width)
+
+
+resnet20 = resnet(20, "B", "0.27")
+resnet32 = resnet(32, "B", "0.47")
+resnet44 = resnet(44, "B", "0.66")
+resnet56 = resnet(56, "B", "0.86")
+resnet20_a = resnet(20, "A", "0.27")
+resnet32_a = resnet(32, "A", "0.46")
+resnet44_a = resnet(44, "A", "0.66")
+resnet56_a = resnet(56, "A", "0.85")
+wrn16_4 = wide(16, 4, "Wide ResNet-16, four times as wide, 2.7 M parameters.")
+wrn28_10 = wide(28, 10, "Wide ResNet-28, ten times as wide, 36.5 M parameters.")
+wrn40_2 = wide(40, 2, "Wide ResNet-40, twice as wide, 2.2 M parameters.")

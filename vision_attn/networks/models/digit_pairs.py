@@ -1,0 +1,131 @@
+"""A small network for the embedded data set, two digits on one canvas: what it sees at a place never holds both.
+
+One unit of ``stage3`` sees 17 pixels of the canvas, and the two digits are at least 26 apart. What follows it works on
+each position alone, then everything is averaged and read out linearly: without a block that moves information between
+distant positions the network adds up what it finds at each, and cannot tell whether two digits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timm.models import generate_default_cfgs
+from torch import Tensor, nn
+
+from vision_attn.networks.insertion import insert_
+from vision_attn.networks.models.registry import registered, weights_file
+from vision_attn.networks.models.staged import StagedNetwork
+
+__all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
+
+
+def convolution(in_channels: int, channels: int, kernel: int, stride: int = 1, **factory: Any) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False, **factory),
+        nn.BatchNorm2d(channels, **factory),
+        nn.ReLU(inplace=True),
+    )
+
+
+class DigitPairsNet(StagedNetwork):
+    """Four 3×3 convolutions, two 1×1 convolutions, global average pooling, a linear head.
+
+    Args:
+        num_classes: classes; 0 leaves the pooled features.
+        in_chans: channels of the image.
+        width: channels of the maps.
+        drop_rate: probability of dropping a feature before the classifier, in training.
+        drop_path_rate: 0, since there is no residual branch to drop.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> import torch
+    >>> DigitPairsNet()(torch.randn(4, 1, 8, 44)).shape
+    torch.Size([4, 2])
+    """
+
+    if TYPE_CHECKING:
+        stage1: nn.Module
+        stage2: nn.Module
+        stage3: nn.Module
+        stage4: nn.Module
+
+    def __init__(
+        self,
+        num_classes: int = 2,
+        in_chans: int = 1,
+        width: int = 32,
+        *,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if drop_path_rate:
+            raise ValueError(f"drop_path_rate must be 0: this network has no residual branch; got {drop_path_rate}")
+        super().__init__((width // 2, width, width, width), (1, 2, 4, 4), "stage")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.stage1 = convolution(in_chans, width // 2, 3, **factory)
+        self.stage2 = convolution(width // 2, width, 3, stride=2, **factory)
+        self.stage3 = nn.Sequential(
+            convolution(width, width, 3, stride=2, **factory), convolution(width, width, 3, **factory)
+        )
+        self.stage4 = nn.Sequential(convolution(width, width, 1, **factory), convolution(width, width, 1, **factory))
+        self.add_head(num_classes, drop_rate, global_pool)
+
+    def run_stages(self, x: Tensor) -> Tensor:
+        return self.stage4(self.stage3(self.stage2(self.stage1(x))))
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The regular expressions on parameters' names that timm tells layers apart by."""
+        two_convolutions = (r"^stage([34])\.(\d+)", None)
+        return {"stem": r"^stage1", "blocks": [*[two_convolutions] * (not coarse), (r"^stage(\d+)", None)]}
+
+
+#: What timm's ``features_only=True`` gives: the map after each of the four stages.
+FEATURES = {"out_indices": (0, 1, 2, 3)}
+
+_CFG = {
+    "num_classes": 2,
+    "input_size": (1, 8, 44),
+    "pool_size": (2, 11),
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
+    "mean": (0.0,),
+    "std": (1.0,),
+    "first_conv": "stage1.0",
+    "classifier": "fc",
+}
+
+default_cfgs = generate_default_cfgs(
+    {
+        "digit_pairs.untrained": _CFG,
+        "digit_pairs_attention.seed0": _CFG | {"file": weights_file("digit_pairs_attention")},
+    }
+)
+
+
+class DigitPairsAttentionNet(DigitPairsNet):
+    """:class:`DigitPairsNet` with an attention block inserted after ``stage3``, as the demo trains it."""
+
+    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32, **options: Any) -> None:
+        super().__init__(num_classes, in_chans, width, **options)
+        insert_(self, stages="stage3", num_heads=4, example_input=(1, in_chans, 8, 44))
+
+
+digit_pairs = registered(
+    __name__, "digit_pairs", "The plain network: near chance, whatever it is trained with.", DigitPairsNet, FEATURES
+)
+digit_pairs_attention = registered(
+    __name__,
+    "digit_pairs_attention",
+    "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library.",
+    DigitPairsAttentionNet,
+    FEATURES,
+)

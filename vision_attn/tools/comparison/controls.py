@@ -1,0 +1,150 @@
+"""Controls: blocks of as many parameters as attention's or fewer, which tell what of its gain is owed to attending."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.projection import Pointwise2d
+from vision_attn.attention.blocks.residual import GatedResidual
+from vision_attn.checks import check_count, check_number
+
+__all__ = ["ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"]
+
+
+class ConvBlock2d(GatedResidual):
+    """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
+
+    ``x + gate · W₂ gelu(depthwise(W₁ norm(x)))``, where the hidden width makes the number of parameters that of
+    :class:`AttentionBlock2d`, to the nearest width. With a large kernel it sees as far as attention may, by weights
+    that are the same whatever is on the map. With the mean over the map in the place of the convolution it is a
+    perceptron on the pooled map, added to every position: it needs the whole map, but no places in it.
+
+    Args:
+        channels: channels of the map.
+        kernel_size: rows and columns of the depthwise kernel, odd; None for the mean over the map.
+        gate_init: None for a gate of one and a last convolution of zeros; a number for that gate in every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, ``kernel_size`` none that is odd, or ``gate_init`` no
+            finite number.
+
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> count = lambda block: sum(p.numel() for p in block.parameters())
+    >>> count(ConvBlock2d(64)), count(ConvBlock2d(64, kernel_size=13)), count(AttentionBlock2d(64))
+    (16797, 16701, 16832)
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        kernel_size: int | None = 3,
+        gate_init: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, gate_init, device, dtype)
+        side = 0 if kernel_size is None else kernel_size
+        if kernel_size is not None:
+            check_count("kernel_size", side)
+            if side % 2 == 0:
+                raise ValueError(f"kernel_size must be odd, so that it has a middle, or None; got {side}")
+        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + hidden(1 + kernel² + 1), without a kernel
+        # c(2·hidden + 1) + hidden.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1 + (side**2 + 1) * (side > 0))))
+        self.expand = Pointwise2d(channels, hidden, 1, device=device, dtype=dtype)
+        self.depthwise: nn.Module | None = None
+        if side:
+            self.depthwise = nn.Conv2d(
+                hidden, hidden, side, padding=side // 2, groups=hidden, device=device, dtype=dtype
+            )
+        self.project = Pointwise2d(hidden, channels, 1, device=device, dtype=dtype)
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.project
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.expand(self.norm(x))
+        y = y.mean((-2, -1), keepdim=True) if self.depthwise is None else self.depthwise(y)
+        return self.add(x, self.project(F.gelu(y)))
+
+
+class NormBlock2d(GatedResidual):
+    """The normalised shortcut alone, ``x + gate · norm(x)``: what of a block's gain is owed to what is around it.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+
+    >>> NormBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
+    torch.Size([2, 64, 7, 7])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_number("gate_init", gate_init)  # None is for blocks that end in a projection
+        super().__init__(channels, gate_init, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.norm(x))
+
+
+class SqueezeExciteBlock2d(NormBlock2d):
+    """Squeeze and excitation as a residual block, in the place of attention: what of its gain compares no positions.
+
+    ``x + gate · y · sigmoid(W₂ relu(W₁ mean(y)))`` with ``y = norm(x)``, where the hidden width, about twice the
+    channels, makes the number of parameters that of :class:`AttentionBlock2d`, to the nearest width. The branch ends in
+    no projection that could be zero, so its gate is zero at first, and opens slowly. That of the paper,
+    which weighs the channels of a residual branch, is ``timm.layers.SqueezeExcite`` with ``at="branch"``; what of the
+    gain is owed to the normalised shortcut, :class:`NormBlock2d` tells.
+
+    Args:
+        channels: channels of the map.
+        gate_init: initial gate of every channel.
+        device: where the parameters live.
+        dtype: type of the parameters.
+
+    Raises:
+        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+
+    Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
+
+    >>> block = SqueezeExciteBlock2d(64)
+    >>> sum(p.numel() for p in block.parameters()), block(torch.randn(2, 64, 7, 7)).shape
+    (16768, torch.Size([2, 64, 7, 7]))
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        gate_init: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        from timm.layers import SqueezeExcite
+
+        super().__init__(channels, gate_init=gate_init, device=device, dtype=dtype)
+        # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
+        self.excite = SqueezeExcite(channels, rd_channels=hidden, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.add(x, self.excite(y) if y.dim() == 4 else self.excite(y[None])[0])

@@ -1,0 +1,249 @@
+"""One page of HTML with the attention maps of a network on some images, to be explored in any browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from vision_attn.checks import check_count, check_type
+from vision_attn.networks.capture import AttentionMap, capture, rollout
+from vision_attn.networks.checkpoints import write_atomically
+from vision_attn.networks.contribution import branches, closed, measured
+from vision_attn.networks.insertion import plain_network, quiet_eval
+from vision_attn.networks.insertion.sites import Names
+
+__all__ = ["explore"]
+
+#: Cells along a side of a map that the page has: of a larger one several are taken together.
+CELLS = 28
+#: Steps that weights are rounded to, of a row's largest; the finest that keep an image's maps below so many characters.
+LEVELS, LARGEST = (255, 127, 63, 31, 15, 7), 14_000_000
+
+
+def explore(
+    model: nn.Module,
+    images: Tensor,
+    output: str | Path,
+    *,
+    normalize: Callable[[Tensor], Tensor] | None = None,
+    classes: Sequence[str] = (),
+    titles: Sequence[str] = (),
+    sites: Names | Iterable[Names] | None = None,
+    top: int = 5,
+    title: str = "Where it looks",
+) -> Path:
+    """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
+
+    The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and
+    :func:`rollout`, what the network says, and what becomes of that with each block closed. Weights are rounded to a
+    255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page says which.
+    Maps with more than 28 cells along a side are looked from at one cell of several, and their weights added up.
+
+    Args:
+        model: a network with attention in it, as in :func:`capture`.
+        images: ``(b, 1 or 3, height, width)``, in 0…1.
+        output: the file to write, ``.html``.
+        normalize: makes of images what the network is given; nothing when None.
+        classes: name of each class.
+        titles: name of each image.
+        sites: only attention at or in these modules, as in :func:`capture`.
+        top: classes to show of each image.
+        title: of the page.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: there is no image, the titles are not as many, the maps are not of images, or as :func:`capture`.
+
+    >>> import tempfile
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 2, 2), AttentionBlock2d(8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    >>> page = explore(model, torch.rand(1, 3, 8, 8), Path(tempfile.mkdtemp()) / "report.html")
+    >>> page.read_text()[:15]
+    '<!doctype html>'
+    """
+    check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
+    check_type("title", title, str, "a text")
+    check_count("top", top)
+    check_type("normalize", len if normalize is None else normalize, Callable, "a function of images")
+    for name, given in (("titles", titles), ("classes", classes)):
+        check_type(name, given, (list, tuple), "a list of texts")
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
+        raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
+    if titles and len(titles) != len(images):
+        raise ValueError(f"titles must be as many as the images, {len(images)}; got {len(titles)}")
+    names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
+    place = next(plain_network(model).parameters())
+    shown = []
+    with quiet_eval(model):
+        for image, name in zip(images.split(1), names, strict=True):
+            x = (image if normalize is None else normalize(image)).to(place)
+            shown.append({"title": name, **looked_at(model, x, sites, classes, top), **picture_of(image)})
+    content = {"title": title, "about": about(model), "images": shown, "exact": exact(shown)}
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no tag ends the script
+    write_atomically(Path(output), page.replace("/* DATA */", text).encode())
+    return Path(output)
+
+
+def looked_at(
+    model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
+) -> dict[str, Any]:
+    """What the page has of one image."""
+    with capture(model, "all", sites=sites) as maps, measured(model) as found:
+        scores = scores_of(model, x)
+    for path, one in maps.items():
+        if len(one.map_size) != 2:
+            raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
+    rolled = rollout(maps)
+    blocks: list[dict[str, Any]] = []
+    maps_of = {path: {"heads": coarse(one), "rollout": coarse(rolled[path])} for path, one in maps.items()}
+    for levels in LEVELS:
+        blocks = [
+            {"path": path, **{kind: packed(*part, levels) for kind, part in parts.items()}}
+            for path, parts in maps_of.items()
+        ]
+        if len(json.dumps(blocks)) < LARGEST:
+            break
+    if scores is None:
+        return {"blocks": blocks, "prediction": [], "closings": []}
+
+    def name(label: int) -> str:
+        return classes[label] if label < len(classes) else f"class {label}"
+
+    best = scores.topk(min(top, len(scores))).indices.tolist()
+    closings = []
+    paths = switches(model, maps)
+    for what, shut in [*((path, [path]) for path in paths), ("all of them", paths)][: len(paths) + (len(paths) > 1)]:
+        with without(model, shut):
+            others = scores_of(model, x)
+        assert others is not None
+        label = int(others.argmax())
+        closings.append(
+            {
+                "what": what,
+                "share": round(found[what].share, 6) if what in found else None,
+                "name": name(label),
+                "probability": round(others[best[0]].item(), 6),
+            }
+        )
+    prediction = [[name(label), round(scores[label].item(), 6)] for label in best]
+    return {"blocks": blocks, "prediction": prediction, "closings": closings}
+
+
+def scores_of(model: nn.Module, x: Tensor) -> Tensor | None:
+    """The probability of each class, ``(classes,)``; None where the model gives something else."""
+    output = plain_network(model)(x)
+    output = getattr(output, "logits", output)
+    return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
+
+
+# --- blocks closed ----------------------------------------------------------------------------------------------------
+
+
+def switches(model: nn.Module, maps: Iterable[str]) -> list[str]:
+    """What is closed to be without each of these maps: the block around it that adds to a map, or else the module."""
+    around = list(branches(model))
+    return list(dict.fromkeys(switch(path.partition(":")[0], around) for path in maps))
+
+
+def switch(path: str, around: Iterable[str]) -> str:
+    return next((site for site in around if f"{path}.".startswith(f"{site}.")), path)
+
+
+@contextmanager
+def without(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Inside, what is added to maps is not, and what other attention gives is zero."""
+    wanted, around = switches(model, paths), branches(model)
+
+    def zero(module: nn.Module, args: Any, y: Any) -> Any:
+        return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
+
+    with closed(model, [path for path in wanted if path in around]), ExitStack() as stack:
+        for path in wanted:
+            if path not in around:
+                handle = plain_network(model).get_submodule(path).register_forward_hook(zero)
+                stack.callback(handle.remove)
+        yield
+
+
+# --- numbers and pictures as text -------------------------------------------------------------------------------------
+
+
+def coarse(one: AttentionMap) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int, tuple[str, ...]]:
+    """Weights ``(heads, queries, h, w)`` with no more than so many cells, the sizes of both maps, and the step."""
+    weights = one.weights[0].float().cpu()
+    (step, queries), (key_step, keys) = (coarse_size(size) for size in (one.map_size, tuple(weights.shape[2:])))
+    if step > 1:
+        rows, columns = (
+            (torch.arange(n) * step + step // 2).clamp(max=length - 1)
+            for n, length in zip(queries, one.map_size, strict=True)
+        )
+        weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
+    if key_step > 1:
+        height, width = (n * key_step - length for n, length in zip(keys, weights.shape[2:], strict=True))
+        weights = F.avg_pool2d(F.pad(weights, (0, width, 0, height)), key_step) * key_step**2
+    return weights, queries, keys, key_step, one.heads
+
+
+def coarse_size(size: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """How many cells along each side become one, and how many of those there are."""
+    step = -(-max(size) // CELLS)
+    return step, tuple([-(-length // step) for length in size])
+
+
+def packed(
+    weights: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], step: int, names: Sequence[str], levels: int
+) -> dict[str, Any]:
+    """Each row as whole numbers in parts of its largest weight, for the page to read."""
+    weights = weights.flatten(2)
+    peaks = weights.amax(2)
+    parts = weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None]
+    return {
+        "map": queries,
+        "keys": keys,
+        "step": step,
+        "names": names,
+        "levels": levels,
+        "maps": as_text(zlib.compress((parts * levels).round().to(torch.uint8).numpy().tobytes())),
+        "peaks": as_text(peaks.numpy().astype("<f4").tobytes()),
+    }
+
+
+def picture_of(image: Tensor) -> dict[str, Any]:
+    pixels = (image[0].detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
+    picture = Image.fromarray(pixels.movedim(0, -1).expand(-1, -1, 3).numpy())
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return {"size": list(image.shape[2:]), "source": f"data:image/png;base64,{as_text(file.getvalue())}"}
+
+
+def as_text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def about(model: nn.Module) -> str:
+    plain = plain_network(model)
+    count = sum(parameter.numel() for parameter in plain.parameters())
+    name = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture")
+    return f"{name or type(plain).__name__}, {count:,} parameters"
+
+
+def exact(shown: Sequence[Mapping[str, Any]]) -> str:
+    coarsest = min(block["heads"]["levels"] for image in shown for block in image["blocks"])
+    return (
+        f"The weights on this page are rounded to 1/{coarsest} of the largest in their row. It was written by "
+        "vision_attn, holds all that it shows, and fetches nothing."
+    )
