@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from vision_attn.networks.insertion import changeable, inserted
-from vision_attn.networks.insertion.attach import RECORD, as_now, attach, detach
+from vision_attn.networks.insertion.attach import RECORD, as_now, attach, detach, forget_compiled_graphs
 from vision_attn.networks.insertion.backbone import all_or_nothing
-from vision_attn.networks.insertion.insert import forget_compiled_graphs
 
 #: The attribute in which a network keeps its named adapters.
 ADAPTERS = "named_adapters"
