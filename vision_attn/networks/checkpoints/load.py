@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from torch.nn.parameter import is_lazy
 from vision_attn.attention.position import PositionTerm
 from vision_attn.checks import as_list, check_flags, check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.adapter_file import ENTRY
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
-from vision_attn.networks.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
 from vision_attn.networks.checkpoints.weights import find_weights
 from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
 from vision_attn.networks.safe import CheckpointFile, read_file
@@ -55,12 +54,11 @@ def load_checkpoint(
     Returns:
         A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
         ``aside`` keys, of where in the file the weights were, and of blocks that are other ones (``differing``) or of
-        which the file does not say what they were (``trusted``).
+        which the file does not say what they were (``unchecked``).
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device, lazy, or has a tensor that nothing can be copied into (sparse,
-            nested, expanded), or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device or lazy, or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -83,24 +81,18 @@ def load_file(
     prefix: str = "",
 ) -> LoadReport:
     """:func:`load_checkpoint`, of a file that is read already."""
+    check_type("prefix", prefix, str, "a text")
+    check_flags(strict=strict, ema=ema)
+    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
     model = plain_network(model)
     refuse_without_values(model)
     state, kept = model.state_dict(), kept_modules(model)
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
-    own, blocks = state | of_kept | state, blocks_of(state)
-    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
-    check_type("prefix", prefix, str, "a text")
-    check_flags(strict=strict, ema=ema)
+    own, arguments = state | of_kept | state, arguments_of(state)
     asked = matching("fresh", fresh, own)
 
-    if ENTRY in file.metadata:
-        raise CheckpointError(
-            f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "
-            "load_adapter_(model, path)"
-        )
-    found = find_weights(file, ema=ema, own=own, prefix=prefix)
-    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
+    found = find_weights(file, own=own, ema=ema, prefix=prefix)
     stretched = stretched_tables(model, found.tensors)
     weights = {**found.tensors, **stretched}
     refuse_other_kinds(weights, own, file.path)
@@ -115,7 +107,7 @@ def load_file(
     of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
     expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
     loaded = tuple(key for key in fitting if key in state)
-    of_blocks = {path for path in blocks if any(key.startswith(f"{path}." if path else "") for key in loaded)}
+    of_blocks = {path for path in arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)}
     report = LoadReport(
         path=str(file.path),
         entry=found.entry,
@@ -130,8 +122,10 @@ def load_file(
         prefix=found.prefix,
         aside=found.aside,
         verified=file.verified,
-        differing=tuple(other_blocks({path: blocks[path] for path in of_blocks}, found.blocks)),
-        trusted=tuple(path or type(model).__name__ for path in blocks if path in of_blocks - found.blocks.keys()),
+        differing=tuple(other_arguments({path: arguments[path] for path in of_blocks}, found.arguments)),
+        unchecked=tuple(
+            path or type(model).__name__ for path in arguments if path in of_blocks - found.arguments.keys()
+        ),
     )
     if not fitting:
         raise CheckpointError(
@@ -145,25 +139,21 @@ def load_file(
             *str(report).split("\n")[1:],
             *remedies(report, dict(model.named_modules())),
         )
-    before = {key: own[key].clone() for key in (*report.loaded, *report.replaced)}
-    try:
-        load_both(model, kept, weights, report)
-    except BaseException:  # as that of Ctrl-C between two tensors
-        load_both(model, kept, before, report)
-        raise
+    copy_all_([(own[key], weights[key]) for key in fitting])
     return report
 
 
-def load_both(
-    model: nn.Module, kept: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: LoadReport
-) -> None:
-    """Weights into the model and into the modules that it keeps besides."""
-    model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
-    for site, module in kept.items():
-        begin = f"{site}."
-        module.load_state_dict(
-            {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
-        )
+@torch.no_grad()
+def copy_all_(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors other values, all of them or none."""
+    before = [tensor.clone() for tensor, _ in values]
+    try:
+        for tensor, value in values:
+            tensor.copy_(value)
+    except BaseException:  # a tensor that cannot be written, or Ctrl-C between two
+        for (tensor, _), value in zip(values, before, strict=True):
+            tensor.copy_(value)
+        raise
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -173,18 +163,6 @@ def refuse_without_values(model: nn.Module) -> None:
             "model has tensors without values, in which nothing can be loaded: model.to_empty(device=…) makes those on "
             "the meta device, and a first forward those of lazy modules"
         )
-
-
-def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of a model that torch copies nothing into."""
-    for key, value in tensors.items():
-        what = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else ""
-        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
-            what = "expanded, several of its numbers are one in memory"
-        if what:
-            raise ValueError(
-                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
-            )
 
 
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:

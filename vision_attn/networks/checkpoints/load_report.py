@@ -39,7 +39,7 @@ class LoadReport(Report):
     unexpected: tuple[str, ...]
     #: key -> (shape in the model, shape in the checkpoint)
     mismatched: Shapes
-    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
+    #: tables of positions that were saved for a map of another size, and stretched to the model's; shapes as above
     resampled: Shapes = field(default_factory=dict)
     #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
     replaced: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class LoadReport(Report):
     #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
     differing: tuple[str, ...] = ()
     #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
-    trusted: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
@@ -79,8 +79,8 @@ class LoadReport(Report):
         ):
             if keys:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
-        if self.trusted:
-            lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
+        if self.unchecked:
+            lines.append(f"heads and pattern not compared, as the file does not say them: {shorten(self.unchecked)}")
         return lines
 
 

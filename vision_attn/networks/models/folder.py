@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,25 @@ import torch
 from timm.data import create_transform, resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
-from torch import nn
+from torch import Tensor, nn
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints import save_weights
-from vision_attn.networks.checkpoints.load import load_file, refuse_without_values
-from vision_attn.networks.checkpoints.placements import (
+from vision_attn.networks.checkpoints.form import (
     BLOCKS,
-    LARGEST_IMAGES,
+    LARGEST_IMAGE,
+    Saved,
+    block_in,
+    blocks_to_save,
     makers_of,
-    place,
-    placements_in,
-    placements_of,
-    said_of,
+    put_in,
+    saved_in,
+    write_saved,
 )
-from vision_attn.networks.checkpoints.weights import find_weights
+from vision_attn.networks.checkpoints.load import load_file, refuse_without_values
+from vision_attn.networks.checkpoints.specification import arguments_of
 from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.models.registry import config_of
 from vision_attn.networks.safe import finished_folder, read_file, written_folder
@@ -53,7 +53,7 @@ __all__ = ["FILES", "load_model", "read_config", "save_model"]
 #: What a folder has.
 FILES = frozenset({"config.json", "model.safetensors", "README.md"})
 #: The section of our own in the configuration, and the version of its form.
-SECTION, FORMAT = "vision_attn", 1
+SECTION, FORMAT = "vision_attn", 2
 #: Where the folder of a training run keeps its best network.
 OF_RUN = "model"
 #: Bytes of the longest configuration.
@@ -118,6 +118,7 @@ def save_model(
         ValueError: timm makes no such network; a block cannot be written down.
         OSError: the folder cannot be written.
 
+    >>> import tempfile
     >>> from vision_attn import models, insert_
     >>> model = timm.create_model("digit_pairs", num_classes=3)
     >>> report = insert_(model, stages=-1, num_heads=4)
@@ -139,7 +140,13 @@ def save_model(
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
-    blocks = said_of(placements_of(model))
+    state = model.state_dict()
+    if others := [key for key, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            "model must have nothing but tensors in its state dict, as .safetensors holds nothing else; got "
+            f"{shorten(others)}: torch.save the state dict"
+        )
+    saved = Saved(state, blocks_to_save(model), arguments=arguments_of(state))
     config = {
         # All of it, since a timm before 1.0.31 takes this in the place of the model's.
         "pretrained_cfg": {
@@ -147,11 +154,11 @@ def save_model(
             "architecture": architecture,
         },
         **({"label_names": list(classes)} if classes else {}),
-        SECTION: {"format": FORMAT, "library": __version__, "blocks": blocks},
+        SECTION: {"format": FORMAT, "library": __version__},
     }
     with written_folder(folder) as new:
         save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
-        save_weights(model, new / "model.safetensors")
+        write_saved(new / "model.safetensors", saved)
         if not (new / "README.md").exists():
             (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
         verify(model, new, architecture)
@@ -192,25 +199,27 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         folder = finished_folder(folder / OF_RUN)
     config = read_config(folder)
     file = read_file(folder / "model.safetensors")
-    weights = find_weights(file).tensors
+    weights: Mapping[str, Any] = file.content
 
-    def made() -> nn.Module:
+    def made(saved: Saved | None) -> nn.Module:
         model = create(config)
-        if SECTION in config:
-            if inserted(model):  # by the network itself: which there are is said by the folder
+        if saved is not None:
+            if inserted(model):  # by the network itself: which there are is said by the file
                 remove_(model)
-            placements = placements_in(config[SECTION]["blocks"])
-            place(model, placements, makers_of(placements, weights, folder, block))
+            put_in(model, saved, makers_of(saved, folder, block))
         return model
 
     try:
+        saved = saved_in(file)
+        if saved is None and "blocks" in config.get(SECTION, {}):  # as form 1 has them
+            saved = Saved(weights, tuple(map(block_in, config[SECTION]["blocks"])))
         with torch.device("meta"):  # nothing is made that the file has no numbers for
-            shapes = {key: value.shape for key, value in made().state_dict().items()}
+            shapes = {key: value.shape for key, value in made(saved).state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
         if other:
             raise CheckpointError(f"{folder}: its weights are of another network than it names: {shorten(other)}")
         with torch.random.fork_rng(devices=[]):
-            model = made()
+            model = made(saved)
     except CheckpointError:
         raise
     except Exception as error:  # a network whose arguments make no sense can fail in any way
@@ -277,7 +286,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
-    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGES or len(kept["input_size"]) != 3:
+    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGE or len(kept["input_size"]) != 3:
         raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
