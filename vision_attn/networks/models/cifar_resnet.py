@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,7 @@ from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
-from vision_attn.networks.models.registry import registered
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork, registered
 
 __all__ = ["CifarResNet", "WideResNet"]  # timm adds the names of the networks
 
@@ -53,12 +52,6 @@ class CifarNetwork(StagedNetwork):
         device: of the parameters.
         dtype: of the parameters.
     """
-
-    if TYPE_CHECKING:
-        layer1: nn.Module
-        layer2: nn.Module
-        layer3: nn.Module
-        linear: nn.Module
 
     def __init__(
         self,
@@ -94,9 +87,6 @@ class CifarNetwork(StagedNetwork):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def run_stages(self, x: Tensor) -> Tensor:
-        return self.layer3(self.layer2(self.layer1(x)))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """The regular expressions on parameters' names that timm tells layers apart by."""
@@ -163,11 +153,6 @@ class CifarResNet(CifarNetwork):
 
     def stem(self, x: Tensor) -> Tensor:
         return self.relu(self.bn1(self.conv1(x)))
-
-    def classify(self, x: Tensor) -> Tensor:
-        if hasattr(self, "linear"):
-            return self.linear(x)
-        return self.fc(x)
 
 
 # --- Zagoruyko and Komodakis, *Wide Residual Networks*, 2016 ----------------------------------------------------------

@@ -7,15 +7,14 @@ distant positions the network adds up what it finds at each, and cannot tell whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.models import generate_default_cfgs
-from torch import Tensor, nn
+from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import registered, weights_file
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork, registered, weights_file
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
@@ -49,12 +48,6 @@ class DigitPairsNet(StagedNetwork):
     torch.Size([4, 2])
     """
 
-    if TYPE_CHECKING:
-        stage1: nn.Module
-        stage2: nn.Module
-        stage3: nn.Module
-        stage4: nn.Module
-
     def __init__(
         self,
         num_classes: int = 2,
@@ -78,9 +71,6 @@ class DigitPairsNet(StagedNetwork):
         )
         self.stage4 = nn.Sequential(convolution(width, width, 1, **factory), convolution(width, width, 1, **factory))
         self.add_head(num_classes, drop_rate, global_pool)
-
-    def run_stages(self, x: Tensor) -> Tensor:
-        return self.stage4(self.stage3(self.stage2(self.stage1(x))))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The regular expressions on parameters' names that timm tells layers apart by."""
