@@ -11,25 +11,11 @@ from torch import Tensor, nn
 
 from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.form import (
-    Saved,
-    blocks_to_save,
-    fingerprint,
-    makers_of,
-    put_in,
-    saved_in,
-    write_saved,
-)
+from vision_attn.networks.checkpoints import form
+from vision_attn.networks.checkpoints.form import Saved, fingerprint
 from vision_attn.networks.checkpoints.load import matching, refuse_without_values
-from vision_attn.networks.insertion import (
-    InsertionReport,
-    changeable,
-    inserted,
-    inserted_keys,
-    plain_network,
-    records,
-    remove_,
-)
+from vision_attn.networks.insertion import InsertionReport, changeable, inserted, inserted_keys, records, remove_
+from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escaped, shorten
 
@@ -98,14 +84,14 @@ def save_adapter(
     check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
     model = plain_network(model)
     refuse_without_values(model)
-    blocks = blocks_to_save(model)
+    blocks = form.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
     state, of_blocks = model.state_dict(), inserted_keys(model)
     further = matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: state[key] for key in state if key in of_blocks or key in further}
     base = fingerprint(network_of(state, without=of_blocks | further))
-    write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=about or {}))
+    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=about or {}))
     return Path(path)
 
 
@@ -156,12 +142,12 @@ def load_adapter_(
         raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
     path = Path(path)
     adapter = read_adapter(path)
-    makers = makers_of(adapter, path, block)
+    makers = form.makers_of(adapter, path, block)
     own = model.state_dict()
     differing = other_tensors(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        put_in(model, adapter, makers, example_input)
+        form.put_in(model, adapter, makers, example_input)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
@@ -182,7 +168,7 @@ def load_adapter_(
 def read_adapter(path: str | Path) -> Saved:
     """The content of an adapter file, read without running any code from it."""
     file = read_file(path, by_name=False)  # it has a hash of its own
-    saved = saved_in(file)
+    saved = form.saved_in(file)
     if saved is None or saved.base is None:
         raise CheckpointError(
             f"{file.path} is no adapter, it does not say what network its tensors go into: load_checkpoint reads "
@@ -202,30 +188,31 @@ def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[st
 
 def other_tensors(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """The names of a network's tensors that are not those the adapter was trained on; refused if ``strict``."""
-    theirs = adapter.base or {}
     replaced = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
-    ours = fingerprint(network_of(state, without={*adapter.also, *(key for key in state if key.startswith(replaced))}))
-    shapes, saved = ({name: shape for name, (shape, _, _) in side.items()} for side in (ours, theirs))
-    shapes |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
-    saved |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+    without = {key for key in state if key.startswith(replaced)}.union(adapter.also)
+    here: dict[str, Any] = {key: (tuple(state[key].shape), "", "") for key in adapter.also if key in state}
+    there: dict[str, Any] = {key: (tuple(adapter.tensors[key].shape), "", "") for key in adapter.also}
+    here, there = here | fingerprint(network_of(state, without)), there | (adapter.base or {})
+    none = ("has none",)
     other = [
-        f"{name} (model {shapes.get(name, 'has none')}, adapter {saved.get(name, 'has none')})"
-        for name in saved | shapes
-        if shapes.get(name) != saved.get(name)
+        f"{name} (model {here.get(name, none)[0]}, adapter {there.get(name, none)[0]})"
+        for name in there | here
+        if here.get(name, none)[0] != there.get(name, none)[0]
     ]
     if other:
         raise CheckpointError(
             f"{path} is for another network: {shorten(other)}. Make the network that it was trained on, with as many "
             "classes"
         )
-    changed = [name for name in theirs if ours[name] != theirs[name]]
+    changed = tuple(name for name in there if here[name] != there[name])
     if strict and changed:
-        here, there = (", ".join(sorted({side[name][1] for name in changed})) for side in (ours, theirs))
+        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (here, there)]
         raise CheckpointError(
-            f"{path} is for other weights of this network: {len(changed)} of {len(theirs)} tensors have other values, "
-            f"{shorten(changed)} ({here} in the model, {there} in the adapter). Load the checkpoint that it was "
-            "trained on first, and convert the model to another type last. If the network was trained along with the "
-            "blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in training, save what "
-            "changed with also=, or save the whole model. strict=False loads the adapter all the same"
+            f"{path} is for other weights of this network: {len(changed)} of {len(adapter.base or ())} tensors have "
+            f"other values, {shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the "
+            "checkpoint that it was trained on first, and convert the model to another type last. If the network was "
+            "trained along with the blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in "
+            "training, save what changed with also=, or save the whole model. strict=False loads the adapter all the "
+            "same"
         )
-    return tuple(changed)
+    return changed

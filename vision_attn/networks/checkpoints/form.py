@@ -35,17 +35,10 @@ from torch import Tensor, nn
 from vision_attn.attention import blocks
 from vision_attn.attention.blocks import use_impl
 from vision_attn.errors import CheckpointError
+from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, from_code, to_code
-from vision_attn.networks.insertion import (
-    REPLACED,
-    InsertedBlock,
-    attach_records_,
-    insert_,
-    inserted,
-    records,
-    replace_,
-)
-from vision_attn.networks.insertion.attach import replacement_options
+from vision_attn.networks.insertion import InsertedBlock
+from vision_attn.networks.insertion.attach import REPLACED, replacement_options
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -112,18 +105,12 @@ def write_saved(path: Path, saved: Saved) -> None:
     """Write such a file, whole or not at all."""
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    said: dict[str, Any] = {
-        "format": FORMAT,
-        "library": __version__,
-        "blocks": [
-            vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
-            for block in saved.blocks
-        ],
-        "arguments": saved.arguments,
-        "base": saved.base,
-        "also": saved.also,
-        "about": saved.about,
-    }
+    said = vars(saved) | {"format": FORMAT, "library": __version__}
+    del said["tensors"]
+    said["blocks"] = [
+        vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
+        for block in saved.blocks
+    ]
     said["file_hash"] = hash_of([said, fingerprint(saved.tensors)])
     write_tensors(path, saved.tensors, {ENTRY: json.dumps(said)})
 
@@ -150,8 +137,7 @@ def saved_in(file: CheckpointFile) -> Saved | None:
         also = tuple(map(str, said["also"]))
         if not tensors.keys() >= set(also):
             raise ValueError("it has not all the tensors that it says it has")
-        arguments = arguments_in(said.get("arguments", {}))
-        about = dict(said.get("about", {}))
+        arguments, about = arguments_in(said.get("arguments", {})), dict(said.get("about", {}))
         return Saved(tensors, tuple(map(block_in, said["blocks"])), base, also, arguments, about)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}): fetch it or save it again") from error
@@ -159,13 +145,11 @@ def saved_in(file: CheckpointFile) -> Saved | None:
 
 def block_in(said: Mapping[str, Any]) -> InsertedBlock:
     """The record of a block that a file says; in form 1 without the size of its map."""
-    lists: dict[str, Any] = {
-        "options": {str(name): from_code(code) for name, code in said["options"].items()},
-        "map_size": tuple(map(int, said.get("map_size", ()))),
-        "input_shape": tuple(map(int, said["input_shape"])),
-    }
-    numbers = dict.fromkeys(("channels", "parameters", "multiply_adds"), 0)
-    block = InsertedBlock(**{**numbers, **said, **lists})
+    values: dict[str, Any] = {"channels": 0, "parameters": 0, "multiply_adds": 0, "map_size": (), **said}
+    values["options"] = {str(name): from_code(code) for name, code in said["options"].items()}
+    for name in ("map_size", "input_shape"):
+        values[name] = tuple(map(int, values[name]))
+    block = InsertedBlock(**values)
     texts = (block.site, block.at, block.block, block.layout, block.held)
     if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
         raise ValueError("what it says of the place of a block is no text")
@@ -177,10 +161,9 @@ def block_in(said: Mapping[str, Any]) -> InsertedBlock:
 
 def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """The records of a model's blocks, each of which its class makes again of the options in the record."""
-    held, found = inserted(model), records(model)
+    held, found = insertion.inserted(model), insertion.records(model)
     for record in found:
-        block = held[record.site]
-        if record.block in BLOCKS and not comes_back(record, block):
+        if record.block in BLOCKS and not comes_back(record, held[record.site]):
             options = ", ".join(f"{name}={value!r}" for name, value in record.options.items()) or "no options"
             raise ValueError(
                 f"the {record.block} at {record.site!r} is not what its class makes of {options}: give insert_ the "
@@ -212,7 +195,7 @@ def put_in(
         example_input: what the network is run on to find the places of blocks again that a file of form 1 has.
     """
     if all(block.map_size for block in saved.blocks):
-        attach_records_(model, saved.blocks, makers)
+        insertion.attach_records_(model, saved.blocks, makers)
         return
     # Replaced first: no block is held by a module that goes.
     for block in sorted(saved.blocks, key=lambda block: block.at != "instead"):
@@ -223,9 +206,9 @@ def put_in(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
             if block.at == "instead":
-                replace_(model, makers[block.block], **how, **block.options)
+                insertion.replace_(model, makers[block.block], **how, **block.options)
             else:
-                insert_(model, makers[block.block], at=block.at, **how, **block.options)
+                insertion.insert_(model, makers[block.block], at=block.at, **how, **block.options)
 
 
 def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -> dict[str, Callable[..., nn.Module]]:

@@ -92,10 +92,12 @@ def load_file(
     own, arguments = state | of_kept | state, arguments_of(state)
     asked = matching("fresh", fresh, own)
 
-    found = find_weights(file, own=own, ema=ema, prefix=prefix)
-    stretched = stretched_tables(model, found.tensors)
-    weights = {**found.tensors, **stretched}
-    refuse_other_kinds(weights, own, file.path)
+    saved, saved_arguments, found = find_weights(file, own=own, ema=ema, prefix=prefix)
+    stretched = stretched_tables(model, saved)
+    weights = {**saved, **stretched}
+    if other := [key for key, value in weights.items() if key in own and kind(value) != kind(own[key])]:
+        kinds = ", ".join(f"{key} is {kind(weights[key])} there and {kind(own[key])} here" for key in other[:6])
+        raise CheckpointError(f"{file.path} has numbers of another kind than the model, nothing was loaded: {kinds}")
 
     given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
     mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
@@ -103,29 +105,26 @@ def load_file(
     # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
     counters = {key for key in own if key.endswith("num_batches_tracked")}
     # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
-    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
+    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
     loaded = tuple(key for key in fitting if key in state)
     of_blocks = {path for path in arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)}
     report = LoadReport(
         path=str(file.path),
-        entry=found.entry,
         loaded=loaded,
         new=tuple(key for key in own if key in new and key not in given),
         missing=tuple(key for key in own if key not in expected),
         unexpected=tuple(key for key in given if key not in own),
         mismatched=mismatched,
-        resampled=shapes_of(stretched, {key: found.tensors[key] for key in stretched if key in given}),
+        resampled=shapes_of(stretched, {key: saved[key] for key in stretched if key in given}),
         replaced=tuple(key for key in fitting if key not in state),
-        others=found.others,
-        prefix=found.prefix,
-        aside=found.aside,
         verified=file.verified,
-        differing=tuple(other_arguments({path: arguments[path] for path in of_blocks}, found.arguments)),
+        differing=other_arguments({path: arguments[path] for path in of_blocks}, saved_arguments),
         unchecked=tuple(
-            path or type(model).__name__ for path in arguments if path in of_blocks - found.arguments.keys()
+            path or type(model).__name__ for path in arguments if path in of_blocks - saved_arguments.keys()
         ),
+        **found,
     )
     if not fitting:
         raise CheckpointError(
@@ -170,10 +169,10 @@ def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> 
     keys, found = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on keys", single=str):
         check_type(argument, glob, str, "a glob on keys, or several")
-        matches = [key for key in keys if fnmatchcase(key, glob)]
+        matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
             raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
-        found.update(matches)
+        found |= matches
     return found
 
 
@@ -189,36 +188,18 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     """The tables of positions that were saved for another size of map, for the size that the model has them for."""
     tables = {}
     for path, term in model.named_modules(remove_duplicate=False):
-        if not isinstance(term, PositionTerm):
-            continue
-        for name, here in term.named_parameters(recurse=False):
+        for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionTerm) else ():
             key = f"{path}.{name}" if path else name
-            saved = weights.get(key)
-            if saved is None or saved.shape == here.shape or kind(saved) != kind(here):
-                continue
-            table = term.resampled(name, saved)
-            if table is not None:
-                tables[key] = table
-    return tables
+            saved = weights.get(key, here)
+            if saved.shape != here.shape and kind(saved) == kind(here):
+                tables[key] = term.resampled(name, saved)
+    return {key: table for key, table in tables.items() if table is not None}
 
 
 def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:
     """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
-    return {
-        key: (tuple(own[key].shape), tuple(value.shape))
-        for key, value in others.items()
-        if own[key].shape != value.shape
-    }
-
-
-def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path) -> None:
-    """What is copied into a tensor of another kind would lose its meaning."""
-    for key, value in weights.items():
-        if key in own and kind(value) != kind(own[key]):
-            raise CheckpointError(
-                f"{path}: {key} is a {kind(value)} tensor and the model's is a {kind(own[key])} one, nothing was "
-                "loaded: save it as the model's kind"
-            )
+    shapes = {key: (tuple(own[key].shape), tuple(value.shape)) for key, value in others.items()}
+    return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
 
 
 def kind(tensor: Tensor) -> str:

@@ -99,17 +99,13 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
             "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
             "strict=False loads the weights all the same, where they mean something else."
         )
-        return
-    if sites:
-        yield (
-            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "
-            f"line: --insert {sites.replace(',', '').replace(chr(39), '')})."
-        )
-    if instead:
-        yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
-    if sites or instead:
-        return
-    if any(".position." in f".{key}" for key in report.mismatched):
+    elif sites or instead:
+        if sites:
+            flag = f"(on the command line: --insert {sites.replace(',', '').replace(chr(39), '')})"
+            yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first {flag}."
+        if instead:
+            yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
+    elif any(".position." in f".{key}" for key in report.mismatched):
         yield (
             "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
             'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'

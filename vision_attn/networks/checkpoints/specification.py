@@ -113,20 +113,18 @@ def arguments_in(said: Any) -> Arguments:
     return found
 
 
-def other_arguments(ours: Arguments, theirs: Arguments) -> list[str]:
+def other_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
     """What differs between the blocks of a model and those of a file, for the blocks that both tell of.
 
     >>> other_arguments({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
-    ['attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model']
+    ('attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model',)
     """
-    found = []
+    found = {}
     for path in sorted(ours.keys() & theirs.keys()):
         here, there = ours[path], theirs[path]
-        differing = [
+        found[path or "the block"] = ", ".join(
             f"{name}={there.get(name, 'its default')} in the file and {here.get(name, 'its default')} in the model"
             for name in {**here, **there}
             if here.get(name) != there.get(name)
-        ]
-        if differing:
-            found.append(f"{path or 'the block'} has {', '.join(differing)}")
-    return found
+        )
+    return tuple(f"{path} has {differing}" for path, differing in found.items() if differing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +15,6 @@ from vision_attn.networks.checkpoints.specification import Arguments, arguments_
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.text import shorten
 
-__all__ = ["AVERAGED", "Weights", "find_weights"]
-
 #: Entries under which training scripts keep a network's weights.
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
 #: Entries under which they keep the moving average of the weights.
@@ -25,26 +23,15 @@ AVERAGED = ("model_ema", "state_dict_ema", "ema")
 ARGUMENTS_1 = "vision_attn_blocks"
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a checkpoint, and what was done to find them."""
+def find_weights(
+    file: CheckpointFile, *, own: Collection[str], ema: bool = False, prefix: str = ""
+) -> tuple[dict[str, Tensor], Arguments, dict[str, Any]]:
+    """The weights in a file by the names of a network that has its ``own``, and what the file says of its blocks.
 
-    #: by the names of the network
-    tensors: Mapping[str, Tensor]
-    #: the entry they were found under; "" when the file is nothing but weights
-    entry: str
-    #: other entries that hold weights
-    others: tuple[str, ...]
-    #: what was taken off every name
-    prefix: str
-    #: names that do not begin with the prefix that was asked for
-    aside: tuple[str, ...]
-    #: what the file says that its blocks are, by their paths in the network
-    arguments: Arguments
-
-
-def find_weights(file: CheckpointFile, *, own: Collection[str], ema: bool = False, prefix: str = "") -> Weights:
-    """The weights in a file, by the names of a network that has its ``own``."""
+    Returns:
+        The tensors; the arguments of the blocks by their paths in the network; and where the weights were found, in the
+        words of :class:`LoadReport`: ``entry``, ``others``, ``prefix`` and ``aside``.
+    """
     saved = saved_in(file)
     if saved is not None and saved.base is not None:
         raise CheckpointError(
@@ -64,26 +51,24 @@ def find_weights(file: CheckpointFile, *, own: Collection[str], ema: bool = Fals
     weights = {names[key]: value for key, value in held.items() if isinstance(value, Tensor)}
     if "n_averaged" not in own and all(key.startswith("module.") for key in weights.keys() - {"n_averaged"}):
         weights.pop("n_averaged", None)  # torch's AveragedModel counts its updates beside the module that it wraps
-    taken, aside = "", {}
-    if prefix:
-        taken = prefix.removesuffix(".") + "."
-        if not any(key.startswith(taken) for key in weights):
-            taken = f"module.{taken}"
-        aside = {key: value for key, value in weights.items() if not key.startswith(taken)}
-        if len(aside) == len(weights):
-            parts = dict.fromkeys(key.partition(".")[0] for key in weights)
-            raise CheckpointError(
-                f"{file.path}: prefix {prefix!r} begins none of its keys, which begin {shorten(parts)}"
-            )
-        weights = {key.removeprefix(taken): value for key, value in weights.items() if key not in aside}
-    shared = shared_prefix(weights, own)
-    weights = {key.removeprefix(shared): value for key, value in weights.items()}
-    taken += shared
+    asked = prefix and prefix.removesuffix(".") + "."
+    if not any(key.startswith(asked) for key in weights):
+        asked = f"module.{asked}"
+    aside = tuple(key for key in weights if not key.startswith(asked))
+    weights = {key: value for key, value in weights.items() if key.startswith(asked)}
+    if not weights:
+        raise CheckpointError(
+            f"{file.path}: prefix {prefix!r} begins none of its keys, which begin "
+            f"{shorten(dict.fromkeys(key.partition('.')[0] for key in aside))}"
+        )
+    taken = shared_prefix(weights, own, asked)
+    weights = {key.removeprefix(taken): value for key, value in weights.items()}
     others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
-    return Weights(weights, entry, others, taken, tuple(aside), arguments_told(file, saved, held, taken))
+    found = {"entry": entry, "others": others, "prefix": taken, "aside": aside}
+    return weights, arguments_told(file, saved, held, taken), found
 
 
-def arguments_told(file: CheckpointFile, saved: Saved | None, held: Mapping[str, object], taken: str) -> Arguments:
+def arguments_told(file: CheckpointFile, saved: Saved | None, held: object, taken: str) -> Arguments:
     """What a file says that its blocks are, by their paths without what was taken off."""
     try:
         said = saved.arguments if saved else arguments_of(held)
@@ -92,7 +77,7 @@ def arguments_told(file: CheckpointFile, saved: Saved | None, held: Mapping[str,
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged in what it says of its blocks ({error})") from error
     paths = {f"{path}.".replace("_orig_mod.", ""): told for path, told in said.items()}
-    return {path.removeprefix(taken).removesuffix("."): told for path, told in paths.items() if path.startswith(taken)}
+    return {path.removeprefix(taken).strip("."): told for path, told in paths.items() if path.startswith(taken)}
 
 
 def find_entry(file: CheckpointFile, *, ema: bool) -> str:
@@ -118,13 +103,11 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def shared_prefix(weights: Mapping[str, Tensor], own: Collection[str]) -> str:
-    """The first components that all names share, if the model knows names only without them."""
-    parts = next(iter(weights), "").split(".")
-    for length in range(len(parts)):
-        prefix = "".join(f"{part}." for part in parts[:length])
-        if not all(key.startswith(prefix) for key in weights):
-            break
-        if any(key.removeprefix(prefix) in own for key in weights):
+def shared_prefix(weights: Mapping[str, Tensor], own: Collection[str], asked: str) -> str:
+    """The first components of all names that the model does not have in its own; at least what was asked for."""
+    rest = next(iter(weights)).removeprefix(asked).split(".")
+    for length in range(len(rest)):
+        prefix = asked + "".join(f"{part}." for part in rest[:length])
+        if any(key.removeprefix(prefix) in own for key in weights) and all(key.startswith(prefix) for key in weights):
             return prefix
-    return ""
+    return asked

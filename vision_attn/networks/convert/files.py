@@ -31,7 +31,8 @@ from vision_attn.networks.convert.weights import (
     parameters_of,
     rows_of,
 )
-from vision_attn.networks.safe import copy_to_write, read_file, write_atomically
+from vision_attn.networks.safe import read_file, write_atomically
+from vision_attn.networks.safe.write import copy_to_write
 from vision_attn.text import Report, Table, escaped, shorten
 
 __all__ = ["LAYOUTS", "ConvertedFile", "convert_file", "read_keras_weights"]

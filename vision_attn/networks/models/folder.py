@@ -23,23 +23,13 @@ import torch
 from timm.data import create_transform, resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.form import (
-    BLOCKS,
-    LARGEST_IMAGE,
-    Saved,
-    block_in,
-    blocks_to_save,
-    makers_of,
-    put_in,
-    saved_in,
-    write_saved,
-)
+from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.load import load_file, refuse_without_values
 from vision_attn.networks.checkpoints.specification import arguments_of
 from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
@@ -52,17 +42,17 @@ __all__ = ["FILES", "load_model", "read_config", "save_model"]
 
 #: What a folder has.
 FILES = frozenset({"config.json", "model.safetensors", "README.md"})
-#: The section of our own in the configuration, and the version of its form.
-SECTION, FORMAT = "vision_attn", 2
+#: The section of our own in the configuration.
+SECTION = "vision_attn"
 #: Where the folder of a training run keeps its best network.
 OF_RUN = "model"
 #: Bytes of the longest configuration.
 LARGEST = 2**20
 #: What of timm's configuration is taken from a folder: what says where weights are to be fetched is not.
-KEPT = (
-    "input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "num_classes",
-    "label_names", "pool_size", "first_conv", "classifier",
-)  # fmt: skip
+KEPT = {
+    *("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std"),
+    *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
+}
 #: Arguments with which timm reads or fetches files.
 FETCHING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
 #: The sum of all numbers in the arguments of a network, beyond which it is none that anyone has made.
@@ -78,7 +68,7 @@ tags: [image-classification, timm, vision-attn]
 ---
 # {name}
 
-{sizes}
+{parameters:,} parameters. {classes}
 
 {blocks}```python
 import vision_attn as va
@@ -141,24 +131,15 @@ def save_model(
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
     state = model.state_dict()
-    if others := [key for key, value in state.items() if not isinstance(value, Tensor)]:
-        raise ValueError(
-            "model must have nothing but tensors in its state dict, as .safetensors holds nothing else; got "
-            f"{shorten(others)}: torch.save the state dict"
-        )
-    saved = Saved(state, blocks_to_save(model), arguments=arguments_of(state))
-    config = {
-        # All of it, since a timm before 1.0.31 takes this in the place of the model's.
-        "pretrained_cfg": {
-            **filter_pretrained_cfg(config_of(model), remove_source=True, remove_null=True),
-            "architecture": architecture,
-        },
-        **({"label_names": list(classes)} if classes else {}),
-        SECTION: {"format": FORMAT, "library": __version__},
-    }
+    saved = form.Saved(state, form.blocks_to_save(model), arguments=arguments_of(state))
+    # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
+    about = filter_pretrained_cfg(config_of(model), remove_source=True) | {"architecture": architecture}
+    config: dict[str, Any] = {"pretrained_cfg": about, SECTION: {"format": form.FORMAT, "library": __version__}}
+    if classes:
+        config["label_names"] = list(classes)
     with written_folder(folder) as new:
         save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
-        write_saved(new / "model.safetensors", saved)
+        form.write_saved(new / "model.safetensors", saved)
         if not (new / "README.md").exists():
             (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
         verify(model, new, architecture)
@@ -201,18 +182,18 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
 
-    def made(saved: Saved | None) -> nn.Module:
+    def made(saved: form.Saved | None) -> nn.Module:
         model = create(config)
         if saved is not None:
             if inserted(model):  # by the network itself: which there are is said by the file
                 remove_(model)
-            put_in(model, saved, makers_of(saved, folder, block))
+            form.put_in(model, saved, form.makers_of(saved, folder, block))
         return model
 
     try:
-        saved = saved_in(file)
+        saved = form.saved_in(file)
         if saved is None and "blocks" in config.get(SECTION, {}):  # as form 1 has them
-            saved = Saved(weights, tuple(map(block_in, config[SECTION]["blocks"])))
+            saved = form.Saved(weights, tuple(map(form.block_in, config[SECTION]["blocks"])))
         with torch.device("meta"):  # nothing is made that the file has no numbers for
             shapes = {key: value.shape for key, value in made(saved).state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
@@ -247,20 +228,20 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote, or that of a run"
         )
     with open(path, "rb") as file:
-        text = file.read(LARGEST + 1)
+        text = file.read(LARGEST)
     try:
-        config: dict[str, Any] = dict(json.loads(text[:LARGEST]))
-        arguments = config.get("model_args") or {}
+        config: dict[str, Any] = dict(json.loads(text))
+        arguments, names = config.get("model_args") or {}, config.get("label_names")
         fetching = sorted(FETCHING & arguments.keys())
         if not timm.is_model(str(config["architecture"])) or fetching:
             raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
-        if config.get(SECTION, {}).get("format", FORMAT) > FORMAT:
+        if config.get(SECTION, {}).get("format", 0) > form.FORMAT:
             raise ValueError(f"it was written by vision_attn {config[SECTION]['library']}: upgrade vision_attn")
         if sum(map(abs, numbers_in(arguments))) > MOST:
             raise ValueError("its model_args ask for a network of a size that there is none of")
-        named = config.get("label_names")
-        if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-            raise ValueError("label_names must be a list of texts")
+        count = arguments.get("num_classes", config["num_classes"])
+        if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
+            raise ValueError(f"label_names must be the names of its {count} classes")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or of another version: {error}") from error
     return config
@@ -286,13 +267,11 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
-    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGE or len(kept["input_size"]) != 3:
+    if not 0 < math.prod(kept["input_size"]) <= form.LARGEST_IMAGE or len(kept["input_size"]) != 3:
         raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels
-    if kept["label_names"] is not None and len(kept["label_names"]) != kept["num_classes"]:
-        raise ValueError(f"{len(kept['label_names'])} label_names for {kept['num_classes']} classes")
     model: nn.Module = timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
     return model
 
@@ -301,34 +280,32 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Refuse what was written if what is read back gives something else for an image."""
     try:
         again = load_model(folder, block=foreign_block(model))
+        value = next(p for p in model.parameters() if p.is_floating_point())
+        images = torch.rand(1, *config_of(again)["input_size"], generator=torch.Generator().manual_seed(0)).to(value)
+        with torch.no_grad(), quiet_eval(model):
+            expected, found = model(images), again.to(value.device)(images)
+        if torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
+            return
+        reason = "it computes something else"
     except CheckpointError as error:
-        raise ValueError(
-            f"architecture: timm makes another network of {architecture!r} ({str(error).partition(': ')[2]}): give the "
-            "architecture that it is, and in model_args what it was made with"
-        ) from error
-    value = next(p for p in model.parameters() if p.is_floating_point())
-    images = torch.rand(1, *config_of(again)["input_size"], generator=torch.Generator().manual_seed(0)).to(value)
-    again = again.to(value.device)
-    with torch.no_grad(), quiet_eval(model), quiet_eval(again):
-        expected, found = model(images), again(images)
-    if not torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
-        raise ValueError(
-            f"architecture: {architecture!r} with these blocks computes something else than the model: give in "
-            "model_args what it was made with"
-        )
+        reason = str(error).partition(": ")[2]
+    raise ValueError(
+        f"architecture: what timm makes of {architecture!r} is not this network ({reason}): give the architecture that "
+        "it is, and in model_args what it was made with"
+    )
 
 
 def foreign_block(model: nn.Module) -> Callable[..., nn.Module] | None:
     """The class of the blocks that are none of this library's."""
-    return next((type(one) for one in inserted(model).values() if type(one).__name__ not in BLOCKS), None)
+    return next((type(one) for one in inserted(model).values() if type(one).__name__ not in form.BLOCKS), None)
 
 
 def card(model: nn.Module, architecture: str, classes: Sequence[str] | None) -> str:
     """The text of ``README.md``."""
     blocks = "\n".join(str(InsertionReport(records(model))).splitlines()[1:-1]) if inserted(model) else ""
-    named = f": {shorten(classes, 20)}" if classes else ""
     return CARD.format(
         name=f"{architecture} with attention" if blocks else architecture,
-        sizes=f"{sum(p.numel() for p in model.parameters()):,} parameters, {model.num_classes} classes{named}.",
+        parameters=sum(p.numel() for p in model.parameters()),
+        classes=f"{model.num_classes} classes{': ' if classes else ''}{shorten(classes or (), 20)}.",
         blocks=f"```text\n{blocks}\n```\n\n" if blocks else "",
     )

@@ -69,29 +69,26 @@ def written_folder(folder: Path) -> Iterator[Path]:
     new, old = (folder.with_name(f".{folder.name}.{part}") for part in ("new", "old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    if old.exists():
-        if folder.exists():
-            shutil.rmtree(old)
-        else:
-            os.replace(old, folder)
+    if old.exists() and not folder.exists():
+        os.replace(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
     try:
         if folder.exists():
             shutil.copytree(folder, new, symlinks=True)
-        else:
-            new.mkdir()
+        new.mkdir(exist_ok=True)
         yield new
-        for file in new.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as written:
-                    os.fsync(written.fileno())
+        for path in new.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
         if folder.exists():
             os.replace(folder, old)
         os.replace(new, folder)
     finally:
         if old.exists() and not folder.exists():
             os.replace(old, folder)
-        for rest in (new, old):
-            shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def finished_folder(folder: Path) -> Path:
