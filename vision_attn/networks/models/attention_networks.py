@@ -141,9 +141,8 @@ Exchange = Callable[[nn.Conv2d, tuple[int, int]], nn.Module]
 
 def attention_for(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
     """BoTNet's: four heads, averaged where the convolution strides."""
-    how: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype}
-    how |= {"qkv_bias": False, "proj_bias": False, "feat_size": size}
-    return StridedAttention2d(conv.in_channels, num_heads=4, stride=conv.stride[0], **how)
+    how: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, "stride": conv.stride[0]}
+    return StridedAttention2d(conv.in_channels, 4, feat_size=size, qkv_bias=False, proj_bias=False, **how)
 
 
 def augmented(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
@@ -154,18 +153,10 @@ def augmented(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
             f"and no groups; got a convolution with dilation {conv.dilation} and {conv.groups} groups"
         )
     heads, width, stride = 8, conv.out_channels, conv.stride[0]
-    new = AugmentedConv2d(
-        conv.in_channels,
-        width,
-        stride=stride,
-        num_heads=heads,
-        key_channels=heads * max(20, round(width / 5 / heads)),
-        value_channels=heads * max(1, round(width / 10 / heads)),
-        bias=False,
-        position=RelPosDecomposed(fewer_cells(size, stride)),
-        device=conv.weight.device,
-        dtype=conv.weight.dtype,
-    )
+    keys, values = heads * max(20, round(width / 5 / heads)), heads * max(1, round(width / 10 / heads))
+    how: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, "bias": False, "stride": stride}
+    how |= {"num_heads": heads, "key_channels": keys, "value_channels": values}
+    new = AugmentedConv2d(conv.in_channels, width, position=RelPosDecomposed(fewer_cells(size, stride)), **how)
     nn.init.kaiming_normal_(new.conv.weight, mode="fan_out", nonlinearity="relu")  # as timm's ResNets begin
     return new
 

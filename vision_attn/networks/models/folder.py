@@ -86,7 +86,6 @@ def save_model(
     classes: Sequence[str] | None = None,
     architecture: str | None = None,
     model_args: Mapping[str, Any] | None = None,
-    push_to_hub: str | None = None,
 ) -> Path:
     """Write a network of timm's, with whatever blocks are in it, as a folder that :func:`load_model` reads.
 
@@ -99,7 +98,6 @@ def save_model(
         classes: name of each class; by default ``model.classes``, which :func:`load_model` sets.
         architecture: the name under which timm makes the network; by default the one it was made under.
         model_args: what else it was made with, where timm does not know it any more.
-        push_to_hub: repository of the Hugging Face Hub, ``"user/name"``, that the folder is uploaded to as well.
 
     Returns:
         The folder.
@@ -143,12 +141,6 @@ def save_model(
         if not (new / "README.md").exists():
             (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
         verify(model, new, architecture)
-    if push_to_hub:
-        from huggingface_hub import HfApi
-
-        api = HfApi(library_name="vision-attn", library_version=__version__)
-        api.create_repo(push_to_hub, exist_ok=True)
-        api.upload_folder(repo_id=push_to_hub, folder_path=folder, allow_patterns=sorted(FILES))
     return folder
 
 

@@ -14,7 +14,7 @@ from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretraine
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-__all__ = ["StagedNetwork", "config_of", "create_model", "registered", "weights_file", "weights_folder"]
+__all__ = ["StagedNetwork", "config_of", "create_model", "own_cfg", "registered", "weights_file", "weights_folder"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,8 +39,15 @@ class StagedNetwork(nn.Module):
             for number, (width, reduction) in enumerate(zip(widths, reductions, strict=True), start=1)
         ]
 
-    def add_head(self, num_classes: int, drop_rate: float, global_pool: str) -> None:
-        """Pooling, dropout and a classifier."""
+    def add_head(self, num_classes: int, drop_rate: float = 0.0, global_pool: str = "avg") -> None:
+        """Pooling, dropout and a classifier.
+
+        Args:
+            num_classes: classes; 0 leaves the pooled features.
+            drop_rate: probability of dropping a feature before the classifier, in training.
+            global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the
+                map.
+        """
         self.drop_rate = drop_rate
         self.head_drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes, global_pool)
@@ -124,6 +131,16 @@ class StagedNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
+
+
+def own_cfg(
+    num_classes: int, input_size: tuple[int, int, int], reduction: int, first_conv: str, **other: Any
+) -> dict[str, object]:
+    """The configuration of a network of ours as timm has it: for images of one size, seen as a whole."""
+    _, height, width = input_size
+    sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
+    names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
+    return {"num_classes": num_classes, **sizes, **names, **other}
 
 
 def create_model(
