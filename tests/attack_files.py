@@ -23,8 +23,8 @@ from crafted import Call, Named, New, as_legacy, as_tar, as_zip, memory, network
 from safetensors.torch import save_file
 
 import vision_attn as va
-from vision_attn.networks.checkpoints import read_checkpoint
-from vision_attn.networks.checkpoints.adapter_file import read_adapter
+from vision_attn.networks.checkpoints.adapter import read_adapter
+from vision_attn.networks.safe import read_checkpoint
 
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
 #: What nobody may call: by their own names, and behind those of what checkpoints do call.

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.checkpoints import read_checkpoint
-from vision_attn.networks.checkpoints.adapter_file import fingerprint, hash_of
+from vision_attn.networks.checkpoints.form import ENTRY, fingerprint, hash_of
+from vision_attn.networks.safe import read_checkpoint
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -190,17 +190,30 @@ def holes(path):
         file.truncate(2**36)
 
 
-def adapter(path, source, input_shape=None, **options):
-    """An adapter whose block says something else of itself, with a hash that is right again."""
+def said_in(path):
+    """What a file of the library's own form says."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()[ENTRY])
+
+
+def rewritten(source, path, more=None, **changes):
+    """The same file that says something else or holds more, with a hash that is right again."""
     with safe_open(source, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        said = json.loads(file.metadata()["vision_attn_adapter"])
-    block = said["blocks"][0]
-    block["input_shape"] = input_shape or block["input_shape"]
-    block["options"].update(options)
+        tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
+    said = {**said_in(source), **changes}
     del said["file_hash"]
     said["file_hash"] = hash_of([said, fingerprint(tensors)])
-    save_file(tensors, path, {"vision_attn_adapter": json.dumps(said)})
+    save_file(tensors, path, {ENTRY: json.dumps(said)})
+    return path
+
+
+def adapter(path, source, old=(), **options):
+    """An adapter whose block says something else of itself; ``old`` are its images in a file of form 1."""
+    (block,) = said_in(source)["blocks"]
+    if old:
+        block = {name: block[name] for name in ("site", "at", "block", "options")} | {"input_shape": old}
+    block["options"].update(options)
+    rewritten(source, path, blocks=[block])
 
 
 def network():

@@ -15,7 +15,7 @@ from torch import nn
 import vision_attn as va
 import vision_attn.networks.insertion
 import vision_attn.networks.models
-from vision_attn.networks.checkpoints import read_checkpoint, save_weights, write_atomically
+from vision_attn.networks.safe import read_checkpoint, write_atomically
 
 
 def small_network(classes=3):

@@ -149,6 +149,8 @@ def block_in(said: Mapping[str, Any]) -> InsertedBlock:
     values["options"] = {str(name): from_code(code) for name, code in said["options"].items()}
     for name in ("map_size", "input_shape"):
         values[name] = tuple(map(int, values[name]))
+    for name in ("channels", "parameters", "multiply_adds"):
+        values[name] = int(values[name])
     block = InsertedBlock(**values)
     texts = (block.site, block.at, block.block, block.layout, block.held)
     if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
