@@ -1,7 +1,8 @@
-"""Files that were made to harm who reads them are refused, at no more cost than that of reading them."""
+"""Files that are damaged or made to harm are refused at the cost of reading them; files are written whole or not."""
 
 import argparse
 import ast
+import hashlib
 import itertools
 import json
 import os
@@ -17,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 from crafted import Call, New, as_legacy, as_tar, as_zip, pickled
+from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.checkpoints import save_adapter
-from vision_attn.networks.safe import read_checkpoint
+from vision_attn.networks.safe import read_checkpoint, write_atomically
+from vision_attn.networks.safe.write import write_tensors
 
 PACKAGE = Path(va.__file__).parent
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
@@ -171,15 +174,20 @@ REFUSED = {
     "keys": ({0.5: 1}, "for a key of type float"),
     "colliding keys": ({(2**61 - 1) * 5: 1}, "for a key of type int"),
     "escapes": (Call("os.\x1b[2Jsystem"), r"to run 'os.\\x1b\[2Jsystem'"),
+    "code": (Call("posix.system", "touch witness"), "to run 'posix.system'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_checkpoint_needs_is_refused(name, tmp_path):
+def test_what_no_checkpoint_needs_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     content, said = REFUSED[name]
-    (tmp_path / "file.pth").write_bytes(as_zip(pickled({"a": content}), [bytes(4)]))
-    with pytest.raises(va.CheckpointError, match=f"asks {said}.* save the state dict alone" if said else "or no check"):
-        read_checkpoint(tmp_path / "file.pth")
+    message = f"asks {said}.* save the state dict alone" if said else "or no checkpoint"
+    for file in (as_zip(pickled({"a": content}), [bytes(4)]), as_legacy(pickled({"a": content}), ["0"], bytes(12))):
+        Path("file.pth").write_bytes(file)
+        with pytest.raises(va.CheckpointError, match=message):
+            read_checkpoint("file.pth")
+    assert os.listdir() == ["file.pth"]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
@@ -202,6 +210,79 @@ def test_numbers_that_a_file_does_not_have_are_not_what_was_in_the_memory(tmp_pa
     (tmp_path / "file.pth").write_bytes(as_legacy(content, [], bytes(100)))
     with pytest.raises(va.CheckpointError, match="truncated or no checkpoint"):
         read_checkpoint(tmp_path / "file.pth")
+
+
+#: The ways in which a file of tensors is written.
+WRITE = {
+    "zip.pth": torch.save,
+    "legacy.pth": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+    "tensors.safetensors": save_file,
+}
+
+
+@pytest.mark.parametrize("form", WRITE)
+def test_a_file_that_is_cut_or_damaged_is_refused_however_the_reader_fails(form, tmp_path):
+    path = tmp_path / form
+    WRITE[form](crafted.network().state_dict(), path)
+    content, generator, refused = path.read_bytes(), np.random.default_rng(0), 0
+    for share in (0.0, 0.01, 0.3, 0.9, 0.999):
+        path.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises(va.CheckpointError, match=r"truncated or no checkpoint.*fetch or save it again"):
+            read_checkpoint(path)
+    for _ in range(100):
+        damaged = bytearray(content)
+        for position in generator.integers(0, len(content), 4):
+            damaged[position] = generator.integers(256)
+        path.write_bytes(damaged)
+        try:
+            read_checkpoint(path)
+        except va.CheckpointError:
+            refused += 1
+    assert refused > 15
+
+
+@pytest.mark.parametrize("ending", [".pth", ".th", ".pth.tar"])
+def test_a_hash_in_the_name_is_verified(ending, tmp_path):
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "plain")
+    digest = hashlib.sha256((tmp_path / "plain").read_bytes()).hexdigest()
+    length = next(length for length in range(8, 64) if not digest[:length].isdecimal())
+    path = (tmp_path / "plain").rename(tmp_path / f"resnet-{digest[:length]}{ending}")
+    report = va.load_checkpoint(model, path)
+    assert report.verified == digest[:length]
+    assert f"its SHA-256 begins with {digest[:length]}, as its name says" in str(report)
+    wrong = path.rename(tmp_path / f"resnet-deadbeef{ending}")
+    message = rf"says that its SHA-256 begins with deadbeef, and it begins with {digest[:8]}.*[Ff]etch .* or rename"
+    with pytest.raises(va.CheckpointError, match=message):
+        read_checkpoint(wrong)
+    for name in ("run-20260131.pth", "resnet-abcdef1.pth", "deadbeef.pth", "step-deadbeef-last.pth"):
+        assert va.load_checkpoint(model, wrong.rename(tmp_path / name)).verified == ""
+        (tmp_path / name).rename(wrong)
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
+        read_checkpoint(tmp_path / "nothing.pth")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FileNotFoundError, match="no checkpoint file in the folder"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_file_is_written_whole_or_not_at_all(step, tmp_path, monkeypatch):
+    path, tied = tmp_path / "weights.safetensors", torch.randn(4, 4)
+    write_tensors(path, {"one": tied, "other": tied, "turned": tied.T}, {"a": "b"})
+    assert all(torch.equal(value, tied.T if key == "turned" else tied) for key, value in read_checkpoint(path).items())
+
+    def full_disk(*arguments):
+        raise OSError(28, "No space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, step, full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, b"half of")
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_keys_and_file_names_are_shown_escaped(tmp_path):
