@@ -336,10 +336,8 @@ def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
         load_adapter_(other, path)
     load_adapter_(other, path, block=Scale)
     assert_same(other.state_dict(), model.state_dict())
-    for wrong, message in (
-        (va.AttentionBlock2d, "unexpected.*start"),
-        (norm, r"saved ones differ in weight \(8,\), bias"),
-    ):
+    wrong = {va.AttentionBlock2d: "unexpected.*start", norm: r"saved ones differ in weight \(8,\), bias"}
+    for make, message in wrong.items():
         with pytest.raises(va.CheckpointError, match=f"cannot be put into the model .*{message}"):
             load_adapter_(small_network(), path, block=make)
     with pytest.raises(ValueError, match=r"block: .*of this library only \(AttentionBlock2d\): leave it out"):
