@@ -273,7 +273,9 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     try:
         again = load_model(folder, block=foreign_block(model))
         value = next(p for p in model.parameters() if p.is_floating_point())
-        images = torch.rand(1, *config_of(again)["input_size"], generator=torch.Generator().manual_seed(0)).to(value)
+        # Of the size that blocks on tokens were inserted for.
+        size = next((block.input_shape[1:] for block in records(model)), config_of(again)["input_size"])
+        images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
         with torch.no_grad(), quiet_eval(model):
             expected, found = model(images), again.to(value.device)(images)
         if torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
