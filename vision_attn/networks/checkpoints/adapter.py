@@ -112,8 +112,8 @@ def load_adapter_(
         path: the file that :func:`save_adapter` wrote.
         strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
         block: the class of the inserted blocks, where it is none of this library's.
-        example_input: for a file that a version before 0.1.0 wrote, and a network that takes more than a batch of
-            images: what :func:`vision_attn.insert_` takes.
+        example_input: as in :func:`vision_attn.insert_`; only for a file of the form before this one, and a network
+            that takes more than a batch of images.
 
     Returns:
         A report of what was inserted and loaded.
@@ -153,7 +153,7 @@ def load_adapter_(
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
         model.load_state_dict(dict(adapter.tensors), strict=False)
         report = AdapterReport(
-            str(path), InsertionReport(records(model)), tuple(adapter.tensors), len(adapter.base), differing
+            str(path), InsertionReport(records(model)), tuple(adapter.tensors), len(adapter.base or ()), differing
         )
     except BaseException as error:
         if inserted(model):

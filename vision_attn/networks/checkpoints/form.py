@@ -204,7 +204,7 @@ def put_in(
         shape = (1, *block.input_shape[1:])  # of however many images, the map of one lies as theirs
         if math.prod(shape) > LARGEST_IMAGE:
             raise ValueError(f"the network was looked at with an image of more than {LARGEST_IMAGE:,} numbers")
-        how = {"names": block.site, "example_input": shape if example_input is None else example_input}
+        how: dict[str, Any] = {"names": block.site, "example_input": shape if example_input is None else example_input}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
             if block.at == "instead":
