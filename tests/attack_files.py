@@ -2,7 +2,7 @@
 
 ``python tests/attack_files.py`` reads some 900 that were made to harm, and then as many mutations of honest ones as the
 environment variable ``VISION_ATTN_MUTATIONS`` says. It fails where a reader runs or opens something, takes more than
-four times the file and 200 MB, takes more than thirty seconds, or ends with an error that is none of ours.
+four times the file and 200 MB, takes more than ten seconds, or ends with an error that is none of ours.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from crafted import Call, Named, New, as_legacy, as_tar, as_zip, memory, network
 from safetensors.torch import save_file
 
 import vision_attn as va
-from vision_attn.networks.checkpoints import read_checkpoint
-from vision_attn.networks.checkpoints.adapter_file import read_adapter
+from vision_attn.networks.checkpoints.adapter import read_adapter
+from vision_attn.networks.safe import read_checkpoint
 
 FORMS = {"zip": as_zip, "legacy": as_legacy, "tar": as_tar}
 #: What nobody may call: by their own names, and behind those of what checkpoints do call.
@@ -64,7 +64,33 @@ FORBIDDEN = {
     "os.remove", "os.rename", "os.mkdir", "shutil.rmtree", "pickle.find_class", "ctypes.dlopen", "marshal.loads",
     "exec", "pty.spawn", "webbrowser.open", "urllib.Request",
 }  # fmt: skip
-SECONDS = 30
+SECONDS = 10
+
+#: What is in a pickle, by what it does to a reader that follows it.
+PICKLES = {
+    "follows a pointer": lambda: pickled({"weight": crafted.followed_pointer()}),
+    "gives a pointer": lambda: pickled({"weight": crafted.leaked_pointer()}),
+    "makes room": lambda: pickled({"weight": Call("builtins.bytearray", 2**31)}),
+    "doubles a text": lambda: pickled({"weight": crafted.doubled(27)}),
+    "nests a key": lambda: b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
+}
+#: Files that no two forms have in common.
+FILES = {
+    "compressed.pth": lambda path: crafted.inflated(path, 2**28),
+    "listed again.pth": crafted.one_part_under_many_names,
+    "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(600_000), [bytes(4)])),
+    "claims more.pth": lambda path: path.write_bytes(
+        as_legacy(pickled({"weight": crafted.tensor(2**28, (2**28,), (1,), None)}), [])
+    ),
+    "of holes-abcdef12.pth": crafted.holes,  # a hash of all the holes would take minutes
+}
+#: What an adapter says of its block.
+SAID = {
+    "large table": {"position": "RelPosTable(feat_size=(6000, 6000))"},
+    "wide heads": {"key_dim": "800000", "value_dim": "800000"},
+    "large images": {"old": (1, 3, 12_000, 12_000)},
+    "many heads": {"num_heads": str(10**12), "num_kv_heads": "7", "key_dim": "1", "value_dim": "1"},
+}
 
 
 def text(value):
@@ -108,6 +134,18 @@ def hostile(folder):
     os.mkfifo(folder / "pipe.pth")
     (folder / "folder.pth").mkdir()
     return [folder / name for name in sorted(os.listdir(folder))]
+
+
+def harmful(folder, honest):
+    """Files that make a reader that follows them take memory and time; what reads each, in a process of its own."""
+    for (name, content), (form, wrap) in itertools.product(PICKLES.items(), FORMS.items()):
+        (folder / f"{name} {form}.pth").write_bytes(wrap(content()))
+    for name, write in FILES.items():
+        write(folder / name)
+    for name, said in SAID.items():
+        crafted.adapter(folder / f"{name}.safetensors", honest, **said)
+    into_network = lambda path: va.load_adapter_(network(), path)  # noqa: E731
+    return {path: into_network if path.suffix == ".safetensors" else read_checkpoint for path in folder.iterdir()}
 
 
 def mutated(content, random):
@@ -223,21 +261,29 @@ def attack(count):
     outcomes, wrong = Counter(), []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        (folder / "hostile").mkdir()
-        (folder / "honest").mkdir()
+        for name in ("hostile", "honest", "harmful"):
+            (folder / name).mkdir()
         files = honest(folder / "honest")
         paths = hostile(folder / "hostile")
+        harm = harmful(folder / "harmful", folder / "honest" / "adapter.safetensors")
         for path, read in files.items():  # what it imports is not the file's doing
             read(path)
             (folder / path.name).write_bytes(path.read_bytes()[:-1])
             attempt(read, folder / path.name, [])
         attempt(read_checkpoint, folder / "hostile" / "call os.system zip.pth", [])
+        va.load_adapter_(network(), folder / "honest" / "adapter.safetensors")
         for codec in ("cp437", "raw_unicode_escape"):  # of names and texts with bytes beyond ASCII
             b"".decode(codec)
         tasks = [lambda seen, path=path: attempt(read_checkpoint, path, seen) for path in paths]
         for path, (outcome, why) in zip(paths, in_copies(tasks), strict=True):
             outcomes["hostile", outcome] += 1
             if why or (outcome == "read" and path.suffix == ".pth" and not path.name.startswith(("tensor", "deep"))):
+                wrong.append((path.name, outcome, why))
+
+        for path, read in harm.items():
+            ((outcome, why),) = in_copies([lambda seen, path=path, read=read: attempt(read, path, seen)])
+            outcomes["harmful", outcome] += 1
+            if outcome != "refused":
                 wrong.append((path.name, outcome, why))
 
         def mutation(seen, number):

@@ -200,7 +200,7 @@ def measure(library: str, family: str, names: list[str]) -> Row:
     except va.SiteError as error:
         row.refusals.append(str(error))
     if row.sites:
-        row.layout = " and ".join(sorted({str(record.layout) for record in records(model)}))
+        row.layout = " and ".join(sorted({record.layout for record in records(model)}))
         with torch.no_grad():
             row.identical = all(map(torch.equal, before, tensors(model(images))))
         row.keys = [key for key in model.state_dict() if key not in inserted_keys(model)] == list(was[1])

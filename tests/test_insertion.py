@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 import timm
@@ -15,7 +16,7 @@ from torchvision.models.resnet import Bottleneck
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import CHILD, inserted_keys
+from vision_attn.networks.insertion import CHILD, attach_records_, inserted_keys
 from vision_attn.networks.insertion.sites import glob_matches
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
@@ -462,11 +463,11 @@ def test_a_map_with_as_many_channels_as_rows_is_told_apart():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 16, 1))
         (block,) = va.insert_(model, names="0", example_input=(1, 3, 16, 16)).blocks
-        assert (block.channels, str(block.layout)) == (16, "b c h w")
+        assert (block.channels, block.layout) == (16, "b c h w")
         # 96 channels on 96×96 cells, and a network that takes one size only: as its other maps lie.
         swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=384)
     (block,) = va.insert_(swin, names="layers.0", example_input=(1, 3, 384, 384)).blocks
-    assert (block.channels, block.height, block.width, str(block.layout)) == (96, 96, 96, "b h w c")
+    assert (block.channels, block.height, block.width, block.layout) == (96, 96, 96, "b h w c")
 
 
 def test_a_model_that_ran_compiled_runs_its_new_blocks():
@@ -553,3 +554,34 @@ def test_what_a_network_calls_inserted_itself_stays(own):
         va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
     assert model[0].inserted is own
     assert model[0].conv.inserted_0 == 5
+
+
+def test_blocks_are_attached_again_from_their_records_without_a_run_of_the_network():
+    def network():
+        return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
+
+    model, other = network(), network()
+    report = va.insert_(model, stages=[0], num_heads=4, gate_init=0.5, example_input=(1, 3, 64, 64))
+    other.forward = None  # never called
+    assert attach_records_(other, report.blocks, {"AttentionBlock2d": va.AttentionBlock2d}) == report.blocks
+    del other.forward
+    other.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(other(images), model(images), rtol=0, atol=0)
+    with pytest.raises(va.SiteError, match="already"):
+        attach_records_(other, report.blocks, {"AttentionBlock2d": va.AttentionBlock2d})
+
+
+def test_records_that_do_not_fit_leave_the_model_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    record = va.insert_(copy.deepcopy(model), names="0", example_input=(1, 3, 8, 8)).blocks[0]
+    before = str(model)
+    for wrong in (
+        replace(record, site="7"),
+        replace(record, held="missing.inserted"),
+        replace(record, at="instead of"),
+    ):
+        with pytest.raises(va.SiteError):
+            attach_records_(model, [record, wrong], {"AttentionBlock2d": va.AttentionBlock2d})
+        assert str(model) == before
+        assert not model[0]._forward_hooks

@@ -1,47 +1,99 @@
-"""Our networks through timm, and the accuracies that zoo checkpoints were published with."""
+"""Our networks through timm: what they begin as, whose weights they take, and the accuracies that were published."""
 
+import copy
 import hashlib
 import json
+import pickle
+import runpy
 import zipfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from timm.layers import BatchNormAct2d, create_conv2d
+from timm.models.resnetv2 import DownsampleConv, PreActBasic
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
+from vision_attn.attention.blocks import StridedAttention2d
+from vision_attn.networks import models
 from vision_attn.networks.models import CifarResNet, DigitPairsNet, WideResNet, create_model
-from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.models.registry import weights_folder
-from vision_attn.tools.training.data import image_folder
-from vision_attn.tools.training.evaluation import Normalize, evaluate
-from vision_attn.tools.training.settings import Settings
-from vision_attn.tools.training.train import train
+from vision_attn.tools.training.digits import digit_pairs
 
 ROOT = Path(__file__).parents[1]
 #: What weights/ holds.
 FOLDERS = sorted(path for path in weights_folder().iterdir() if path.is_dir())
-#: Parameters in thousands: for option A as He et al. count them, section 4.2, table 6; option B adds the projections.
-PARAMETERS = {"20": 0.27, "32": 0.46, "44": 0.66, "56": 0.85}
+
+#: By network: the modules that blocks follow.
+SITES = {
+    "resnet18": ["layer3.1", "layer4.1"],
+    "resnet50": ["layer3.5", "layer4.2"],
+    "convnext_atto": ["stages.2", "stages.3"],
+    "convnext_tiny": ["stages.2", "stages.3"],
+    "efficientnet_b0": ["blocks.4.2", "blocks.6.0"],
+    "resnet20": ["layer3.0", "layer3.1", "layer3.2"],
+    "resnet56": [f"layer3.{block}" for block in range(9)],
+    "wrn16_4": ["layer3.0", "layer3.1"],
+    "wrn28_10": [f"layer3.{block}" for block in range(4)],
+}
+#: One of each family that is run here, and the side of an image for it.
+SIDES = {"resnet18": 64, "convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
 
 
-@pytest.mark.parametrize("depth", PARAMETERS)
-def test_cifar_resnets_have_the_papers_size(depth):
-    plain = timm.create_model(f"resnet{depth}_a", num_classes=10)
-    assert round(sum(p.numel() for p in plain.parameters()) / 1e6, 2) == PARAMETERS[depth]
-    projected = timm.create_model(f"resnet{depth}", num_classes=10)
+def quick(names, chosen):
+    """Names as parameters: those that are not chosen are for thorough tests."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in chosen)) for name in names]
+
+
+def millions(model):
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
+
+def on_meta(name, **options):
+    with torch.device("meta"):
+        return timm.create_model(name, **options)
+
+
+def trained(name, num_classes=3):
+    """A network of the kind that a block is inserted in, with parameters and statistics unlike those at the start."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=num_classes)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+    return model.eval()
+
+
+def open_gates(model):
+    for block in va.inserted(model).values():
+        nn.init.normal_(block.attn.proj.weight, std=0.1)
+
+
+# --- networks for CIFAR and for digits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "size"), {20: 0.27, 32: 0.46, 44: 0.66, 56: 0.85}.items())
+def test_cifar_resnets_have_the_papers_size_and_the_keys_of_their_zoos(depth, size):
+    """He et al., section 4.2, table 6, for option A; option B adds the projections."""
+    plain, projected = (on_meta(f"resnet{depth}{option}", num_classes=10) for option in ("_a", ""))
+    assert round(millions(plain), 2) == size
     extra = 16 * 32 + 32 * 64 + 2 * (32 + 64)
-    assert sum(p.numel() for p in projected.parameters()) - sum(p.numel() for p in plain.parameters()) == extra
-
-
-def test_the_two_families_have_the_keys_of_their_zoos():
-    a, b = (set(timm.create_model(name, num_classes=10).state_dict()) for name in ("resnet20_a", "resnet20"))
-    assert {key for key in a if not key.startswith(("conv1", "bn1", "layer"))} == {"linear.weight", "linear.bias"}
-    assert {key for key in b if not key.startswith(("conv1", "bn1", "layer"))} == {"fc.weight", "fc.bias"}
-    assert not any("downsample" in key for key in a)
-    assert "layer2.0.downsample.0.weight" in b
-    assert "layer3.0.downsample.1.running_var" in b
-    assert "layer1.0.downsample.0.weight" not in b
+    assert millions(projected) - millions(plain) == pytest.approx(extra / 1e6)
+    for model, head in ((plain, "linear"), (projected, "fc")):
+        rest = {key for key in model.state_dict() if not key.startswith(("conv1", "bn1", "layer"))}
+        assert rest == {f"{head}.weight", f"{head}.bias"}
+    added = projected.state_dict().keys() - plain.state_dict().keys() - {"fc.weight", "fc.bias"}
+    assert {key.rpartition(".")[0] for key in added} == {
+        f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)
+    }
 
 
 def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_channels():
@@ -101,14 +153,59 @@ def test_a_name_without_a_tag_takes_the_one_for_its_classes():
     assert create_model("resnet18", num_classes=5).num_classes == 5
 
 
-def test_the_trained_network_is_loaded_by_name_and_does_what_its_card_says():
-    result = train(
-        Settings(dataset="digit-pairs", model="digit_pairs_attention", pretrained=True, test_only=True, device="cpu"),
-        lambda line: None,
-    )
-    card = (weights_folder() / "digit_pairs_attention" / "README.md").read_text()
-    assert f"{result.final.top1:.2f} %" in card
-    assert result.final.top1 > 95
+@pytest.mark.parametrize(("name", "size"), [("wrn16_4", 2.7), ("wrn28_10", 36.5), ("wrn40_2", 2.2)])
+def test_wide_resnets_have_the_papers_size(name, size):
+    """Zagoruyko and Komodakis, tables 4 and 5."""
+    assert round(millions(on_meta(name)), 1) == size
+
+
+def test_a_wide_resnets_blocks_are_timms():
+    torch.manual_seed(0)
+    model = timm.create_model("wrn16_4").eval()
+    conv = partial(create_conv2d, bias=False)
+    x = torch.randn(2, 3, 16, 16)
+    y = model.conv1(x)
+    for layer, (channels, stride) in zip(
+        (model.layer1, model.layer2, model.layer3), ((64, 1), (128, 2), (256, 2)), strict=True
+    ):
+        for number, block in enumerate(layer):
+            theirs = PreActBasic(
+                y.shape[1],
+                channels,
+                stride=1 if number else stride,
+                conv_layer=conv,
+                norm_layer=BatchNormAct2d,
+                proj_layer=DownsampleConv,
+            ).eval()
+            for module in (block.bn1, block.bn2):
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+            names = {"bn1": "norm1", "bn2": "norm2", "downsample": "downsample.conv"}
+            state = {
+                ".".join([names.get(name.partition(".")[0], name.partition(".")[0]), name.partition(".")[2]]): value
+                for name, value in block.state_dict().items()
+            }
+            theirs.load_state_dict(state, strict=True)
+            with torch.no_grad():
+                y = theirs(y)
+    with torch.no_grad():
+        torch.testing.assert_close(model.forward_features(x), torch.relu(model.bn(y)))
+        torch.testing.assert_close(model(x), model.fc(torch.relu(model.bn(y)).mean((2, 3))))
+
+
+def test_dropout_in_a_wide_resnet_is_between_its_convolutions():
+    model = timm.create_model("wrn16_4", block_drop_rate=1.0)
+    x = torch.randn(1, 64, 8, 8)
+    block = model.layer1[1]
+    given = []
+    block.conv2.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    block(x)
+    block.eval()(x)
+    assert given[0].count_nonzero() == 0
+    assert given[1].count_nonzero() > 0
+
+
+# --- weights of our own and of zoos -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -139,58 +236,251 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, 
     assert all(block.share > 0.01 for block in va.contribution(ours, x).blocks)
 
 
+@torch.no_grad()
+def top1(model, batches):
+    """Percent of the images whose class is the first choice."""
+    model.eval()
+    right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
+    return round(100 * right.double().mean().item(), 2)
+
+
+def cifar_images(real_data, name, folder, config):
+    with zipfile.ZipFile(real_data / f"{name}-test.zip") as archive:
+        archive.extractall(folder)
+    transform = Compose([ToTensor(), Normalize(config["mean"], config["std"])])
+    return DataLoader(ImageFolder(folder / name / "test", transform), batch_size=500)
+
+
+def test_the_digits_network_does_what_its_card_says():
+    images, labels = digit_pairs(train=False)
+    found = top1(timm.create_model("digit_pairs_attention", pretrained=True), [(images / 255, labels)])
+    assert found > 95
+    assert f"{found:.2f} %" in (weights_folder() / "digit_pairs_attention" / "README.md").read_text()
+
+
 @pytest.mark.thorough
 def test_the_network_of_our_own_training_scores_what_its_card_says(real_data, tmp_path):
-    with zipfile.ZipFile(real_data / "cifar100-test.zip") as archive:
-        archive.extractall(tmp_path)
-    images = image_folder(tmp_path / "cifar100" / "test").read((32, 32))
     network = timm.create_model("resnet20_attention.cifar100", pretrained=True)
-    normalize = Normalize(network.pretrained_cfg["mean"], network.pretrained_cfg["std"], 3)
-    top1 = evaluate(network, normalize, images)[0].top1
+    found = top1(network, cifar_images(real_data, "cifar100", tmp_path, network.pretrained_cfg))
     card = weights_folder() / "resnet20_attention_cifar100" / "README.md"
-    assert f"| {top1:.2f} % (seed 0) |" in card.read_text()
-
-
-def test_a_network_is_saved_as_a_folder_that_timm_reads(tmp_path):
-    torch.manual_seed(0)
-    model = timm.create_model("resnet20.cifar100", num_classes=5).eval()
-    save_model(model, tmp_path / "saved", architecture="resnet20")
-    again = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()
-    x = torch.randn(1, 3, 32, 32)
-    assert torch.equal(again(x), model(x))
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"]) == ("resnet20", 5)
-    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got 'resnet21'"):
-        save_model(model, tmp_path / "other", architecture="resnet21")
-    assert not (tmp_path / "other").exists()
+    assert f"| {found:.2f} % (seed 0) |" in card.read_text()
 
 
 #: Data, network, checkpoint, and the accuracy that it was published with, in percent.
 ZOO = (
-    ("cifar10-test", "resnet20_a", "A_cifar10_resnet20-12fca82f.th", 91.73),
-    ("cifar10-test", "resnet20", "B_cifar10_resnet20.pth", 92.60),
-    ("cifar100-test", "resnet20", "B_cifar100_resnet20.pth", 68.83),
-    ("cifar100-test", "resnet56", "B_cifar100_resnet56.pth", 72.63),
+    ("cifar10", "resnet20_a", "A_cifar10_resnet20-12fca82f.th", 91.73),
+    ("cifar10", "resnet20", "B_cifar10_resnet20.pth", 92.60),
+    ("cifar100", "resnet20", "B_cifar100_resnet20.pth", 68.83),
+    ("cifar100", "resnet56", "B_cifar100_resnet56.pth", 72.63),
 )
 
 
 @pytest.mark.thorough
-def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(real_data, tmp_path):
-    for data in ("cifar10-test", "cifar100-test"):
-        with zipfile.ZipFile(real_data / f"{data}.zip") as archive:
-            archive.extractall(tmp_path)
-    found = {}
-    for data, model, weights, _ in ZOO:
-        folder = tmp_path / data.split("-")[0]
-        settings = Settings(
-            data=str(folder), model=model, weights=str(real_data / "zoo" / weights), test_only=True, device="cpu"
-        )
-        result = train(settings, lambda line: None)
-        found[weights] = round(result.final.top1, 2)
-        network = result.network.model.eval()
-        images = torch.randn(64, 3, 32, 32)
-        with torch.no_grad():
-            before = network(images)
-            va.insert_(network, names=["layer1", "layer2", "layer3"], num_heads=4, example_input=images)
-            assert torch.equal(network(images), before)
-    assert found == {weights: top1 for _, _, weights, top1 in ZOO}
+@pytest.mark.parametrize(("data", "name", "weights", "published"), ZOO)
+def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
+    data, name, weights, published, real_data, tmp_path
+):
+    network = create_model(name, num_classes=int(data.removeprefix("cifar")))
+    va.load_checkpoint(network, real_data / "zoo" / weights)
+    assert top1(network, cifar_images(real_data, data, tmp_path, network.pretrained_cfg)) == published
+    images = torch.randn(64, 3, 32, 32)
+    with torch.no_grad():
+        before = network(images)
+        va.insert_(network, names=["layer1", "layer2", "layer3"], num_heads=4, example_input=images)
+        assert torch.equal(network(images), before)
+
+
+# --- attention inserted in a network that there is --------------------------------------------------------------------
+
+
+@pytest.fixture(params=quick(SIDES, {"convnext_atto", "resnet20"}), scope="module")
+def base(request, tmp_path_factory):
+    """A network's name, the network, a file of its weights, and an image for it."""
+    model = trained(request.param)
+    path = tmp_path_factory.mktemp("weights") / "base.pth"
+    torch.save(model.state_dict(), path)
+    side = SIDES[request.param]
+    return request.param, model, path, torch.randn(1, 3, side, side)
+
+
+def from_file(name, path, num_classes=3, **options):
+    overlay = {"file": str(path), "num_classes": num_classes}
+    return timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=overlay, **{"num_classes": num_classes, **options}
+    ).eval()
+
+
+def test_with_its_bases_weights_it_computes_what_the_base_does(base):
+    name, plain, path, x = base
+    model = from_file(f"{name}_attention", path)
+    assert list(va.inserted(model)) == SITES[name]
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        with va.capture(model) as maps:
+            model(x)
+        assert len(maps) == len(SITES[name])
+        open_gates(model)
+        assert not torch.equal(model(x), plain(x))
+
+
+def test_without_weights_it_begins_as_its_base_begins(base):
+    name, _, _, x = base
+    networks = []
+    for full in (name, f"{name}_attention"):
+        torch.manual_seed(1)
+        networks.append(timm.create_model(full, num_classes=3, drop_rate=0.1).eval())
+    with torch.no_grad():
+        assert torch.equal(networks[0](x), networks[1](x))
+
+
+def test_its_features_are_those_of_its_base(base):
+    name, _, path, x = base
+    plain, ours = (from_file(full, path, features_only=True) for full in (name, f"{name}_attention"))
+    assert ours.feature_info.channels() == plain.feature_info.channels()
+    assert ours.feature_info.reduction() == plain.feature_info.reduction()
+    with torch.no_grad():
+        for found, expected in zip(ours(x), plain(x), strict=True):
+            assert torch.equal(found, expected)
+    blocks = [module for module in ours.modules() if isinstance(module, va.AttentionBlock2d)]
+    assert len(blocks) == len(SITES[name])
+    with torch.no_grad():
+        blocks[-1].attn.proj.weight.normal_(std=0.1)
+        assert not torch.equal(ours(x)[-1], plain(x)[-1])
+    some = timm.create_model(f"{name}_attention", features_only=True, out_indices=(0, 2))
+    assert len(some(x)) == 2
+
+
+def test_timm_adapts_its_classifier_and_its_first_convolution(base):
+    name, plain, path, x = base
+    model = timm.create_model(
+        f"{name}_attention",
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(path), "num_classes": 3},
+        num_classes=5,
+        in_chans=1,
+    ).eval()
+    with torch.no_grad():
+        assert model(x[:, :1]).shape == (1, 5)
+        model.reset_classifier(2)
+        assert model(x[:, :1]).shape == (1, 2)
+        gray = x[:, :1].expand(-1, 3, -1, -1)
+        torch.testing.assert_close(model.forward_features(x[:, :1]), plain.forward_features(gray), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("lost", ["fc.weight", "layer1.0.conv1.weight", "layer3.2.inserted.gate"])
+def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
+    state = timm.create_model("resnet20_attention", num_classes=3).state_dict()
+    del state[lost]
+    torch.save(state, tmp_path / "part.pth")
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{lost}"'):
+        from_file("resnet20_attention", tmp_path / "part.pth")
+
+
+@pytest.mark.parametrize("name", quick(SITES, {"resnet18", "convnext_atto", "efficientnet_b0", "resnet20"}))
+def test_its_configurations_are_those_of_its_base(name):
+    assert list(va.inserted(on_meta(f"{name}_attention"))) == SITES[name]
+    ours, plain = (timm.models.get_arch_pretrained_cfgs(full) for full in (f"{name}_attention", name))
+    assert {full.replace("_attention", "") for full in ours} == set(plain)
+    for mine in ours.values():
+        theirs = plain[f"{name}.{mine.tag}"]
+        kept = ("hf_hub_id", "url", "mean", "std", "input_size", "num_classes", "classifier", "tag")
+        assert [getattr(mine, key) for key in kept] == [getattr(theirs, key) for key in kept]
+        assert mine.architecture == f"{name}_attention"
+    default, expected = (timm.get_pretrained_cfg(full) for full in (f"{name}_attention", name))
+    assert (default.tag, default.num_classes) == (expected.tag, expected.num_classes)
+    assert timm.is_model_pretrained(f"{name}_attention") == timm.is_model_pretrained(name)
+    assert f"{name}_attention" in timm.list_models("*_attention")
+
+
+@pytest.mark.parametrize("name", ["resnet20_attention", "convnext_atto_attention"])
+def test_it_is_copied_pickled_and_saved_as_a_folder_that_timm_reads(name, tmp_path):
+    torch.manual_seed(2)
+    model = timm.create_model(name, num_classes=4).eval()
+    open_gates(model)
+    folder = va.save_model(model, tmp_path / "saved")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["architecture"], config["num_classes"]) == (name, 4)
+    x = torch.randn(1, 3, 32, 32)
+    of_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), of_timm):
+            assert torch.equal(again(x), model(x))
+
+
+def test_weights_asked_for_without_a_tag_are_those_that_there_are():
+    model = timm.create_model("resnet20_attention", pretrained=True)
+    assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
+    assert timm.create_model("resnet20_attention").num_classes == 10
+    for name in ("resnet20_attention.cifar10", "resnet32_attention", "botnet50", "aa_resnet50"):
+        with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name.partition('.')[0]}"):
+            on_meta(name, pretrained=True)
+
+
+# --- networks of papers -----------------------------------------------------------------------------------------------
+
+
+def test_botnet_has_the_papers_size():
+    """Srinivas et al.: 20.8 M, without projections after attention."""
+    model = on_meta("botnet50")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, StridedAttention2d)}
+    assert list(blocks) == [f"layer4.{number}.conv2" for number in range(3)]
+    projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
+    assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
+    assert [block.stride for block in blocks.values()] == [2, 1, 1]
+    sizes = [block.attn.position.specification.feat_size for block in blocks.values()]
+    assert sizes == [(14, 14), (7, 7), (7, 7)]
+
+
+def test_the_augmented_resnet_has_the_papers_size():
+    """Bello et al., table 2: 25.8 M."""
+    model = on_meta("aa_resnet50")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.AugmentedConv2d)}
+    assert len(blocks) == 4 + 6 + 3
+    assert {name.partition(".")[0] for name in blocks} == {"layer2", "layer3", "layer4"}
+    assert round(millions(model), 1) == 25.8
+    by_stage = {name: block.attn for name, block in blocks.items() if name.endswith(".0.conv2")}
+    assert [attn.key_dim for attn in by_stage.values()] == [20, 20, 20]
+    assert [attn.out_channels for attn in by_stage.values()] == [16, 24, 48]
+    assert [attn.position.specification.feat_size for attn in by_stage.values()] == [(28, 28), (14, 14), (7, 7)]
+
+
+@pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
+def test_timms_ways_of_using_them_work(name, tmp_path):
+    torch.manual_seed(0)
+    given = {"img_size": (40, 56), "layers": (1, 1, 1, 2)}
+    model = timm.create_model(name, num_classes=3, drop_path_rate=0.1, **given).eval()
+    x = torch.randn(1, 3, 40, 56)
+    seen = {}
+    with torch.no_grad(), va.capture(model, queries=[(0, 0)]) as maps:
+        y = model(x)
+        seen.update(maps)
+    sizes = {path: model.get_submodule(path).position.specification.feat_size for path in seen}
+    assert sizes == {path: tuple(found.weights.shape[3:]) for path, found in seen.items()}
+    assert sizes["layer4.1.conv2.attn"] == (2, 2)
+
+    folder = va.save_model(model, tmp_path / "saved", architecture=name, model_args=given)
+    again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x), y)
+        model.reset_classifier(2)
+        assert model(x).shape == (1, 2)
+
+    features = on_meta(name, features_only=True, out_indices=(3, 4))
+    assert features.feature_info.channels() == [1024, 2048]
+    assert features.feature_info.reduction() == [16, 32]
+    assert [f.shape[2] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [4, 2]
+
+
+def test_dilation_goes_with_attention_and_not_with_augmented_convolutions():
+    model = on_meta("botnet50", output_stride=16)
+    assert [model.layer4[number].conv2.stride for number in range(3)] == [1, 1, 1]
+    assert model.layer4[2].conv2.attn.position.specification.feat_size == (14, 14)
+    with pytest.raises(ValueError, match="output_stride must be 32"):
+        on_meta("aa_resnet50", output_stride=16)
+
+
+def test_torch_hub_knows_every_network():
+    hubconf = SimpleNamespace(**runpy.run_path(str(ROOT / "hubconf.py")))
+    functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
+    assert {name for name in vars(hubconf) if timm.is_model(name)} == functions
+    assert all(timm.is_model(name) for name in functions)

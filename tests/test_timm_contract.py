@@ -13,13 +13,11 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 import vision_attn as va
 from vision_attn.networks import models
 from vision_attn.networks.insertion.attach import keys_of_blocks
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork
 
 NAMES = [name for name in models.__all__ if timm.is_model(name)]
 #: Quick ones of our own classes with a block: for CIFAR, and the digits'.
 QUICK = ["resnet20_attention", "digit_pairs_attention"]
-#: Of these scripts can be made: they have no blocks.
-SCRIPTABLE = {name for name in NAMES if name.startswith(("resnet", "wrn", "digit")) and "attention" not in name}
 
 
 def image(model, batch=1):
@@ -148,16 +146,6 @@ def types(name):
     assert model(image(model).bfloat16()).shape == (1, 3)
 
 
-def scripts(name):
-    model = make(name)
-    if name not in SCRIPTABLE:
-        with pytest.raises(RuntimeError):
-            torch.jit.script(model)
-        return
-    x = image(model)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
 def traced(name):
     model, leaves = make(name), {"leaf_modules": list(get_notrace_modules())}
     x = image(model)
@@ -166,16 +154,15 @@ def traced(name):
     torch.testing.assert_close(y, model(x))
 
 
-CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, scripts, traced]
+CHECKS = [forward, backward, heads, intermediates, features, checkpointing, layers, types, traced]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "check"),
     [
         *((name, check) for name in QUICK for check in CHECKS),
-        *(("resnet20_a", check) for check in (heads, scripts)),  # whose classifier has another name
-        *(("wrn16_4", check) for check in (intermediates, scripts)),  # the norm that comes after its stages
+        ("resnet20_a", heads),  # whose classifier has another name
+        ("wrn16_4", intermediates),  # the norm that comes after its stages
         ("convnext_atto_attention", layers),
         ("efficientnet_b0_attention", features),
     ],
@@ -186,7 +173,6 @@ def test_a_network_of_ours_keeps_timms_contract(name, check):
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 def test_every_registered_network_keeps_timms_contract():
     failed = {}
     for name in NAMES:

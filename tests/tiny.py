@@ -5,8 +5,7 @@ from timm.models import generate_default_cfgs
 from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import registered
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork, registered
 
 
 def stage(in_channels, channels):
@@ -18,11 +17,9 @@ class Tiny(StagedNetwork):
     def __init__(self, num_classes=3, in_chans=3, drop_rate=0.0, drop_path_rate=0.0, global_pool="avg"):
         super().__init__((8, 16), (2, 4), "layer")
         self.layer1, self.layer2 = stage(in_chans, 8), stage(8, 16)
-        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
+        if drop_path_rate:
+            self.layer1.append(DropPath(drop_path_rate))
         self.add_head(num_classes, drop_rate, global_pool)
-
-    def run_stages(self, x):
-        return self.layer2(self.drop_path(self.layer1(x)))
 
     def group_matcher(self, coarse=False):
         return {"stem": r"^layer1", "blocks": r"^layer(\d+)"}

@@ -52,7 +52,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
         *lines: of the message; text from the file is escaped.
 
     >>> import tempfile, pathlib
-    >>> from vision_attn.networks.checkpoints import read_checkpoint
+    >>> from vision_attn.networks.safe import read_checkpoint
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "net.pth"
     >>> file.write_bytes(b"a part of it")
     12

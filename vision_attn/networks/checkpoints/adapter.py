@@ -11,23 +11,13 @@ from torch import Tensor, nn
 
 from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.adapter_file import Adapter, fingerprint, read_adapter, write_adapter
-from vision_attn.networks.checkpoints.adapters import ADAPTERS, named_adapters, set_adapter
+from vision_attn.networks.checkpoints import form
+from vision_attn.networks.checkpoints.form import Saved, fingerprint
 from vision_attn.networks.checkpoints.load import matching, refuse_without_values
-from vision_attn.networks.checkpoints.placements import makers_of, place, placements_of
-from vision_attn.networks.checkpoints.write import copy_to_write
-from vision_attn.networks.insertion import (
-    InsertionReport,
-    changeable,
-    inserted,
-    inserted_keys,
-    plain_network,
-    records,
-    remove_,
-)
-from vision_attn.networks.insertion.backbone import all_or_nothing
+from vision_attn.networks.insertion import InsertionReport, changeable, inserted, inserted_keys, records, remove_
+from vision_attn.networks.insertion.backbone import plain_network
+from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escaped, shorten
-from vision_attn.version import __version__
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,31 +81,26 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    path = Path(path)
     check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
-    if path.suffix != ".safetensors":
-        raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     model = plain_network(model)
     refuse_without_values(model)
-    placements = placements_of(model)
-    if not placements:
+    blocks = form.blocks_to_save(model)
+    if not blocks:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
     state, of_blocks = model.state_dict(), inserted_keys(model)
     further = matching("also", also, [key for key in state if key not in of_blocks])
-    tensors = {key: copy_to_write(state[key]) for key in state if key in of_blocks or key in further}
+    tensors = {key: state[key] for key in state if key in of_blocks or key in further}
     base = fingerprint(network_of(state, without=of_blocks | further))
-    write_adapter(path, Adapter(__version__, placements, tuple(sorted(further)), base, tensors, about or {}))
-    return path
+    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=about or {}))
+    return Path(path)
 
 
-@all_or_nothing
 def load_adapter_(
     model: nn.Module,
     path: str | Path,
     *,
     strict: bool = True,
     block: Callable[..., nn.Module] | None = None,
-    name: str | None = None,
     example_input: Any = None,
 ) -> AdapterReport:
     """Insert what an adapter file holds into the network that it was trained on.
@@ -127,18 +112,16 @@ def load_adapter_(
         path: the file that :func:`save_adapter` wrote.
         strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
         block: the class of the inserted blocks, where it is none of this library's.
-        name: of this adapter, where a network has several: another one that is in it is put aside, and
-            :func:`vision_attn.set_adapter` brings it back.
-        example_input: as in :func:`vision_attn.insert_`, for a network that takes more than a batch of images; empty
-            ones of the shape in the file when None.
+        example_input: as in :func:`vision_attn.insert_`; only for a file of the form before this one, and a network
+            that takes more than a batch of images.
 
     Returns:
         A report of what was inserted and loaded.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in;
-            ``block`` is not needed; or another adapter has this ``name``, or others have names and this one has none.
+        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in,
+            or ``block`` is not needed.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
 
     >>> import tempfile
@@ -151,49 +134,27 @@ def load_adapter_(
     >>> report.insertion.blocks[0].site, report.compared
     ('0', 2)
     """
+    check_flags(strict=strict)
     model = changeable(model)
     refuse_without_values(model)
-    named = named_adapters(model)
-    check_type("name", name, (str, type(None)), "a text, or None")
-    if name in named.blocks or (name is None and named.blocks):
-        raise ValueError(
-            f"name must be one that none of the model's adapters has ({', '.join(named.blocks)}); got {name!r}"
-        )
-    active = named.active
-    if active is not None:
-        set_adapter(model, None)
-        named = named_adapters(model)
-    try:
-        report, before = load(model, path, strict=strict, block=block, example_input=example_input)
-    except BaseException:
-        set_adapter(model, active)
-        raise
-    if name is not None:
-        named.active, named.blocks[name], named.also[name] = name, [], before
-        vars(model)[ADAPTERS] = named
-    return report
-
-
-def load(
-    model: nn.Module, path: str | Path, *, strict: bool, block: Callable[..., nn.Module] | None, example_input: Any
-) -> tuple[AdapterReport, dict[str, Tensor]]:
-    """:func:`load_adapter_` into a network without others; with the report come the values that it took the place of."""
     if blocks := inserted(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
-    check_flags(strict=strict)
+    path = Path(path)
     adapter = read_adapter(path)
-    makers = makers_of(adapter.placements, adapter.tensors, path, block)
+    makers = form.makers_of(adapter, path, block)
     own = model.state_dict()
-    differing = verify_network(own, adapter, path, strict=strict)
+    differing = other_tensors(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        place(model, adapter.placements, makers, example_input)
+        form.put_in(model, adapter, makers, example_input)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
         model.load_state_dict(dict(adapter.tensors), strict=False)
-        placed = InsertionReport(records(model))
+        report = AdapterReport(
+            str(path), InsertionReport(records(model)), tuple(adapter.tensors), len(adapter.base or ()), differing
+        )
     except BaseException as error:
         if inserted(model):
             remove_(model)
@@ -201,7 +162,19 @@ def load(
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: its blocks cannot be put into the model ({error})") from error
         raise
-    return AdapterReport(str(path), placed, tuple(adapter.tensors), len(adapter.base), differing), before
+    return report
+
+
+def read_adapter(path: str | Path) -> Saved:
+    """The content of an adapter file, read without running any code from it."""
+    file = read_file(path, by_name=False)  # it has a hash of its own
+    saved = form.saved_in(file)
+    if saved is None or saved.base is None:
+        raise CheckpointError(
+            f"{file.path} is no adapter, it does not say what network its tensors go into: load_checkpoint reads "
+            "checkpoints, load_model what save_model wrote, and save_adapter writes adapters"
+        )
+    return saved
 
 
 def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[str, Tensor]:
@@ -213,32 +186,33 @@ def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[st
     }
 
 
-def verify_network(state: Mapping[str, Tensor], adapter: Adapter, path: str | Path, *, strict: bool) -> tuple[str, ...]:
-    """The names of the network's tensors that are not those the adapter was trained on."""
-    replaced = tuple(f"{placement.site}." for placement in adapter.placements if placement.at == "instead")
-    gone = {key for key in state if key.startswith(replaced)}
-    ours, theirs = fingerprint(network_of(state, without={*adapter.also, *gone})), adapter.base
-    shapes, saved = ({name: shape for name, (shape, _, _) in side.items()} for side in (ours, theirs))
-    shapes |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
-    saved |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+def other_tensors(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
+    """The names of a network's tensors that are not those the adapter was trained on; refused if ``strict``."""
+    replaced = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
+    without = {key for key in state if key.startswith(replaced)}.union(adapter.also)
+    here: dict[str, Any] = {key: (tuple(state[key].shape), "", "") for key in adapter.also if key in state}
+    there: dict[str, Any] = {key: (tuple(adapter.tensors[key].shape), "", "") for key in adapter.also}
+    here, there = here | fingerprint(network_of(state, without)), there | (adapter.base or {})
+    none = ("has none",)
     other = [
-        f"{name} (model {shapes.get(name, 'has none')}, adapter {saved.get(name, 'has none')})"
-        for name in saved | shapes
-        if shapes.get(name) != saved.get(name)
+        f"{name} (model {here.get(name, none)[0]}, adapter {there.get(name, none)[0]})"
+        for name in there | here
+        if here.get(name, none)[0] != there.get(name, none)[0]
     ]
     if other:
         raise CheckpointError(
             f"{path} is for another network: {shorten(other)}. Make the network that it was trained on, with as many "
             "classes"
         )
-    changed = [name for name in theirs if ours[name] != theirs[name]]
+    changed = tuple(name for name in there if here[name] != there[name])
     if strict and changed:
-        here, there = (", ".join(sorted({side[name][1] for name in changed})) for side in (ours, theirs))
+        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (here, there)]
         raise CheckpointError(
-            f"{path} is for other weights of this network: {len(changed)} of {len(theirs)} tensors have other values, "
-            f"{shorten(changed)} ({here} in the model, {there} in the adapter). Load the checkpoint that it was "
-            "trained on first, and convert the model to another type last. If the network was trained along with the "
-            "blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in training, save what "
-            "changed with also=, or save the whole model. strict=False loads the adapter all the same"
+            f"{path} is for other weights of this network: {len(changed)} of {len(adapter.base or ())} tensors have "
+            f"other values, {shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the "
+            "checkpoint that it was trained on first, and convert the model to another type last. If the network was "
+            "trained along with the blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in "
+            "training, save what changed with also=, or save the whole model. strict=False loads the adapter all the "
+            "same"
         )
-    return tuple(changed)
+    return changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from vision_attn.attention.position import PositionTerm
 from vision_attn.checks import as_list, check_flags, check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.adapter_file import ENTRY
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
-from vision_attn.networks.checkpoints.read import CheckpointFile, find_weights, read_file
-from vision_attn.networks.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
+from vision_attn.networks.checkpoints.weights import find_weights
 from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 
 
@@ -54,12 +54,11 @@ def load_checkpoint(
     Returns:
         A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
         ``aside`` keys, of where in the file the weights were, and of blocks that are other ones (``differing``) or of
-        which the file does not say what they were (``trusted``).
+        which the file does not say what they were (``unchecked``).
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device, lazy, or has a tensor that nothing can be copied into (sparse,
-            nested, expanded), or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device or lazy, or ``fresh`` matches none of its keys.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -82,27 +81,23 @@ def load_file(
     prefix: str = "",
 ) -> LoadReport:
     """:func:`load_checkpoint`, of a file that is read already."""
+    check_type("prefix", prefix, str, "a text")
+    check_flags(strict=strict, ema=ema)
+    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
     model = plain_network(model)
     refuse_without_values(model)
     state, kept = model.state_dict(), kept_modules(model)
     # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
     of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
-    own, blocks = state | of_kept | state, blocks_of(state)
-    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
-    check_type("prefix", prefix, str, "a text")
-    check_flags(strict=strict, ema=ema)
+    own, arguments = state | of_kept | state, arguments_of(state)
     asked = matching("fresh", fresh, own)
 
-    if ENTRY in file.metadata:
-        raise CheckpointError(
-            f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "
-            "load_adapter_(model, path)"
-        )
-    found = find_weights(file, ema=ema, own=own, prefix=prefix)
-    refuse_unwritable({key: value for key, value in own.items() if key in found.tensors})
-    stretched = stretched_tables(model, found.tensors)
-    weights = {**found.tensors, **stretched}
-    refuse_other_kinds(weights, own, file.path)
+    saved, saved_arguments, found = find_weights(file, own=own, ema=ema, prefix=prefix)
+    stretched = stretched_tables(model, saved)
+    weights = {**saved, **stretched}
+    if other := [key for key, value in weights.items() if key in own and kind(value) != kind(own[key])]:
+        kinds = ", ".join(f"{key} is {kind(weights[key])} there and {kind(own[key])} here" for key in other[:6])
+        raise CheckpointError(f"{file.path} has numbers of another kind than the model, nothing was loaded: {kinds}")
 
     given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
     mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
@@ -110,27 +105,26 @@ def load_file(
     # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
     counters = {key for key in own if key.endswith("num_batches_tracked")}
     # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
-    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
+    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
     expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
     loaded = tuple(key for key in fitting if key in state)
-    of_blocks = {path for path in blocks if any(key.startswith(f"{path}." if path else "") for key in loaded)}
+    of_blocks = {path for path in arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)}
     report = LoadReport(
         path=str(file.path),
-        entry=found.entry,
         loaded=loaded,
         new=tuple(key for key in own if key in new and key not in given),
         missing=tuple(key for key in own if key not in expected),
         unexpected=tuple(key for key in given if key not in own),
         mismatched=mismatched,
-        resampled=shapes_of(stretched, {key: found.tensors[key] for key in stretched if key in given}),
+        resampled=shapes_of(stretched, {key: saved[key] for key in stretched if key in given}),
         replaced=tuple(key for key in fitting if key not in state),
-        others=found.others,
-        prefix=found.prefix,
-        aside=found.aside,
         verified=file.verified,
-        differing=tuple(other_blocks({path: blocks[path] for path in of_blocks}, found.blocks)),
-        trusted=tuple(path or type(model).__name__ for path in blocks if path in of_blocks - found.blocks.keys()),
+        differing=other_arguments({path: arguments[path] for path in of_blocks}, saved_arguments),
+        unchecked=tuple(
+            path or type(model).__name__ for path in arguments if path in of_blocks - saved_arguments.keys()
+        ),
+        **found,
     )
     if not fitting:
         raise CheckpointError(
@@ -144,25 +138,21 @@ def load_file(
             *str(report).split("\n")[1:],
             *remedies(report, dict(model.named_modules())),
         )
-    before = {key: own[key].clone() for key in (*report.loaded, *report.replaced)}
-    try:
-        load_both(model, kept, weights, report)
-    except BaseException:  # as that of Ctrl-C between two tensors
-        load_both(model, kept, before, report)
-        raise
+    copy_all_([(own[key], weights[key]) for key in fitting])
     return report
 
 
-def load_both(
-    model: nn.Module, kept: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: LoadReport
-) -> None:
-    """Weights into the model and into the modules that it keeps besides."""
-    model.load_state_dict({key: weights[key] for key in report.loaded}, strict=False)
-    for site, module in kept.items():
-        begin = f"{site}."
-        module.load_state_dict(
-            {key.removeprefix(begin): weights[key] for key in report.replaced if key.startswith(begin)}, strict=False
-        )
+@torch.no_grad()
+def copy_all_(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors other values, all of them or none."""
+    before = [tensor.clone() for tensor, _ in values]
+    try:
+        for tensor, value in values:
+            tensor.copy_(value)
+    except BaseException:  # a tensor that cannot be written, or Ctrl-C between two
+        for (tensor, _), value in zip(values, before, strict=True):
+            tensor.copy_(value)
+        raise
 
 
 def refuse_without_values(model: nn.Module) -> None:
@@ -174,27 +164,15 @@ def refuse_without_values(model: nn.Module) -> None:
         )
 
 
-def refuse_unwritable(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of a model that torch copies nothing into."""
-    for key, value in tensors.items():
-        what = "nested" if value.is_nested else "sparse" if value.layout != torch.strided else ""
-        if not what and any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
-            what = "expanded, several of its numbers are one in memory"
-        if what:
-            raise ValueError(
-                f"model: {key!r} is {what}, and nothing can be loaded into it: make it a plain tensor first"
-            )
-
-
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
     """The keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on keys", single=str):
         check_type(argument, glob, str, "a glob on keys, or several")
-        matches = [key for key in keys if fnmatchcase(key, glob)]
+        matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
             raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
-        found.update(matches)
+        found |= matches
     return found
 
 
@@ -210,36 +188,18 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     """The tables of positions that were saved for another size of map, for the size that the model has them for."""
     tables = {}
     for path, term in model.named_modules(remove_duplicate=False):
-        if not isinstance(term, PositionTerm):
-            continue
-        for name, here in term.named_parameters(recurse=False):
+        for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionTerm) else ():
             key = f"{path}.{name}" if path else name
-            saved = weights.get(key)
-            if saved is None or saved.shape == here.shape or kind(saved) != kind(here):
-                continue
-            table = term.resampled(name, saved)
-            if table is not None:
-                tables[key] = table
-    return tables
+            saved = weights.get(key, here)
+            if saved.shape != here.shape and kind(saved) == kind(here):
+                tables[key] = term.resampled(name, saved)
+    return {key: table for key, table in tables.items() if table is not None}
 
 
 def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:
     """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
-    return {
-        key: (tuple(own[key].shape), tuple(value.shape))
-        for key, value in others.items()
-        if own[key].shape != value.shape
-    }
-
-
-def refuse_other_kinds(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path) -> None:
-    """What is copied into a tensor of another kind would lose its meaning."""
-    for key, value in weights.items():
-        if key in own and kind(value) != kind(own[key]):
-            raise CheckpointError(
-                f"{path}: {key} is a {kind(value)} tensor and the model's is a {kind(own[key])} one, nothing was "
-                "loaded: save it as the model's kind"
-            )
+    shapes = {key: (tuple(own[key].shape), tuple(value.shape)) for key, value in others.items()}
+    return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
 
 
 def kind(tensor: Tensor) -> str:

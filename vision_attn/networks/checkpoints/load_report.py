@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.networks.checkpoints.read import AVERAGED
+from vision_attn.networks.checkpoints.weights import AVERAGED
 from vision_attn.networks.insertion import CHILD
 from vision_attn.text import Report, escaped, shorten
 
@@ -39,7 +39,7 @@ class LoadReport(Report):
     unexpected: tuple[str, ...]
     #: key -> (shape in the model, shape in the checkpoint)
     mismatched: Shapes
-    #: tables of positions that were saved for a map of another size and are loaded stretched to the model's, as above
+    #: tables of positions that were saved for a map of another size, and stretched to the model's; shapes as above
     resampled: Shapes = field(default_factory=dict)
     #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
     replaced: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class LoadReport(Report):
     #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
     differing: tuple[str, ...] = ()
     #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
-    trusted: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
@@ -79,8 +79,8 @@ class LoadReport(Report):
         ):
             if keys:
                 lines.append(f"{len(keys)} {title}: {shorten(keys)}")
-        if self.trusted:
-            lines.append(f"heads and pattern taken on trust, as the file does not say them: {shorten(self.trusted)}")
+        if self.unchecked:
+            lines.append(f"heads and pattern not compared, as the file does not say them: {shorten(self.unchecked)}")
         return lines
 
 
@@ -99,17 +99,13 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
             "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
             "strict=False loads the weights all the same, where they mean something else."
         )
-        return
-    if sites:
-        yield (
-            f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first (on the command "
-            f"line: --insert {sites.replace(',', '').replace(chr(39), '')})."
-        )
-    if instead:
-        yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
-    if sites or instead:
-        return
-    if any(".position." in f".{key}" for key in report.mismatched):
+    elif sites or instead:
+        if sites:
+            flag = f"(on the command line: --insert {sites.replace(',', '').replace(chr(39), '')})"
+            yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first {flag}."
+        if instead:
+            yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
+    elif any(".position." in f".{key}" for key in report.mismatched):
         yield (
             "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
             'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'

@@ -1,12 +1,12 @@
 """Values as the code that makes them, read back without running any, and what files say that their blocks are.
 
-Literals, and the specifications of patterns and positions with literal arguments; nothing else is read or written.
+The code is literals, and the specifications of patterns and positions with literal arguments; nothing else is read or
+written.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import keyword
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,10 +24,8 @@ SPECIFICATIONS: dict[str, Callable[..., Any]] = {
     )
 }
 
-#: What in the metadata of a ``.safetensors`` file says what its blocks are.
-BLOCKS = "vision_attn_blocks"
 #: path of a block -> {argument: code}
-Blocks = Mapping[str, Mapping[str, str]]
+Arguments = Mapping[str, Mapping[str, str]]
 
 #: Characters of the code of a value: to parse it takes a hundred times as many bytes.
 LONGEST = 10_000
@@ -42,10 +40,9 @@ def to_code(name: str, value: object) -> str:
     code = repr(value)
     try:
         again = from_code(code)
-        same = type(again) is type(value) and bool(again == value) and repr(again) == code
-    except Exception:  # whatever the value's own comparison does
-        same = False
-    if not same:
+    except ValueError:
+        again = NotImplemented
+    if type(again) is not type(value) or repr(again) != code:
         raise ValueError(
             f"{name}={code} cannot be written down: options must be plain numbers, texts, True, False, None, tuples, "
             f"lists and dictionaries of them, or one of {', '.join(SPECIFICATIONS)}"
@@ -96,45 +93,38 @@ def value_of(node: ast.expr) -> Any:
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")
 
 
-def blocks_of(state: object) -> Blocks:
+def arguments_of(state: object) -> Arguments:
     """What the blocks of a state dict are, where it says so: by their paths, in the words of their arguments.
 
     >>> from vision_attn.attention.blocks import Attention2d
-    >>> blocks_of(Attention2d(8, 2, pattern=Window(7)).state_dict())
+    >>> arguments_of(Attention2d(8, 2, pattern=Window(7)).state_dict())
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
-    metadata = getattr(state, "_metadata", None)
-    return checked({p: m[TOLD] for p, m in metadata.items() if TOLD in m}) if metadata else {}
+    metadata = getattr(state, "_metadata", None) or {}
+    return arguments_in({path: said[TOLD] for path, said in metadata.items() if TOLD in said})
 
 
-def blocks_in(metadata: Mapping[str, str]) -> Blocks:
-    """What the metadata of a ``.safetensors`` file say that its blocks are."""
-    return checked(json.loads(metadata[BLOCKS])) if BLOCKS in metadata else {}
-
-
-def checked(said: Any) -> Blocks:
+def arguments_in(said: Any) -> Arguments:
     """What is said of blocks, which may come from anyone's file."""
     for path, told in said.items():
         if not all(isinstance(text, str) for text in (path, *told, *told.values())):
             raise ValueError("what it says of its blocks is no text")
-    found: Blocks = said
+    found: Arguments = said
     return found
 
 
-def other_blocks(ours: Blocks, theirs: Blocks) -> list[str]:
-    """What is said otherwise of the blocks of a model and of a file, for those that both tell of.
+def other_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
+    """What differs between the blocks of a model and those of a file, for the blocks that both tell of.
 
-    >>> other_blocks({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
-    ['attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model']
+    >>> other_arguments({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
+    ('attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model',)
     """
-    found = []
-    for path in ours.keys() & theirs.keys():
+    found = {}
+    for path in sorted(ours.keys() & theirs.keys()):
         here, there = ours[path], theirs[path]
-        differing = [
+        found[path or "the block"] = ", ".join(
             f"{name}={there.get(name, 'its default')} in the file and {here.get(name, 'its default')} in the model"
             for name in {**here, **there}
             if here.get(name) != there.get(name)
-        ]
-        if differing:
-            found.append(f"{path or 'the block'} has {', '.join(differing)}")
-    return sorted(found)
+        )
+    return tuple(f"{path} has {differing}" for path, differing in found.items() if differing)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from vision_attn.checks import check_counts, check_flags, check_type
 from vision_attn.errors import ConversionError
-from vision_attn.networks.checkpoints.read import find_entry, read_file
-from vision_attn.networks.checkpoints.specification import BLOCKS
-from vision_attn.networks.checkpoints.write import copy_to_write, write_atomically
+from vision_attn.networks.checkpoints.weights import ARGUMENTS_1 as BLOCKS
+from vision_attn.networks.checkpoints.weights import find_entry
 from vision_attn.networks.convert.diffusers_layers import diffusers_rows
 from vision_attn.networks.convert.keras_layers import keras_weights
 from vision_attn.networks.convert.repositories import guided_rows, latent_rows
@@ -32,6 +31,8 @@ from vision_attn.networks.convert.weights import (
     parameters_of,
     rows_of,
 )
+from vision_attn.networks.safe import read_file, write_atomically
+from vision_attn.networks.safe.write import copy_to_write
 from vision_attn.text import Report, Table, escaped, shorten
 
 __all__ = ["LAYOUTS", "ConvertedFile", "convert_file", "read_keras_weights"]

@@ -3,6 +3,7 @@
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     REPLACED,
+    attach_records_,
     inserted,
     inserted_keys,
     keys_of_blocks,
@@ -31,6 +32,7 @@ __all__ = [
     "InsertedBlock",
     "InsertionReport",
     "SiteError",
+    "attach_records_",
     "changeable",
     "check_optimizer",
     "count_multiply_adds",

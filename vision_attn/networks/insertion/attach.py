@@ -7,15 +7,18 @@ and keeps it. Where it goes, a block says in its record: :func:`attach` and :fun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from vision_attn.checks import product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import Example, modules_around, plain_network, run_quietly
-from vision_attn.networks.insertion.maps import CHILD, Map, change
+from vision_attn.networks.insertion.maps import CHILD, Map, change, of_map, prefix_of, to_map
 from vision_attn.networks.insertion.report import InsertedBlock
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
@@ -51,16 +54,15 @@ def block_at(module: nn.Module) -> nn.Module:
 def run_block(block: nn.Module, value: Any) -> Any:
     """The same value with the block applied to the map in it."""
     record: Any = block.insertion
-    layout = record.layout
+    layout, size, prefix = record.layout, record.map_size, prefix_of(record.layout)
 
     def run_on(x: Tensor) -> Tensor:
-        if layout.grid is not None and x.shape[1] != layout.prefix + layout.grid[0] * layout.grid[1]:
-            height, width = layout.grid
+        if "(" in layout and x.shape[1] != prefix + product(size):
             raise ValueError(
-                f"the block at {record.site!r} was inserted for a grid of {height}×{width} tokens and {layout.prefix} "
-                f"others; got {x.shape[1]} tokens: insert it with example_input of the size that is used"
+                f"the block at {record.site!r} was inserted for a grid of {record.size} tokens and {prefix} others; "
+                f"got {x.shape[1]} tokens: insert it with example_input of the size that is used"
             )
-        y: Tensor = layout.of_map(x, block(layout.to_map(x)))
+        y: Tensor = of_map(x, block(to_map(x, layout, size)), layout)
         return y
 
     return change(value, record.element, run_on)
@@ -147,6 +149,77 @@ def attach(model: nn.Module, block: nn.Module) -> None:
         target.register_forward_pre_hook(run_before, with_kwargs=True)
     else:
         target.register_forward_hook(run_after)
+
+
+def attach_records_(
+    model: nn.Module, wanted: Iterable[InsertedBlock], makers: Mapping[str, Callable[..., nn.Module]]
+) -> tuple[InsertedBlock, ...]:
+    """Make blocks anew and put them where records say they were, without running the network.
+
+    Args:
+        model: a network like the one that the records are of, with nothing inserted.
+        wanted: the records, as :func:`records` gives them.
+        makers: what makes a block, called as :func:`insert_` calls it, by the name of its class.
+
+    Returns:
+        The records again.
+
+    Raises:
+        SiteError: a place does not exist in the model, or is taken; the model is as it was.
+
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> from vision_attn.networks.insertion import insert_, remove_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
+    >>> removed = remove_(model)
+    >>> attach_records_(model, report.blocks, {"AttentionBlock2d": AttentionBlock2d}) == report.blocks
+    True
+    """
+    # What replaces a module comes first: no block is held by a module that goes.
+    wanted = sorted(wanted, key=lambda record: record.at != "instead")
+    attached: list[nn.Module] = []
+    try:
+        for record in wanted:
+            check_place(model, record)
+            block = block_of(model, record, makers[record.block])
+            attach(model, block)
+            attached.append(block)
+    except BaseException:
+        for block in reversed(attached):
+            detach(model, vars(block)[RECORD].site, block)
+        raise
+    forget_compiled_graphs()
+    return tuple(wanted)
+
+
+def check_place(model: nn.Module, record: InsertedBlock) -> None:
+    """Refuse a record that does not fit the model."""
+    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
+    try:
+        target, holder = model.get_submodule(record.site), model.get_submodule(owner)
+    except AttributeError as error:
+        raise SiteError(f"{record.site!r}: the model has no place for a block there ({error})") from error
+    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
+        raise SiteError(f"{record.site!r}: there is no block {record.at!r} a module as its child {child!r}")
+    if is_site(target) or (record.at != "instead" and hasattr(holder, child)):
+        raise SiteError(f"{record.site!r} has an inserted block already: remove_ it first")
+
+
+def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module]) -> nn.Module:
+    """A new block with a record; its device, type and mode are those of the module at its site."""
+    target = model.get_submodule(record.site)
+    floats = (p for module in (target, model) for p in module.parameters() if p.is_floating_point())
+    like = next(floats, torch.empty(0))
+    own = replacement_options(target) if record.at == "instead" else {}
+    block = make(record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
+    block.train(target.training)
+    vars(block)[RECORD] = record
+    return block
+
+
+def replacement_options(old: nn.Module) -> dict[str, int]:
+    """What a block in the place of a convolution takes over from it."""
+    return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
 
 
 def detach(model: nn.Module, site: str, block: nn.Module) -> None:
@@ -275,3 +348,9 @@ def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
         if id(module) in sites:
             keys[sites[id(module)]] |= {".".join(filter(None, (name, key))) for key in module.state_dict()}
     return keys
+
+
+def forget_compiled_graphs() -> None:
+    """A model that was compiled runs the graph it had, and does not look whether its hooks are still the same."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

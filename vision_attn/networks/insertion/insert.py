@@ -8,13 +8,11 @@ fail has gone well.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d, StridedAttention2d
@@ -23,8 +21,10 @@ from vision_attn.networks.insertion.attach import (
     RECORD,
     attach,
     detach,
+    forget_compiled_graphs,
     inserted,
     records,
+    replacement_options,
     with_holders,
 )
 from vision_attn.networks.insertion.backbone import all_or_nothing, changeable, example_of, run_quietly, shown
@@ -152,17 +152,18 @@ def replace_(
         old = model.get_submodule(site)
         check_replaceable(site, old, sites)
         taken, given = maps_around(run, site)
-        make, own = block, {}
+        make, own, options = block, {}, block_options
         if isinstance(old, nn.Conv2d):
-            own = {"stride": int(old.stride[0]), "out_channels": old.out_channels}
+            own = replacement_options(old)
             if block is None:
-                make, own = StridedAttention2d, own | {"groups": old.groups}
+                make = StridedAttention2d
+                options = {"groups": old.groups, **options} if old.groups > 1 else options
         elif taken.shape != given.shape:
             raise SiteError(
                 f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
                 "and modules that return a map of the shape they take"
             )
-        blocks.append(new_block(run, make, taken, "instead", block_options, given, own))
+        blocks.append(new_block(run, make, taken, "instead", options, given, own))
     report = put_in(model, blocks, "put in place")
     called: set[str] = set()
     run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
@@ -286,9 +287,3 @@ def put_in(model: nn.Module, blocks: Sequence[nn.Module], verb: str) -> Insertio
         attach(model, block)
     forget_compiled_graphs()
     return report
-
-
-def forget_compiled_graphs() -> None:
-    """A model that was compiled runs the graph it had, and does not look whether its hooks are still the same."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()

@@ -90,6 +90,31 @@ class Layout:
         return torch.cat([x[:, : self.prefix], tokens], dim=1) if self.prefix else tokens
 
 
+def prefix_of(layout: str) -> int:
+    """How many tokens come before the grid: 5 in ``"b (5 + h w) c"``."""
+    first = layout.partition("(")[2].split(" ")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def to_map(x: Tensor, layout: str, size: tuple[int, ...]) -> Tensor:
+    """The map ``(b, c, h, w)`` that lies in a tensor."""
+    if layout.startswith("b c"):
+        return x
+    if "(" not in layout:
+        return x.movedim(-1, 1)
+    return x[:, prefix_of(layout) :].transpose(1, 2).unflatten(2, size)
+
+
+def of_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
+    """A tensor like ``x`` with another map ``(b, c, h, w)`` for its own."""
+    if layout.startswith("b c"):
+        return y
+    if "(" not in layout:
+        return y.movedim(1, -1)
+    tokens, prefix = y.flatten(2).transpose(1, 2), prefix_of(layout)
+    return torch.cat([x[:, :prefix], tokens], dim=1) if prefix else tokens
+
+
 #: Maps with their channels second.
 FIRST = Layout("b c h w")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import use_impl
 from vision_attn.checks import product
-from vision_attn.networks.insertion.maps import CHILD, FIRST, Layout, Map
+from vision_attn.networks.insertion.maps import CHILD, Map
 from vision_attn.text import Report, Table
 
 #: What is easily forgotten.
@@ -33,44 +33,44 @@ class InsertedBlock:
     site: str
     #: ``"after"`` or ``"before"`` it, or ``"instead"`` of it
     at: str
-    #: what the block is
+    #: name of the block's class
     block: str
     #: the options it was made with
     options: Mapping[str, Any]
-    #: of the map
+    #: channels of the map
     channels: int
-    #: rows of the map; 1 for a map with one axis
-    height: int
-    #: columns of the map
-    width: int
+    #: size of the map along each of its axes: rows and columns
+    map_size: tuple[int, ...]
     #: numbers in the block that are learned
     parameters: int
     #: multiply-adds of one forward of one image
     multiply_adds: int
     #: the images that the map's size is for: batch, channels, rows, columns
     input_shape: tuple[int, ...]
-    #: where the map is in what the module takes or gives, if that is not the map itself: an index or a key
+    #: how the map lies in its tensor: ``"b c h w"``, ``"b h w c"``, ``"b (1 + h w) c"``, …
+    layout: str = "b c h w"
+    #: where the tensor is in what the module takes or gives: an index, a key, or None for the value itself
     element: int | str | None = None
-    #: how the map lies in its tensor
-    layout: Layout = FIRST
-    #: whether what the network gives depends on the map
-    read: bool = True
-    #: of a map with three axes, the first
-    depth: int = 1
-    #: whether the number of heads was fitted to the channels, since none was asked for
-    fitted_heads: bool = False
     #: path from the module to the block
     held: str = CHILD
+    #: whether the number of heads was fitted to the channels, since none was asked for
+    fitted_heads: bool = False
+    #: whether the output of the network depends on the map
+    read: bool = True
 
     @property
-    def map_size(self) -> tuple[int, ...]:
-        """Of the map, along each of its axes."""
-        axes = 2 if self.layout.grid is not None else len(self.layout.axes.split()) - 2
-        return (self.depth, self.height, self.width)[-axes:]
+    def height(self) -> int:
+        """Rows of the map; 1 for a map with one axis."""
+        return (1, *self.map_size)[-2]
+
+    @property
+    def width(self) -> int:
+        """Columns of the map."""
+        return self.map_size[-1]
 
     @property
     def size(self) -> str:
-        """The same in words: rows × columns."""
+        """The size of the map in words: rows × columns."""
         return "×".join(map(str, self.map_size))
 
     @property
@@ -166,7 +166,6 @@ def describe(
 ) -> InsertedBlock:
     """The record of a block for a map, once it is seen to make a map of the same shape, or of what it replaces."""
     shape, expected = taken.shape[1:], (given or taken).shape[1:]
-    depth, height, width = (1, 1, *shape[1:])[-3:]
     try:
         output, multiply_adds = run_on_meta(block, shape)
     except Exception as error:
@@ -186,15 +185,13 @@ def describe(
         block=type(block).__name__,
         options=options,
         channels=shape[0],
-        height=height,
-        width=width,
+        map_size=shape[1:],
         parameters=sum(p.numel() for p in block.parameters()),
         multiply_adds=multiply_adds,
         input_shape=input_shape,
         element=taken.element if given is None else None,
-        layout=taken.layout,
+        layout=str(taken.layout),
         read=taken.read,
-        depth=depth,
         held=taken.held,
     )
 

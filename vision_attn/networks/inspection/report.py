@@ -39,8 +39,8 @@ class Share(NamedTuple):
 class Site(InsertedBlock):
     """A place of a network, and what a block there costs: what insertion reports of a block, and the memory it takes.
 
-    >>> options = {"num_heads": 8}
-    >>> site = Site("layer4", "after", "AttentionBlock2d", options, 512, 7, 7, 1_052_160, 53_838_848, (1, 3, 224, 224))
+    >>> shape, options = (1, 3, 224, 224), {"num_heads": 8}
+    >>> site = Site("layer4", "after", "AttentionBlock2d", options, 512, (7, 7), 1_052_160, 53_838_848, shape)
     >>> site.path, site.size, site.tokens
     ('layer4', '7×7', 49)
     """

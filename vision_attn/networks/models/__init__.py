@@ -9,15 +9,12 @@ arguments: those of the network, ``num_classes`` and ``in_chans`` among them, an
 64
 """
 
-from vision_attn.networks.models import attention_resnet50, cifar_resnet, inserted
-from vision_attn.networks.models.attention_resnet50 import *  # noqa: F403
+from vision_attn.networks.models import attention_networks, cifar_resnet
+from vision_attn.networks.models.attention_networks import *  # noqa: F403
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.digit_pairs import DigitPairsNet, digit_pairs, digit_pairs_attention
-from vision_attn.networks.models.inserted import *  # noqa: F403
 from vision_attn.networks.models.registry import create_model
 
 # The classes, and what timm adds when it registers a network.
 __all__ = ["DigitPairsNet", "create_model", "digit_pairs", "digit_pairs_attention"]
-__all__ += attention_resnet50.__all__
-__all__ += cifar_resnet.__all__
-__all__ += inserted.__all__
+__all__ += attention_networks.__all__ + cifar_resnet.__all__

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,7 @@ from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
-from vision_attn.networks.models.registry import registered
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered
 
 __all__ = ["CifarResNet", "WideResNet"]  # timm adds the names of the networks
 
@@ -47,18 +46,11 @@ class CifarNetwork(StagedNetwork):
         norm_first: whether norm and activation come before the convolutions of a block, and so once after the stages.
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
-        drop_rate: probability of dropping a feature before the classifier, in training.
         drop_path_rate: probability of dropping the branch of the last block, in training; it grows from 0 at the first.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
         device: of the parameters.
         dtype: of the parameters.
+        **head: what :meth:`StagedNetwork.add_head` takes.
     """
-
-    if TYPE_CHECKING:
-        layer1: nn.Module
-        layer2: nn.Module
-        layer3: nn.Module
-        linear: nn.Module
 
     def __init__(
         self,
@@ -69,18 +61,17 @@ class CifarNetwork(StagedNetwork):
         norm_first: bool,
         num_classes: int = 10,
         in_chans: int = 3,
-        drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        global_pool: str = "avg",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **head: Any,
     ) -> None:
         super().__init__(widths, (1, 2, 4), "layer")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **factory)
         if not norm_first:
             self.bn1 = nn.BatchNorm2d(16, **factory)
-            self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU(inplace=True)
         rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
         for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
             shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
@@ -89,14 +80,10 @@ class CifarNetwork(StagedNetwork):
             self.add_module(f"layer{stage}", nn.Sequential(*layers))
         if norm_first:
             self.bn = nn.BatchNorm2d(widths[-1], **factory)
-            self.relu = nn.ReLU(inplace=True)
-        self.add_head(num_classes, drop_rate, global_pool)
+        self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def run_stages(self, x: Tensor) -> Tensor:
-        return self.layer3(self.layer2(self.layer1(x)))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """The regular expressions on parameters' names that timm tells layers apart by."""
@@ -164,11 +151,6 @@ class CifarResNet(CifarNetwork):
     def stem(self, x: Tensor) -> Tensor:
         return self.relu(self.bn1(self.conv1(x)))
 
-    def classify(self, x: Tensor) -> Tensor:
-        if hasattr(self, "linear"):
-            return self.linear(x)
-        return self.fc(x)
-
 
 # --- Zagoruyko and Komodakis, *Wide Residual Networks*, 2016 ----------------------------------------------------------
 
@@ -181,7 +163,6 @@ class WideBlock(nn.Module):
         in_channels: int,
         channels: int,
         stride: int,
-        *,
         drop_rate: float,
         drop_path: nn.Module | None,
         **factory: Any,
@@ -247,25 +228,16 @@ class WideResNet(CifarNetwork):
 # --- as timm knows them -----------------------------------------------------------------------------------------------
 
 
-def cifar_cfg(num_classes: int, classifier: str = "fc", **statistics: tuple[float, ...]) -> dict[str, object]:
-    """The configuration of a network for CIFAR as timm has it; without statistics those of ImageNet."""
-    return {
-        "num_classes": num_classes,
-        "input_size": (3, 32, 32),
-        "pool_size": (8, 8),
-        "crop_pct": 1.0,
-        "interpolation": "bilinear",
-        "first_conv": "conv1",
-        "classifier": classifier,
-        **statistics,
-    }
+def cifar_cfg(num_classes: int, **other: Any) -> dict[str, object]:
+    """The configuration of a network for CIFAR as timm has it; without ``mean`` and ``std`` those of ImageNet."""
+    return own_cfg(num_classes, (3, 32, 32), 4, "conv1", **other)
 
 
 #: How timm takes features from them.
 FEATURES = {"out_indices": (0, 1, 2)}
 CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
-CIFAR10_OF_A = cifar_cfg(10, "linear")
+CIFAR10_OF_A = cifar_cfg(10, classifier="linear")
 
 default_cfgs = generate_default_cfgs(
     {f"{name}.cifar10": CIFAR10_OF_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}

@@ -7,15 +7,14 @@ distant positions the network adds up what it finds at each, and cannot tell whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.models import generate_default_cfgs
-from torch import Tensor, nn
+from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import registered, weights_file
-from vision_attn.networks.models.staged import StagedNetwork
+from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered, weights_file
 
 __all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
 
@@ -35,11 +34,10 @@ class DigitPairsNet(StagedNetwork):
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
         width: channels of the maps.
-        drop_rate: probability of dropping a feature before the classifier, in training.
         drop_path_rate: 0, since there is no residual branch to drop.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the map.
         device: of the parameters.
         dtype: of the parameters.
+        **head: what :meth:`StagedNetwork.add_head` takes.
 
     Raises:
         ValueError: an argument is out of range.
@@ -49,23 +47,16 @@ class DigitPairsNet(StagedNetwork):
     torch.Size([4, 2])
     """
 
-    if TYPE_CHECKING:
-        stage1: nn.Module
-        stage2: nn.Module
-        stage3: nn.Module
-        stage4: nn.Module
-
     def __init__(
         self,
         num_classes: int = 2,
         in_chans: int = 1,
         width: int = 32,
         *,
-        drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        global_pool: str = "avg",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **head: Any,
     ) -> None:
         if drop_path_rate:
             raise ValueError(f"drop_path_rate must be 0: this network has no residual branch; got {drop_path_rate}")
@@ -77,10 +68,7 @@ class DigitPairsNet(StagedNetwork):
             convolution(width, width, 3, stride=2, **factory), convolution(width, width, 3, **factory)
         )
         self.stage4 = nn.Sequential(convolution(width, width, 1, **factory), convolution(width, width, 1, **factory))
-        self.add_head(num_classes, drop_rate, global_pool)
-
-    def run_stages(self, x: Tensor) -> Tensor:
-        return self.stage4(self.stage3(self.stage2(self.stage1(x))))
+        self.add_head(num_classes, **head)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The regular expressions on parameters' names that timm tells layers apart by."""
@@ -91,17 +79,7 @@ class DigitPairsNet(StagedNetwork):
 #: What timm's ``features_only=True`` gives: the map after each of the four stages.
 FEATURES = {"out_indices": (0, 1, 2, 3)}
 
-_CFG = {
-    "num_classes": 2,
-    "input_size": (1, 8, 44),
-    "pool_size": (2, 11),
-    "crop_pct": 1.0,
-    "interpolation": "bilinear",
-    "mean": (0.0,),
-    "std": (1.0,),
-    "first_conv": "stage1.0",
-    "classifier": "fc",
-}
+_CFG = own_cfg(2, (1, 8, 44), 4, "stage1.0", mean=(0.0,), std=(1.0,))
 
 default_cfgs = generate_default_cfgs(
     {

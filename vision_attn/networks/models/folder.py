@@ -14,50 +14,45 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
+from timm.data import create_transform, resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
+from torchvision.transforms import Compose
+from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints import save_weights
+from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.load import load_file, refuse_without_values
-from vision_attn.networks.checkpoints.placements import (
-    BLOCKS,
-    LARGEST_IMAGES,
-    makers_of,
-    place,
-    placements_in,
-    placements_of,
-    said_of,
-)
-from vision_attn.networks.checkpoints.read import find_weights, read_file
-from vision_attn.networks.checkpoints.write import put_in_place
+from vision_attn.networks.checkpoints.specification import arguments_of
 from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.models.registry import config_of
-from vision_attn.text import shorten
+from vision_attn.networks.safe import finished_folder, read_file, written_folder
+from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
 __all__ = ["FILES", "load_model", "read_config", "save_model"]
 
 #: What a folder has.
 FILES = frozenset({"config.json", "model.safetensors", "README.md"})
-#: The section of our own in the configuration, and the version of its form.
-SECTION, FORMAT = "vision_attn", 1
+#: The section of our own in the configuration.
+SECTION = "vision_attn"
+#: Where the folder of a training run keeps its best network.
+OF_RUN = "model"
 #: Bytes of the longest configuration.
 LARGEST = 2**20
 #: What of timm's configuration is taken from a folder: what says where weights are to be fetched is not.
-KEPT = (
-    "input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std", "num_classes",
-    "label_names", "pool_size", "first_conv", "classifier",
-)  # fmt: skip
+KEPT = {
+    *("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std"),
+    *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
+}
 #: Arguments with which timm reads or fetches files.
 FETCHING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
 #: The sum of all numbers in the arguments of a network, beyond which it is none that anyone has made.
@@ -73,13 +68,13 @@ tags: [image-classification, timm, vision-attn]
 ---
 # {name}
 
-{sizes}
+{parameters:,} parameters. {classes}
 
 {blocks}```python
 import vision_attn as va
 
-run = va.load_run("FOLDER")  # of these files
-logits = run.model(run.transform(image)[None])
+model = va.load_model("FOLDER")  # of these files
+logits = model(model.transform(image)[None])
 ```
 """
 
@@ -91,7 +86,6 @@ def save_model(
     classes: Sequence[str] | None = None,
     architecture: str | None = None,
     model_args: Mapping[str, Any] | None = None,
-    push_to_hub: str | None = None,
 ) -> Path:
     """Write a network of timm's, with whatever blocks are in it, as a folder that :func:`load_model` reads.
 
@@ -101,10 +95,9 @@ def save_model(
     Args:
         model: what ``timm.create_model`` made, blocks inserted or not, in any wrapper.
         folder: where it goes; its ``config.json`` and ``model.safetensors`` are written anew, other files stay.
-        classes: name of each class.
+        classes: name of each class; by default ``model.classes``, which :func:`load_model` sets.
         architecture: the name under which timm makes the network; by default the one it was made under.
         model_args: what else it was made with, where timm does not know it any more.
-        push_to_hub: repository of the Hugging Face Hub, ``"user/name"``, that the folder is uploaded to as well.
 
     Returns:
         The folder.
@@ -113,6 +106,7 @@ def save_model(
         ValueError: timm makes no such network; a block cannot be written down.
         OSError: the folder cannot be written.
 
+    >>> import tempfile
     >>> from vision_attn import models, insert_
     >>> model = timm.create_model("digit_pairs", num_classes=3)
     >>> report = insert_(model, stages=-1, num_heads=4)
@@ -130,80 +124,75 @@ def save_model(
         )
     check_type("classes", () if classes is None else classes, (list, tuple), "a list of names")
     check_type("model_args", {} if model_args is None else model_args, Mapping, "a mapping of arguments")
+    if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
+        classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
-    blocks = said_of(placements_of(model))
-    config = {
-        "pretrained_cfg": {"architecture": architecture},
-        **({"label_names": list(classes)} if classes else {}),
-        SECTION: {"format": FORMAT, "library": __version__, "blocks": blocks},
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
-        made = Path(aside) / "model"
-        made.mkdir()
-        path = made / "config.json"
-        save_config_for_hf(model, path, config, model_args=dict(model_args or {}))
-        said = json.loads(path.read_bytes())
-        if "input_size" not in said["pretrained_cfg"]:  # an older timm puts ours in the place of the model's
-            said["pretrained_cfg"] = filter_pretrained_cfg(config_of(model), remove_source=True, remove_null=True)
-            path.write_text(json.dumps({**said, "architecture": architecture}, indent=2))
-        save_weights(model, made / "model.safetensors")
-        if not (folder / "README.md").exists():
-            (made / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
-        verify(model, made, architecture)
-        put_in_place(made, folder)
-    if push_to_hub:
-        from huggingface_hub import HfApi
-
-        api = HfApi(library_name="vision-attn", library_version=__version__)
-        api.create_repo(push_to_hub, exist_ok=True)
-        api.upload_folder(repo_id=push_to_hub, folder_path=folder, allow_patterns=sorted(FILES))
+    state = model.state_dict()
+    saved = form.Saved(state, form.blocks_to_save(model), arguments=arguments_of(state))
+    # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
+    about = filter_pretrained_cfg(config_of(model), remove_source=True) | {"architecture": architecture}
+    config: dict[str, Any] = {"pretrained_cfg": about, SECTION: {"format": form.FORMAT, "library": __version__}}
+    if classes:
+        config["label_names"] = list(classes)
+    with written_folder(folder) as new:
+        save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+        form.write_saved(new / "model.safetensors", saved)
+        if not (new / "README.md").exists():
+            (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
+        verify(model, new, architecture)
     return folder
 
 
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
-    """The network of a folder that :func:`save_model` wrote, or timm without blocks, in evaluation mode on the CPU.
+    """A trained network, ready to use: in evaluation mode on the CPU, with its classes and what prepares its images.
 
     Args:
-        folder: with ``config.json`` and ``model.safetensors``.
+        folder: what :func:`save_model` wrote, or timm for a network without blocks; or the folder of a training run,
+            of which the best network is taken.
         block: the class of the inserted blocks, where it is none of this library's.
 
     Returns:
-        The network with its blocks and weights; ``pretrained_cfg`` says how its images are prepared, and its classes
-        under ``label_names``.
+        The network with its blocks and weights. ``model.classes`` is a tuple of names, or None where the folder has
+        none; ``model.transform`` makes an input ``(c, h, w)`` of an image of Pillow's, as timm prepares images for
+        evaluation. Nothing of the files is run, and nothing that they name is fetched.
 
     Raises:
         FileNotFoundError: there is no such folder, or not both files in it.
-        CheckpointError: it is damaged, names what timm does not know, or its weights are of another network.
+        CheckpointError: it is damaged, names a network that timm does not know, or its weights are of another network.
 
-    >>> import vision_attn as va
+    >>> from PIL import Image
     >>> from vision_attn.networks.models.registry import weights_folder
-    >>> model = load_model(weights_folder() / "digit_pairs_attention")
-    >>> list(va.inserted(model)), model.training
-    (['stage3.1.2'], False)
+    >>> model = load_model(weights_folder() / "resnet20_attention_cifar100")
+    >>> model.classes[:2], model(model.transform(Image.new("RGB", (60, 40)))[None]).shape
+    (('apple', 'aquarium_fish'), torch.Size([1, 100]))
     """
-    folder = Path(folder)
+    folder = finished_folder(Path(folder))
+    if not (folder / "config.json").is_file():
+        folder = finished_folder(folder / OF_RUN)
     config = read_config(folder)
     file = read_file(folder / "model.safetensors")
-    weights = find_weights(file).tensors
+    weights: Mapping[str, Any] = file.content
 
-    def made() -> nn.Module:
+    def made(saved: form.Saved | None) -> nn.Module:
         model = create(config)
-        if SECTION in config:
-            if inserted(model):  # by the network itself: which there are is said by the folder
+        if saved is not None:
+            if inserted(model):  # by the network itself: which there are is said by the file
                 remove_(model)
-            placements = placements_in(config[SECTION]["blocks"])
-            place(model, placements, makers_of(placements, weights, folder, block))
+            form.put_in(model, saved, form.makers_of(saved, folder, block))
         return model
 
     try:
+        saved = form.saved_in(file)
+        if saved is None and "blocks" in config.get(SECTION, {}):  # as form 1 has them
+            saved = form.Saved(weights, tuple(map(form.block_in, config[SECTION]["blocks"])))
         with torch.device("meta"):  # nothing is made that the file has no numbers for
-            shapes = {key: value.shape for key, value in made().state_dict().items()}
+            shapes = {key: value.shape for key, value in made(saved).state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
         if other:
             raise CheckpointError(f"{folder}: its weights are of another network than it names: {shorten(other)}")
-        model = made()
+        with torch.random.fork_rng(devices=[]):
+            model = made(saved)
     except CheckpointError:
         raise
     except Exception as error:  # a network whose arguments make no sense can fail in any way
@@ -212,27 +201,39 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     if len(kinds) == 1:
         model.to(kinds.pop())
     load_file(model, file)
+    classes = config.get("label_names")
+    vars(model).update(classes=tuple(classes) if classes else None, transform=transform_of(model))
     return model.eval()
+
+
+def transform_of(model: nn.Module) -> Compose:
+    """What timm prepares images with for the evaluation of a network, whatever kind of image they are."""
+    config = resolve_data_config(pretrained_cfg=config_of(model))
+    return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a folder, in which each part that is used is what it must be."""
     path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote, or that of a run"
+        )
     with open(path, "rb") as file:
-        text = file.read(LARGEST + 1)
+        text = file.read(LARGEST)
     try:
-        config: dict[str, Any] = dict(json.loads(text[:LARGEST]))
-        arguments = config.get("model_args") or {}
+        config: dict[str, Any] = dict(json.loads(text))
+        arguments, names = config.get("model_args") or {}, config.get("label_names")
         fetching = sorted(FETCHING & arguments.keys())
         if not timm.is_model(str(config["architecture"])) or fetching:
             raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
-        if config.get(SECTION, {}).get("format", FORMAT) > FORMAT:
+        if config.get(SECTION, {}).get("format", 0) > form.FORMAT:
             raise ValueError(f"it was written by vision_attn {config[SECTION]['library']}: upgrade vision_attn")
         if sum(map(abs, numbers_in(arguments))) > MOST:
             raise ValueError("its model_args ask for a network of a size that there is none of")
-        named = config.get("label_names")
-        if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
-            raise ValueError("label_names must be a list of texts")
+        count = arguments.get("num_classes", config["num_classes"])
+        if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
+            raise ValueError(f"label_names must be the names of its {count} classes")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or of another version: {error}") from error
     return config
@@ -258,13 +259,11 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
-    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGES or len(kept["input_size"]) != 3:
+    if not 0 < math.prod(kept["input_size"]) <= form.LARGEST_IMAGE or len(kept["input_size"]) != 3:
         raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels
-    if kept["label_names"] is not None and len(kept["label_names"]) != kept["num_classes"]:
-        raise ValueError(f"{len(kept['label_names'])} label_names for {kept['num_classes']} classes")
     model: nn.Module = timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
     return model
 
@@ -273,34 +272,34 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Refuse what was written if what is read back gives something else for an image."""
     try:
         again = load_model(folder, block=foreign_block(model))
+        value = next(p for p in model.parameters() if p.is_floating_point())
+        # Of the size that blocks on tokens were inserted for.
+        size = next((block.input_shape[1:] for block in records(model)), config_of(again)["input_size"])
+        images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
+        with torch.no_grad(), quiet_eval(model):
+            expected, found = model(images), again.to(value.device)(images)
+        if torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
+            return
+        reason = "it computes something else"
     except CheckpointError as error:
-        raise ValueError(
-            f"architecture: timm makes another network of {architecture!r} ({str(error).partition(': ')[2]}): give the "
-            "architecture that it is, and in model_args what it was made with"
-        ) from error
-    value = next(p for p in model.parameters() if p.is_floating_point())
-    images = torch.rand(1, *config_of(again)["input_size"], generator=torch.Generator().manual_seed(0)).to(value)
-    again = again.to(value.device)
-    with torch.no_grad(), quiet_eval(model), quiet_eval(again):
-        expected, found = model(images), again(images)
-    if not torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
-        raise ValueError(
-            f"architecture: {architecture!r} with these blocks computes something else than the model: give in "
-            "model_args what it was made with"
-        )
+        reason = str(error).partition(": ")[2]
+    raise ValueError(
+        f"architecture: what timm makes of {architecture!r} is not this network ({reason}): give the architecture that "
+        "it is, and in model_args what it was made with"
+    )
 
 
 def foreign_block(model: nn.Module) -> Callable[..., nn.Module] | None:
     """The class of the blocks that are none of this library's."""
-    return next((type(one) for one in inserted(model).values() if type(one).__name__ not in BLOCKS), None)
+    return next((type(one) for one in inserted(model).values() if type(one).__name__ not in form.BLOCKS), None)
 
 
 def card(model: nn.Module, architecture: str, classes: Sequence[str] | None) -> str:
     """The text of ``README.md``."""
     blocks = "\n".join(str(InsertionReport(records(model))).splitlines()[1:-1]) if inserted(model) else ""
-    named = f": {shorten(classes, 20)}" if classes else ""
     return CARD.format(
         name=f"{architecture} with attention" if blocks else architecture,
-        sizes=f"{sum(p.numel() for p in model.parameters()):,} parameters, {model.num_classes} classes{named}.",
+        parameters=sum(p.numel() for p in model.parameters()),
+        classes=f"{model.num_classes} classes{': ' if classes else ''}{shorten(classes or (), 20)}.",
         blocks=f"```text\n{blocks}\n```\n\n" if blocks else "",
     )

@@ -1,20 +1,146 @@
-"""Models by name, as timm knows them: made with errors that help, and registered."""
+"""What our networks share: stages and a head as timm has them, and the names under which timm knows the networks."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import timm
-from timm.models import build_model_with_cfg, get_arch_pretrained_cfgs, register_model
-from torch import nn
+from timm.layers import create_classifier
+from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretrained_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
 
-__all__ = ["config_of", "create_model", "registered", "weights_file", "weights_folder"]
+__all__ = ["StagedNetwork", "config_of", "create_model", "own_cfg", "registered", "weights_file", "weights_folder"]
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class StagedNetwork(nn.Module):
+    """Stages, pooled over the map and read out linearly, as timm's networks are.
+
+    A network makes its stages, which ``feature_info`` names, then its head by :meth:`add_head`. What comes before the
+    stages is its :meth:`stem`, what comes after them its :meth:`norm_features`.
+    """
+
+    #: the name of the classifier, which differs between families of checkpoints
+    classifier_name = "fc"
+    global_pool: nn.Module
+
+    def __init__(self, widths: Sequence[int], reductions: Sequence[int], stage: str) -> None:
+        super().__init__()
+        self.num_features = widths[-1]
+        self.grad_checkpointing = False
+        self.feature_info: list[dict[str, Any]] = [
+            {"num_chs": width, "reduction": reduction, "module": f"{stage}{number}"}
+            for number, (width, reduction) in enumerate(zip(widths, reductions, strict=True), start=1)
+        ]
+
+    def add_head(self, num_classes: int, drop_rate: float = 0.0, global_pool: str = "avg") -> None:
+        """Pooling, dropout and a classifier.
+
+        Args:
+            num_classes: classes; 0 leaves the pooled features.
+            drop_rate: probability of dropping a feature before the classifier, in training.
+            global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the
+                map.
+        """
+        self.drop_rate = drop_rate
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes, global_pool)
+
+    def stem(self, x: Tensor) -> Tensor:
+        """What comes before the stages."""
+        return x
+
+    def norm_features(self, x: Tensor) -> Tensor:
+        """What comes after the stages: ``(b, num_features, h, w)``."""
+        return x
+
+    def get_classifier(self) -> nn.Module:
+        """The classifier; an identity where there is none."""
+        return self.get_submodule(self.classifier_name)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Begin with a new classifier, and with other pooling: ``"avg"``, ``"max"``, ``"avgmax"``, … as timm has it."""
+        if global_pool is None:
+            global_pool = str(self.global_pool.pool_type)
+        if num_classes and not global_pool:
+            raise ValueError(
+                f"global_pool must be given with num_classes={num_classes}: '' is for the map, without any"
+            )
+        weight = next(self.parameters())
+        factory = {"device": weight.device, "dtype": weight.dtype}
+        self.num_classes = num_classes
+        pool, classifier = create_classifier(self.num_features, num_classes, pool_type=global_pool, **factory)
+        self.global_pool = pool.train(self.training)
+        self.add_module(self.classifier_name, classifier.train(self.training))
+        self.head_hidden_size = self.num_features * pool.feat_mult()
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute what is inside of the stages anew in the backward pass, instead of keeping it."""
+        self.grad_checkpointing = enable
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The maps after the stages, with what :meth:`forward_features` gives before them.
+
+        Args:
+            x: images, ``(b, in_chans, h, w)``.
+            indices: stages by index; the last so many if a number, all when None.
+            norm: whether the map of the last stage is normalised, where the network has a norm there.
+            stop_early: whether stages after the last one asked for are left out.
+            output_fmt: ``"NCHW"``.
+            intermediates_only: whether the maps are given alone.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt must be 'NCHW'; got {output_fmt!r}")
+        taken, last = feature_take_indices(len(self.feature_info), indices)
+        maps = self.run_stages(x, last + 1 if stop_early else len(self.feature_info))
+        y = self.norm_features(maps[-1]) if len(maps) == len(self.feature_info) else maps[-1]
+        found = [y if norm and index == len(maps) - 1 else maps[index] for index in taken]
+        return found if intermediates_only else (y, found)
+
+    def run_stages(self, x: Tensor, count: int) -> list[Tensor]:
+        """The maps after the first stages."""
+        x, maps = self.stem(x), []
+        for entry in self.feature_info[:count]:
+            stage = self.get_submodule(entry["module"])
+            x = checkpoint_seq([stage], x) if self.grad_checkpointing else stage(x)
+            maps.append(x)
+        return maps
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The map that the head is given, ``(b, num_features, h, w)``, of images ``(b, in_chans, h, w)``."""
+        return self.norm_features(self.run_stages(x, len(self.feature_info))[-1])
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """What the network gives for the map of :meth:`forward_features`; ``pre_logits`` leaves out the classifier."""
+        x = self.head_drop(self.global_pool(x))
+        return x if pre_logits else self.get_classifier()(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def own_cfg(
+    num_classes: int, input_size: tuple[int, int, int], reduction: int, first_conv: str, **other: Any
+) -> dict[str, object]:
+    """The configuration of a network of ours as timm has it: for images of one size, seen as a whole."""
+    _, height, width = input_size
+    sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
+    names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
+    return {"num_classes": num_classes, **sizes, **names, **other}
 
 
 def create_model(
@@ -40,16 +166,15 @@ def create_model(
     """
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        close = difflib.get_close_matches(base, timm.list_models(), n=5)
-        hint = f"close to it: {', '.join(close)}" if close else "timm.list_models() names them all"
-        raise ValueError(f"model: there is no {name!r}; {hint}")
+        close = ", ".join(difflib.get_close_matches(base, timm.list_models(), n=5))
+        raise ValueError(f"model: there is no {name!r}; close to it: {close or 'none, see timm.list_models()'}")
     configurations = get_arch_pretrained_cfgs(base)
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)
     elif name not in configurations:
         raise ValueError(f"model: {base!r} has no tag {tag!r}; it has {', '.join(configurations) or 'none'}")
     try:
-        model = timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
+        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **options)
     except TypeError as error:
         if not any(option in str(error) for option in options):
             raise
@@ -57,8 +182,6 @@ def create_model(
     except (RuntimeError, FileNotFoundError) as error:
         reason = str(error) or "its weights are not where they belong"
         raise ValueError(f"model: {name!r} cannot be made ({reason})") from error
-    assert isinstance(model, nn.Module)
-    return model
 
 
 def registered(

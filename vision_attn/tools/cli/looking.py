@@ -139,7 +139,7 @@ def named(name: str, pretrained: bool, adapter: str | None) -> Classifier:
     from timm.models import get_pretrained_cfg
 
     from vision_attn.networks.checkpoints import load_adapter_
-    from vision_attn.networks.checkpoints.adapter_file import read_adapter
+    from vision_attn.networks.checkpoints.adapter import read_adapter
     from vision_attn.networks.models.registry import config_of, create_model
     from vision_attn.tools.export.classifier import Classifier
 

@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vision_attn.networks.checkpoints import save_weights
-from vision_attn.networks.checkpoints.specification import Blocks, blocks_of
+from vision_attn.networks.checkpoints.specification import Arguments, arguments_of
 from vision_attn.networks.insertion import inserted
 from vision_attn.networks.models.folder import foreign_block, load_model, save_model
 from vision_attn.networks.models.registry import config_of
+from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
 from vision_attn.tools.export.classifier import Classifier
 
@@ -137,13 +137,13 @@ def name_in_timm(classifier: Classifier) -> str | None:
     return None
 
 
-def blocks_in_network(model: nn.Module) -> tuple[list[str], Blocks]:
+def blocks_in_network(model: nn.Module) -> tuple[list[str], Arguments]:
     """The sites of the blocks in a network and what they are, which is not in the shapes of its weights."""
-    return list(inserted(model)), blocks_of(model.state_dict())
+    return list(inserted(model)), arguments_of(model.state_dict())
 
 
 def write_weights(classifier: Classifier, normalize: bool, path: Path) -> None:
-    save_weights(classifier.model, path, {ENTRY: classifier.about(normalize=normalize)})
+    write_tensors(path, classifier.model.state_dict(), {ENTRY: classifier.about(normalize=normalize)})
 
 
 def open_weights(classifier: Classifier, path: Path) -> Classify:

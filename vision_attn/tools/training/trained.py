@@ -13,10 +13,11 @@ from torch import Tensor
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import load_adapter_, load_checkpoint
-from vision_attn.networks.checkpoints.adapter_file import ENTRY, read_adapter
-from vision_attn.networks.checkpoints.placements import LARGEST_IMAGES
-from vision_attn.networks.checkpoints.read import CheckpointFile, read_file
+from vision_attn.networks.checkpoints.adapter import read_adapter
+from vision_attn.networks.checkpoints.form import ENTRY, ENTRY_1
+from vision_attn.networks.checkpoints.form import LARGEST_IMAGE as LARGEST_IMAGES
 from vision_attn.networks.models.registry import create_model
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.tools.training.data import Source
 from vision_attn.tools.training.network import BLOCKS, NOTES, Network, build_network
 from vision_attn.tools.training.settings import FIELDS, Settings, concerning
@@ -49,7 +50,7 @@ def open_trained(path: str | Path, *, weights: str | None = None) -> Trained:
     """
     path = Path(path)
     file = read_file(path / "best.pth" if path.is_dir() else path)
-    if ENTRY in file.metadata:
+    if {ENTRY, ENTRY_1} & file.metadata.keys():
         return with_adapter(file.path, weights)
     if weights is not None:
         raise ValueError(f"weights apply to adapters, and {file.path} has all weights: leave them out")

@@ -208,16 +208,9 @@ class PickleReader:
         return Storage(content, dtype)
 
     def tensor(
-        self,
-        storage: Storage,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        grad: bool = False,
-        hooks: object = None,
-        metadata: object = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        self, storage: Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool = False,
+        hooks: object = None, metadata: object = None, dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         self.spend(10)
         dtype = dtype or check(storage, Storage).dtype
         places = (offset, *check(size, tuple)[:65], *check(stride, tuple)[:65])

@@ -1,0 +1,246 @@
+"""The form of what this library writes: blocks with the network around them, or without it as an adapter.
+
+Both are one ``.safetensors`` file whose metadata have one entry, ``vision_attn``, a text of JSON:
+
+=========  ==============================================================================================
+format     version of this form
+library    version of the library that wrote it
+blocks     a record of each inserted block: where it goes and what it is, its options as code
+arguments  what all blocks of a network say that they are, inserted or not: ``{path: {argument: code}}``
+base       of an adapter the fingerprint of its network: ``{name: [shape, type, hash]}``; of a network null
+also       names of an adapter's tensors that take the place of the network's own
+about      what else its writer said, as plain values
+file_hash  one hash over all of the above and the fingerprint of the file's own tensors
+=========  ==============================================================================================
+
+Form 1, of adapters only and under the name ``vision_attn_adapter``, says of a block no more than its site, options and
+the images that it was inserted with: such a block is inserted again, and its place found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention import blocks
+from vision_attn.attention.blocks import use_impl
+from vision_attn.errors import CheckpointError
+from vision_attn.networks import insertion
+from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, from_code, to_code
+from vision_attn.networks.insertion import InsertedBlock
+from vision_attn.networks.insertion.attach import REPLACED, replacement_options
+from vision_attn.networks.safe import CheckpointFile
+from vision_attn.networks.safe.write import write_tensors
+from vision_attn.text import shorten
+from vision_attn.version import __version__
+
+#: What in a file's metadata says that it is of this form, and what did so in form 1.
+ENTRY, ENTRY_1 = "vision_attn", "vision_attn_adapter"
+FORMAT = 2
+
+#: The blocks that a file may name by themselves.
+BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    name: made
+    for name, made in vars(blocks).items()
+    if name in blocks.__all__ and isinstance(made, type) and issubclass(made, nn.Module)
+}
+#: Those that it could once, and where they are now.
+MOVED = dict.fromkeys(("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls")
+#: Numbers in the image of a dry run, which is what a file of form 1 can make a network work on.
+LARGEST_IMAGE = 2**24
+
+#: name -> (shape, type, beginning of the SHA-256 of its bytes)
+Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file of this form holds; the table above says more."""
+
+    tensors: Mapping[str, Tensor]
+    blocks: tuple[InsertedBlock, ...]
+    #: None if the file holds the whole network
+    base: Fingerprint | None = None
+    also: tuple[str, ...] = ()
+    arguments: Arguments = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
+    """What tensors are, in a few characters each, whatever device and memory layout they are in.
+
+    >>> fingerprint({"bias": torch.zeros(2)})
+    {'bias': ((2,), 'float32', 'af5570f5a1810b7a')}
+    """
+    found = {}
+    for name, value in tensors.items():
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        found[name] = tuple(value.shape), str(value.dtype).removeprefix("torch."), digest(content)
+    return found
+
+
+def hash_of(said: object) -> str:
+    """One hash over fingerprints and the like, whatever the order of their names."""
+    return digest(json.dumps(said, sort_keys=True).encode())
+
+
+def digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# --- writing and reading ----------------------------------------------------------------------------------------------
+
+
+def write_saved(path: Path, saved: Saved) -> None:
+    """Write such a file, whole or not at all."""
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end in .safetensors; got {path.name!r}")
+    said = vars(saved) | {"format": FORMAT, "library": __version__}
+    del said["tensors"]
+    said["blocks"] = [
+        vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
+        for block in saved.blocks
+    ]
+    said["file_hash"] = hash_of([said, fingerprint(saved.tensors)])
+    write_tensors(path, saved.tensors, {ENTRY: json.dumps(said)})
+
+
+def saved_in(file: CheckpointFile) -> Saved | None:
+    """What a file of this form holds; None of any other file."""
+    text = file.metadata.get(ENTRY) or file.metadata.get(ENTRY_1)
+    if text is None:
+        return None
+    tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
+    try:
+        said = dict(json.loads(text))
+        if said["format"] > FORMAT:  # whose hash may be over other things
+            raise CheckpointError(
+                f"{file.path} was written by vision_attn {said['library']} in form {said['format']}, and this one "
+                f"reads up to form {FORMAT}: upgrade vision_attn"
+            )
+        if said.pop("file_hash") != hash_of([said, fingerprint(tensors)]):
+            raise ValueError("its hash is not the one written in it")
+        base: Fingerprint | None = said["base"] and {
+            str(name): (tuple(map(int, shape)), str(kind), str(digest))
+            for name, (shape, kind, digest) in said["base"].items()
+        }
+        also = tuple(map(str, said["also"]))
+        if not tensors.keys() >= set(also):
+            raise ValueError("it has not all the tensors that it says it has")
+        arguments, about = arguments_in(said.get("arguments", {})), dict(said.get("about", {}))
+        return Saved(tensors, tuple(map(block_in, said["blocks"])), base, also, arguments, about)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is damaged ({error}): fetch it or save it again") from error
+
+
+def block_in(said: Mapping[str, Any]) -> InsertedBlock:
+    """The record of a block that a file says; in form 1 without the size of its map."""
+    values: dict[str, Any] = {"channels": 0, "parameters": 0, "multiply_adds": 0, "map_size": (), **said}
+    values["options"] = {str(name): from_code(code) for name, code in said["options"].items()}
+    for name in ("map_size", "input_shape"):
+        values[name] = tuple(map(int, values[name]))
+    for name in ("channels", "parameters", "multiply_adds"):
+        values[name] = int(values[name])
+    block = InsertedBlock(**values)
+    texts = (block.site, block.at, block.block, block.layout, block.held)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
+        raise ValueError("what it says of the place of a block is no text")
+    return block
+
+
+# --- blocks of a network, and back into it ----------------------------------------------------------------------------
+
+
+def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
+    """The records of a model's blocks, each of which its class makes again of the options in the record."""
+    held, found = insertion.inserted(model), insertion.records(model)
+    for record in found:
+        if record.block in BLOCKS and not comes_back(record, held[record.site]):
+            options = ", ".join(f"{name}={value!r}" for name, value in record.options.items()) or "no options"
+            raise ValueError(
+                f"the {record.block} at {record.site!r} is not what its class makes of {options}: give insert_ the "
+                "class and its options, not a function that makes it"
+            )
+    return found
+
+
+def comes_back(record: InsertedBlock, block: nn.Module) -> bool:
+    """Whether a block is what its class makes of its options."""
+    own = replacement_options(vars(block).get(REPLACED, block))
+    try:
+        again = BLOCKS[record.block](record.channels, device="meta", **own, **record.options)
+    except (TypeError, ValueError):
+        return False
+    with use_impl(block, "bmm"), use_impl(again, "bmm"):
+        return type(block) is type(again) and str(block) == str(again)
+
+
+def put_in(
+    model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]], example_input: Any = None
+) -> None:
+    """Make the blocks of a file and put them where they belong; their values are still those of new blocks.
+
+    Args:
+        model: a network with nothing inserted.
+        saved: what the file holds.
+        makers: what makes the blocks, by the name of their class.
+        example_input: what the network is run on to find the places of blocks again that a file of form 1 has.
+    """
+    if all(block.map_size for block in saved.blocks):
+        insertion.attach_records_(model, saved.blocks, makers)
+        return
+    # Replaced first: no block is held by a module that goes.
+    for block in sorted(saved.blocks, key=lambda block: block.at != "instead"):
+        shape = (1, *block.input_shape[1:])  # of however many images, the map of one lies as theirs
+        if math.prod(shape) > LARGEST_IMAGE:
+            raise ValueError(f"the network was looked at with an image of more than {LARGEST_IMAGE:,} numbers")
+        how: dict[str, Any] = {"names": block.site, "example_input": shape if example_input is None else example_input}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
+            if block.at == "instead":
+                insertion.replace_(model, makers[block.block], **how, **block.options)
+            else:
+                insertion.insert_(model, makers[block.block], at=block.at, **how, **block.options)
+
+
+def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -> dict[str, Callable[..., nn.Module]]:
+    """What makes the blocks of a file, by the name of their class."""
+    names = sorted({block.block for block in saved.blocks})
+    foreign = [name for name in names if name not in BLOCKS]
+    if foreign and make is None:
+        places = "".join(f", which is now in {MOVED[name]}" for name in foreign[:1] if name in MOVED)
+        raise CheckpointError(
+            f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
+            f"block={foreign[0]}{places}"
+        )
+    if make is not None and not foreign:
+        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
+    parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
+    shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
+    return {name: only_as_saved(BLOCKS.get(name) or make, shapes) for name in names}  # type: ignore[arg-type]
+
+
+def only_as_saved(
+    make: Callable[..., nn.Module], saved: Collection[tuple[str, tuple[int, ...]]]
+) -> Callable[..., nn.Module]:
+    """Makes a block only if the file holds tensors of its names and shapes: options can ask for any size."""
+
+    @wraps(make)
+    def made(channels: int, **given: Any) -> nn.Module:
+        state = make(channels, **{**given, "device": "meta"}).state_dict()
+        other = [f"{key} {tuple(value.shape)}" for key, value in state.items() if (key, value.shape) not in saved]
+        if other:
+            raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
+        return make(channels, **given)
+
+    return made
