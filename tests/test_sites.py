@@ -111,7 +111,7 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         model(torch.randn(1, 3, 6, 6))
 
 
-@pytest.mark.filterwarnings("ignore:the map at", "ignore:nothing that the network gives")
+@pytest.mark.filterwarnings("ignore:the map at", "ignore:the output of the network")
 @pytest.mark.parametrize(
     ("name", "options", "layout"),
     [
@@ -450,7 +450,7 @@ def test_a_script_is_refused():
 def test_a_map_that_nothing_is_read_of_is_warned_of():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3).eval()
-    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'blocks.1'"):
+    with pytest.warns(UserWarning, match="the output of the network does not depend on the map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
     assert [block.read for block in report.blocks] == [True, False]
     x = torch.randn(1, 3, 224, 224)
@@ -490,7 +490,7 @@ def test_a_map_beside_the_one_that_is_read_is_warned_of():
     model = Two(both=False)
     model.stage.forward = lambda x: (2 * x, x.mean((2, 3)))
     model.forward = lambda x: model.stage(model.stem(x))[1]
-    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'stage'"):
+    with pytest.warns(UserWarning, match="the output of the network does not depend on the map at 'stage'"):
         (block,) = va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8)).blocks
     assert not block.read
 

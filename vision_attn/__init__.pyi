@@ -62,23 +62,12 @@ from .networks.checkpoints import load_adapter_ as load_adapter_
 from .networks.checkpoints import load_checkpoint as load_checkpoint
 from .networks.checkpoints import save_adapter as save_adapter
 from .networks.checkpoints import set_adapter as set_adapter
-from .networks.contribution import Contribution as Contribution
-from .networks.contribution import closed as closed
 from .networks.contribution import contribution as contribution
 from .networks.convert.swap import SwapReport as SwapReport
 from .networks.convert.swap import swap_ as swap_
 from .networks.convert.swap import swap_back_ as swap_back_
 from .networks.insertion import (
-    InsertionReport as InsertionReport,
-)
-from .networks.insertion import (
-    check_optimizer as check_optimizer,
-)
-from .networks.insertion import (
     freeze_backbone_ as freeze_backbone_,
-)
-from .networks.insertion import (
-    freeze_gates_ as freeze_gates_,
 )
 from .networks.insertion import (
     gates as gates,
@@ -91,9 +80,6 @@ from .networks.insertion import (
 )
 from .networks.insertion import (
     parameter_groups as parameter_groups,
-)
-from .networks.insertion import (
-    print_trainable_parameters as print_trainable_parameters,
 )
 from .networks.insertion import (
     remove_ as remove_,
@@ -110,7 +96,6 @@ from .networks.insertion import (
 from .networks.insertion import (
     timm_layer as timm_layer,
 )
-from .networks.inspection import Inspection as Inspection
 from .networks.inspection import inspect_model as inspect_model
 from .networks.models.folder import load_model as load_model
 from .networks.models.folder import save_model as save_model

@@ -25,7 +25,6 @@ from vision_attn.networks.insertion import (
     records,
     remove_,
 )
-from vision_attn.networks.insertion.backbone import all_or_nothing
 from vision_attn.text import Report, Table, escaped, shorten
 from vision_attn.version import __version__
 
@@ -108,7 +107,6 @@ def save_adapter(
     return path
 
 
-@all_or_nothing
 def load_adapter_(
     model: nn.Module,
     path: str | Path,

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from vision_attn.networks.insertion import changeable, inserted
 from vision_attn.networks.insertion.attach import RECORD, as_now, attach, detach, forget_compiled_graphs
-from vision_attn.networks.insertion.backbone import all_or_nothing
 
 #: The attribute in which a network keeps its named adapters.
 ADAPTERS = "named_adapters"
@@ -32,7 +31,6 @@ def named_adapters(model: nn.Module) -> NamedAdapters:
     return found
 
 
-@all_or_nothing
 def set_adapter(model: nn.Module, name: str | None) -> None:
     """Put one of several adapters into their network, in the place of the one that is in it.
 

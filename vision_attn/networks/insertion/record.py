@@ -1,9 +1,10 @@
-"""What was inserted or removed, as a table."""
+"""The record of a block: where it is, how its map lies in the tensors there, and what it costs; records as a table."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,13 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import use_impl
 from vision_attn.checks import product
-from vision_attn.networks.insertion.maps import CHILD, Map
 from vision_attn.text import Report, Table
+
+#: The name under which a block becomes a child of its target, and so the part of its keys that tells it.
+CHILD = "inserted"
+
+#: An index of a tuple or list, a key of a dictionary, or None where the value is the tensor itself.
+Element = int | str | None
 
 #: What is easily forgotten.
 OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
@@ -25,8 +31,8 @@ class InsertedBlock:
 
     >>> from vision_attn.networks.insertion import insert_
     >>> report = insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 12))
-    >>> report.blocks[0].height, report.blocks[0].width, report.blocks[0].tokens
-    (16, 12, 192)
+    >>> report.blocks[0].map_size, report.blocks[0].tokens
+    ((16, 12), 192)
     """
 
     #: path of the module at which the block runs: the target of the site that was chosen
@@ -50,23 +56,13 @@ class InsertedBlock:
     #: how the map lies in its tensor: ``"b c h w"``, ``"b h w c"``, ``"b (1 + h w) c"``, …
     layout: str = "b c h w"
     #: where the tensor is in what the module takes or gives: an index, a key, or None for the value itself
-    element: int | str | None = None
+    element: Element = None
     #: path from the module to the block
     held: str = CHILD
     #: whether the number of heads was fitted to the channels, since none was asked for
     fitted_heads: bool = False
     #: whether the output of the network depends on the map
     read: bool = True
-
-    @property
-    def height(self) -> int:
-        """Rows of the map; 1 for a map with one axis."""
-        return (1, *self.map_size)[-2]
-
-    @property
-    def width(self) -> int:
-        """Columns of the map."""
-        return self.map_size[-1]
 
     @property
     def size(self) -> str:
@@ -140,7 +136,7 @@ class InsertionReport(Report):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each map that is too small to attend on, or that nothing comes of."""
+        """A line for each map that is too small to attend on, or that the output does not depend on."""
         small = [
             f"warning: the map at {block.site!r} is {block.size}: attention has next to nothing to mix there; choose "
             "an earlier site or a larger input"
@@ -148,52 +144,93 @@ class InsertionReport(Report):
             if max(block.map_size) <= 2
         ]
         unread = [
-            f"warning: nothing that the network gives depends on the map at {block.site!r}, as where its head reads a "
-            "class token alone: the block there has no effect; choose an earlier site"
+            f"warning: the output of the network does not depend on the map at {block.site!r}, as where its head reads "
+            "a class token alone: the block there has no effect; choose an earlier site"
             for block in self.blocks
             if not block.read
         ]
         return (*small, *unread)
 
 
-def describe(
-    block: nn.Module,
-    taken: Map,
-    at: str,
-    options: Mapping[str, Any],
-    input_shape: tuple[int, ...],
-    given: Map | None = None,
-) -> InsertedBlock:
-    """The record of a block for a map, once it is seen to make a map of the same shape, or of what it replaces."""
-    shape, expected = taken.shape[1:], (given or taken).shape[1:]
+# --- how a map lies in a tensor: "b c h w", "b h w c", or as tokens "b (1 + h w) c" after a class token ---------------
+
+
+def prefix_of(layout: str) -> int:
+    """How many tokens come before the grid: 5 in ``"b (5 + h w) c"``."""
+    first = layout.partition("(")[2].partition(" ")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def map_shape(shape: tuple[int, ...], layout: str, size: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Batch, channels and size of the map in a tensor of this shape; the size of a grid is not in the shape."""
+    if layout.startswith("b c"):
+        return shape
+    return (shape[0], shape[-1], *(size if "(" in layout else shape[1:-1]))
+
+
+def to_map(x: Tensor, layout: str, size: tuple[int, ...]) -> Tensor:
+    """The map ``(b, c, h, w)`` in a tensor."""
+    if layout.startswith("b c"):
+        return x
+    if "(" not in layout:
+        return x.movedim(-1, 1)
+    return x[:, prefix_of(layout) :].transpose(1, 2).unflatten(2, size)
+
+
+def of_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
+    """A tensor like ``x`` with another map ``(b, c, h, w)`` for its own."""
+    if layout.startswith("b c"):
+        return y
+    if "(" not in layout:
+        return y.movedim(1, -1)
+    tokens, prefix = y.flatten(2).transpose(1, 2), prefix_of(layout)
+    return torch.cat([x[:, :prefix], tokens], dim=1) if prefix else tokens
+
+
+def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
+    """Rows and columns of a grid of so many tokens with the aspect of the image; None where there is no such grid."""
+    if tokens < 2:  # one token is a class, or a vector
+        return None
+    around = math.sqrt(tokens * rows / columns)
+    for height in range(max(1, math.floor(around) - 1), math.ceil(around) + 2):
+        width, rest = divmod(tokens, height)
+        if rest == 0 and abs(width - height * columns / rows) < 1:
+            return height, width
+    return None
+
+
+def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -> Any:
+    """A value of the same kind with a function applied to one of its tensors."""
+    if element is None:
+        return function(value)
+    if isinstance(element, str):
+        changed = value.copy()
+        changed[element] = function(value[element])
+        return changed
+    items = [function(item) if index == element else item for index, item in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+# --- what a block costs --------------------------------------------------------------------------------------------
+
+
+def cost(block: nn.Module, site: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, int]:
+    """The parameters and multiply-adds of a block, once it is seen to make maps of the expected shape."""
     try:
         output, multiply_adds = run_on_meta(block, shape)
     except Exception as error:
         ours = {2: "AttentionBlock1d", 3: "AttentionBlock2d", 4: "AttentionBlock3d"}[len(shape)]
         raise ValueError(
-            f"block must take the map at {taken.target!r}, {(1, *shape)}, as {ours} does; {type(block).__name__} "
-            f"does not ({error})"
+            f"block must take the map at {site!r}, {(1, *shape)}, as {ours} does; {type(block).__name__} does not "
+            f"({error})"
         ) from error
     if tuple(output.shape[1:]) != expected:
-        wanted = "maps of the shape it is given" if given is None else f"maps of {expected}, as what it replaces"
+        wanted = "the shape it is given" if expected == shape else f"{expected}, as what it replaces"
         raise ValueError(
-            f"block must return {wanted}; {type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
+            f"block must return maps of {wanted}; at {site!r} {type(block).__name__} makes {tuple(output.shape)} of "
+            f"{(1, *shape)}"
         )
-    return InsertedBlock(
-        site=taken.target,
-        at=at,
-        block=type(block).__name__,
-        options=options,
-        channels=shape[0],
-        map_size=shape[1:],
-        parameters=sum(p.numel() for p in block.parameters()),
-        multiply_adds=multiply_adds,
-        input_shape=input_shape,
-        element=taken.element if given is None else None,
-        layout=str(taken.layout),
-        read=taken.read,
-        held=taken.held,
-    )
+    return sum(p.numel() for p in block.parameters()), multiply_adds
 
 
 def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
