@@ -24,6 +24,7 @@ from vision_attn.networks.insertion.backbone import (
     Hook,
     end_of_sequential,
     example_of,
+    modules_around,
     plain_network,
     run_quietly,
 )
@@ -61,7 +62,7 @@ TRUNKS = {
 }
 
 #: Networks whose tokens are in an order that no shape tells, and which.
-SCRAMBLED = {"timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units, and no map"}
+SCRAMBLED = {"timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units"}
 
 #: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
 #: four registers without and with the first.
@@ -109,7 +110,7 @@ def said_by(module: nn.Module, path: str) -> Declared:
         paths = [name for name in paths if name in known]
     else:
         # features_only=True flattens the paths of timm's networks.
-        paths = [name if (name := entry.get("module") or "") in known else name.replace(".", "_") for entry in entries]
+        paths = [name if (name := entry["module"]) in known else name.replace(".", "_") for entry in entries]
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     prefix = getattr(module, "num_prefix_tokens", None)
     return Declared(
@@ -122,10 +123,11 @@ def said_by(module: nn.Module, path: str) -> Declared:
 
 
 def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
-    """The entries of timm's ``feature_info``."""
+    """The entries of timm's ``feature_info`` that name a module."""
     info = getattr(module, "feature_info", None)
     entries = getattr(info, "info", info)
-    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, (list, tuple)) else []
+    known = entries if isinstance(entries, (list, tuple)) else []
+    return [entry for entry in known if isinstance(entry, Mapping) and entry.get("module")]
 
 
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
@@ -267,7 +269,7 @@ class DryRun:
         return abs(height * columns - width * rows) <= rows + columns
 
     def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
-        """A grid with the aspect of the image, after as many other tokens as the user or the model says, or as usual."""
+        """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
         prefixes = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
         if self.layout is not None:
             prefixes = (prefix_of(self.layout),) if "(" in self.layout else ()
@@ -405,17 +407,14 @@ def stages_of(run: DryRun) -> list[str]:
     units = [one for one in units if "(" not in one.layout] or units  # tokens have the shape of many things
     rows = [list(row)[-1] for _, row in groupby(units, key=lambda one: one.size)]
     cells = [product(one.size) for one in rows]
-    if said.trunk is None and cells != sorted(cells, reverse=True):
+    if cells != sorted(cells, reverse=True):
         choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
         raise SiteError(
             f"stages: {type(run.model).__name__} declares none, and its maps become larger again, so that the last of "
             f"each size is no stage: choose sites by names=, as among {choice}"
         )
-    found = [
-        one.target for one, count in zip(rows, cells, strict=True) if count == min(cells[: cells.index(count) + 1])
-    ]
-    ends = {name: end_of_sequential(run.model, name) for end in found for name in (*modules_around(end), end)}
-    return [next(name for name in ends if ends[name] == ends[end]) for end in found]
+    around = ([*modules_around(one.target), one.target] for one in rows)
+    return [next(name for name in names if end_of_sequential(run.model, name) == names[-1]) for names in around]
 
 
 def units_in(run: DryRun, path: str) -> list[Map]:

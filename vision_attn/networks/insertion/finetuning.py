@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vision_attn.attention.position import PositionTerm
-from vision_attn.checks import as_list, check_flags, check_number, check_type
+from vision_attn.checks import as_list, check_flags, check_number, check_probability, check_type
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
@@ -38,13 +38,11 @@ class Gates(Report, dict[str, nn.Parameter]):
     """Gates by site; prints as a table of how far each is open."""
 
     def parts(self) -> list[Table]:
-        header = ("where", "channels", "mean", "smallest", "largest")
-        gates = {site: gate.detach() for site, gate in self.items()}
-        rows = [
-            (site, f"{gate.numel()}", *(f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max())))
-            for site, gate in gates.items()
-        ]
-        return [Table([header, *rows])]
+        rows = [("where", "channels", "mean", "smallest", "largest")]
+        for site, gate in self.items():
+            values = (f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max()))
+            rows.append((site, f"{gate.numel()}", *values))
+        return [Table(rows)]
 
 
 def gates(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -248,7 +246,13 @@ def parameter_groups(
     >>> [group["name"] for group in parameter_groups(resnet18(), lr=0.1, weight_decay=1e-4)]
     ['backbone, decay', 'backbone, no decay']
     """
-    check_rates(lr, weight_decay, attention_lr, layer_decay)
+    for name, value in (("lr", lr), ("attention_lr", attention_lr), ("layer_decay", layer_decay)):
+        if value is not None:
+            check_number(name, value, above=0)
+    check_probability("layer_decay", 1.0 if layer_decay is None else layer_decay)
+    check_number("weight_decay", weight_decay)
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay must be at least 0; got {weight_decay}")
     model = plain_network(model)
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
@@ -266,32 +270,15 @@ def parameter_groups(
     groups: dict[tuple[bool, int, bool], dict[str, Any]] = {}
     for key, parameter in trained.items():
         attends, depth, decays = key in blocks, depths.get(key, last), key not in undecayed
+        name, rate = "backbone", lr * (layer_decay or 1.0) ** (last - depth)
         if attends:
             name, rate = "attention", lr if attention_lr is None else attention_lr
-        elif layer_decay is None:
-            name, rate = "backbone", lr
-        else:
-            name, rate = f"backbone, layer {depth}", lr * layer_decay ** (last - depth)
-        group = {
-            "name": f"{name}, {'decay' if decays else 'no decay'}",
-            "params": [],
-            "lr": rate,
-            "weight_decay": weight_decay if decays else 0.0,
-        }
+        elif layer_decay is not None:
+            name = f"backbone, layer {depth}"
+        name += ", decay" if decays else ", no decay"
+        group = {"name": name, "params": [], "lr": rate, "weight_decay": weight_decay if decays else 0.0}
         groups.setdefault((attends, depth, not decays), group)["params"].append(parameter)
     return [groups[place] for place in sorted(groups)]
-
-
-def check_rates(lr: float, weight_decay: float, attention_lr: float | None, layer_decay: float | None) -> None:
-    check_number("lr", lr, above=0)
-    for name, value in (("attention_lr", attention_lr), ("layer_decay", layer_decay)):
-        if value is not None:
-            check_number(name, value, above=0)
-    if layer_decay is not None and layer_decay > 1:
-        raise ValueError(f"layer_decay must be at most 1, which leaves all rates as they are; got {layer_decay}")
-    check_number("weight_decay", weight_decay)
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay must be at least 0; got {weight_decay}")
 
 
 def keys_without_decay(model: nn.Module) -> set[str]:

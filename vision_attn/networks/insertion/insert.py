@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +236,7 @@ def new_block(
     asked: Mapping[str, Any],
     given: Map | None = None,
     own: Mapping[str, Any] | None = None,
-    held: str = "",
+    held: str = CHILD,
 ) -> nn.Module:
     """A block for a map with its record; refused where it is no new one, or does not fit."""
     make = ATTENTION_BLOCKS[len(one.size)] if block is None else block
@@ -246,29 +246,15 @@ def new_block(
     try:
         new: object = make(channels, device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}; so says the block for {one.target!r}, a map of {channels} channels") from error
-    if not isinstance(new, nn.Module):
-        raise ValueError(f"block must make a module for each site; it made a {type(new).__name__}")
-    if RECORD in vars(new):
-        raise ValueError(f"block must make a new module for each site; it made the same {type(new).__name__} again")
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"the block at {one.target!r}, for {channels} channels: {error}") from error
+    if not isinstance(new, nn.Module) or RECORD in vars(new):
+        raise ValueError(f"block must make a new module for each site; it made {shown(new)[:60]}")
     new.train(run.model.get_submodule(one.target).training)
-    parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    vars(new)[RECORD] = InsertedBlock(
-        site=one.target,
-        at=at,
-        block=type(new).__name__,
-        options=options,
-        channels=channels,
-        map_size=one.size,
-        parameters=parameters,
-        multiply_adds=multiply_adds,
-        input_shape=run.example.shape,
-        layout=one.layout,
-        element=one.element if given is None else None,
-        held=held or CHILD,
-        fitted_heads=bool(fitted),
-        read=one.read,
-    )
+    costs = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
+    name, images, element = type(new).__name__, run.example.shape, one.element if given is None else None
+    record = InsertedBlock(one.target, at, name, options, channels, one.size, *costs, images, one.layout, element)
+    vars(new)[RECORD] = replace(record, held=held, fitted_heads=bool(fitted), read=one.read)
     return new
 
 
@@ -293,9 +279,8 @@ def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
     """Refuse what holds a block, has other sites inside of it, or is a convolution that strides unevenly."""
     if any(RECORD in vars(module) for module in old.modules()):
         raise SiteError(f"{site!r} holds an inserted block or is one: take it out with remove_ first")
-    inner = next((other for other in sites if other.startswith(f"{site}.")), None)
-    if inner is not None:
-        raise SiteError(f"{inner!r} lies inside of {site!r}: replace one of the two")
+    if inner := [other for other in sites if other.startswith(f"{site}.")]:
+        raise SiteError(f"{inner[0]!r} lies inside of {site!r}: replace one of the two")
     if isinstance(old, nn.Conv2d) and len(set(old.stride)) > 1:
         raise SiteError(f"{site!r} has the stride {old.stride}: replace_ takes convolutions with one for both axes")
 
@@ -304,10 +289,7 @@ def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
     """The one map that a module takes, and the one that it makes of it."""
     (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
     if taken.element != 0 or given.element is not None or not all(m.layout.startswith("b c") for m in (taken, given)):
-        raise SiteError(
-            f"{site!r} does not make one map (batch, channels, height, width) of another, its only argument: "
-            "choose a module that does"
-        )
+        raise SiteError(f"{site!r} does not make one map (b, c, h, w) of another: choose a module that does")
     return taken, given
 
 
@@ -321,33 +303,29 @@ def reported(blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
 
 def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
     """Attach blocks if the network gives the same bits with each of them standing still, and called once."""
-    calls: dict[nn.Module, int] = dict.fromkeys(blocks, 0)
+    calls: list[nn.Module] = []
 
-    def stand_still(block: nn.Module) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            calls[block] += 1
-            return x
-
-        return forward
+    def stand_still(block: nn.Module, x: Tensor) -> Tensor:
+        calls.append(block)
+        return x
 
     with attached(run.model, blocks):
         try:
             for block in blocks:
-                vars(block)["forward"] = stand_still(block)
-            output: object = None
-            with suppress(SiteError):
-                output = run_quietly(run.model, run.example)
-            wrong = [block for block, count in calls.items() if count != 1]
-            same = same_bits(run.output, output)
-            if output is not None and not same:  # a network that gives other numbers each time cannot be compared
-                same = not same_bits(output, run_quietly(run.model, run.example))
+                vars(block)["forward"] = partial(stand_still, block)
+            output = run_quietly(run.model, run.example)
+            wrong = [block for block in blocks if calls.count(block) != 1]
+            # A network that gives other numbers each time cannot be compared.
+            same = same_bits(run.output, output) or not same_bits(output, run_quietly(run.model, run.example))
+        except SiteError:
+            wrong, same = list(blocks), False
         finally:
             for block in blocks:
                 vars(block).pop("forward", None)
         if wrong or not same:
+            sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
             raise SiteError(
-                f"{', '.join(repr(vars(block)[RECORD].site) for block in wrong or blocks)} takes no child, since it "
-                "loops over or counts those it has: choose another module"
+                f"{sites} takes no child, since it loops over or counts those it has: choose another module"
             )
 
 

@@ -96,33 +96,21 @@ class InsertionReport(Report):
         return len(self.blocks)
 
     def parts(self) -> list[str | Table]:
-        header = ("where", "block", "channels", "map", "tokens", "parameters", "multiply-adds")
-        rows = [
-            (
-                block.site,
-                block.block,
-                f"{block.channels}",
-                block.size,
-                f"{block.tokens}",
-                f"{block.parameters:,}",
-                f"{block.multiply_adds:,}",
-            )
-            for block in self.blocks
+        rows = [("where", "block", "channels", "map", "tokens", "parameters", "multiply-adds")]
+        for one in self.blocks:
+            costs = f"{one.tokens}", f"{one.parameters:,}", f"{one.multiply_adds:,}"
+            rows.append((one.site, one.block, f"{one.channels}", one.size, *costs))
+        if len(self) > 1:
+            rows.append(("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}"))
+        sizes = " and ".join(dict.fromkeys("×".join(map(str, one.input_shape[1:])) for one in self.blocks))
+        heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
+        fitted = [
+            f"num_heads={one.options['num_heads']} at {one.site!r}, as fits its {one.channels} channels"
+            for one in self.blocks
+            if one.fitted_heads
         ]
-        total = ("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}")
-        sizes = dict.fromkeys("×".join(map(str, block.input_shape[1:])) for block in self.blocks)
-        noun = "block" if len(self) == 1 else "blocks"
-        return [
-            f"{len(self)} {noun} {self.verb}" + (f", for an input of {' and '.join(sizes)}" if sizes else ""),
-            Table([header, *rows, *([total] if len(rows) > 1 else [])], left=(0, 1)),
-            *[
-                f"num_heads={block.options['num_heads']} at {block.site!r}, as fits its {block.channels} channels"
-                for block in self.blocks
-                if block.fitted_heads
-            ],
-            *([OPTIMIZERS] if self.blocks and self.verb != "removed" else []),
-            *self.warnings,
-        ]
+        notes = [*fitted, *([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
+        return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
     def parameters(self) -> int:
@@ -137,19 +125,17 @@ class InsertionReport(Report):
     @property
     def warnings(self) -> tuple[str, ...]:
         """A line for each map that is too small to attend on, or that the output does not depend on."""
-        small = [
-            f"warning: the map at {block.site!r} is {block.size}: attention has next to nothing to mix there; choose "
-            "an earlier site or a larger input"
-            for block in self.blocks
-            if max(block.map_size) <= 2
-        ]
-        unread = [
-            f"warning: the output of the network does not depend on the map at {block.site!r}, as where its head reads "
-            "a class token alone: the block there has no effect; choose an earlier site"
-            for block in self.blocks
-            if not block.read
-        ]
-        return (*small, *unread)
+        lines = []
+        for one in self.blocks:
+            if max(one.map_size) <= 2:
+                small = "attention has next to nothing to mix there; choose an earlier site or a larger input"
+                lines.append(f"warning: the map at {one.site!r} is {one.size}: {small}")
+            if not one.read:
+                lines.append(
+                    f"warning: the output of the network does not depend on the map at {one.site!r}, as where its head "
+                    "reads a class token alone: the block there has no effect; choose an earlier site"
+                )
+        return tuple(lines)
 
 
 # --- how a map lies in a tensor: "b c h w", "b h w c", or as tokens "b (1 + h w) c" after a class token ---------------
