@@ -62,7 +62,7 @@ from .networks.checkpoints import load_adapter_ as load_adapter_
 from .networks.checkpoints import load_checkpoint as load_checkpoint
 from .networks.checkpoints import save_adapter as save_adapter
 from .networks.checkpoints import set_adapter as set_adapter
-from .networks.contribution import contribution as contribution
+from .networks.contributions import contribution as contribution
 from .networks.convert.swap import SwapReport as SwapReport
 from .networks.convert.swap import swap_ as swap_
 from .networks.convert.swap import swap_back_ as swap_back_

@@ -33,6 +33,9 @@ HELD = "inserted_at"
 #: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
 REPLACED = "replaced"
 
+#: What to do where tokens are of another grid.
+REMEDY = "insert it with example_input of the size that is used"
+
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
     """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
@@ -61,10 +64,8 @@ def run_block(block: nn.Module, value: Any) -> Any:
 
     def run_on(x: Tensor) -> Tensor:
         if "(" in layout and x.shape[1] != prefix_of(layout) + record.tokens:
-            raise ValueError(
-                f"the block at {record.site!r} was inserted for a grid of {record.size} tokens and {prefix_of(layout)} "
-                f"others; got {x.shape[1]} tokens: insert it with example_input of the size that is used"
-            )
+            expected = f"a grid of {record.size} tokens and {prefix_of(layout)} others; got {x.shape[1]} tokens"
+            raise ValueError(f"the block at {record.site!r} was inserted for {expected}: {REMEDY}")
         y: Tensor = of_map(x, block(to_map(x, layout, size)), layout)
         return y
 
@@ -80,10 +81,9 @@ def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, o
         return
     grid = token_grid(record.tokens, *size)
     if grid not in (None, record.map_size):
+        got = f"images of {size[0]}×{size[1]} have as many tokens in a grid of {grid[0]}×{grid[1]}"
         raise ValueError(
-            f"the block at {record.site!r} was inserted for a grid of {record.size} tokens; images of "
-            f"{size[0]}×{size[1]} have as many in a grid of {grid[0]}×{grid[1]}: insert it with example_input of the "
-            "size that is used"
+            f"the block at {record.site!r} was inserted for a grid of {record.size} tokens; {got}: {REMEDY}"
         )
 
 
@@ -279,10 +279,8 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     run = set(map(id, blocks.values()))
     for name, module in modules:
         if RECORD in vars(module) and id(module) not in run:
-            raise SiteError(
-                f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
-                "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
-            )
+            why = "what it was inserted at was converted into another module, as by convert_sync_batchnorm"
+            raise SiteError(f"the block {name!r} is no longer run: {why}. Convert first, insert then")
     return blocks
 
 

@@ -115,8 +115,8 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     if isinstance(given, Example):
         return given
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
-    images = [module for module in convolutions if len(module.kernel_size) == 2]  # others may be of vectors beside them
-    first = next(iter(images or convolutions), None)
+    of_images = [module for module in convolutions if len(module.kernel_size) == 2]  # others may be of vectors
+    first = next(iter(of_images or convolutions), None)
     axes = 2 if first is None else len(first.kernel_size)
     if given is None:
         given = own_shape(model, first, axes)
@@ -135,8 +135,8 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
         )
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Zeros would come out as zeros whatever a network does with them.
-    images = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return Example((images.to(device=like.device, dtype=like.dtype),))
+    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return Example((drawn.to(device=like.device, dtype=like.dtype),))
 
 
 def own_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
@@ -230,11 +230,9 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in modes:
             module.training = False  # without its train(), which may keep account of what it is told
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+        with torch.no_grad(), uncompiled(), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # maps have the type of the network
-            stack.enter_context(uncompiled())
             yield
     finally:
         for module, training in modes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +31,8 @@ from vision_attn.networks.insertion.backbone import (
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
 from vision_attn.text import shorten
 
-Row = TypeVar("Row")
+#: A row of a table below.
+Row = TypeVar("Row", str, tuple[str, ...])
 
 #: The children of torchvision's residual networks that are stages, one after the other.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
@@ -73,6 +74,8 @@ PREFIXES = (0, 1, 2, 4, 5)
 class Declared:
     """What a network, or the one part of it that does, declares."""
 
+    #: the parts that do where they are several, and then nothing else
+    parts: tuple[str, ...] = ()
     #: path and channels of each stage
     stages: tuple[tuple[str, int | None], ...] = ()
     #: the part in which the last module of each size of map is a stage; None where nothing is declared
@@ -92,10 +95,8 @@ def declared(model: nn.Module) -> Declared:
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
         if not inside and (stage_entries(module) or row_of(STAGES, module) or row_of(TRUNKS, module)):
             found[path] = module
-    if len(found) > 1:
-        parts = ", ".join(map(repr, found))
-        raise SiteError(f"stages: several parts of the network declare them, {parts}: choose sites by names=")
-    return next((said_by(module, path) for path, module in found.items()), Declared())
+    said = [said_by(module, path) for path, module in found.items()]
+    return said[0] if len(said) == 1 else Declared(parts=tuple(found))
 
 
 def said_by(module: nn.Module, path: str) -> Declared:
@@ -207,11 +208,8 @@ class DryRun:
 
     @cached_property
     def said(self) -> Declared:
-        """What the model declares; nothing where several parts of it do."""
-        try:
-            return declared(self.model)
-        except SiteError:
-            return Declared()
+        """What the model declares."""
+        return declared(self.model)
 
     @cached_property
     def channels(self) -> dict[str, int | None]:
@@ -270,9 +268,9 @@ class DryRun:
 
     def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
         """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
-        prefixes = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
+        prefixes = list(PREFIXES) if self.said.prefix is None else [self.said.prefix, 0]
         if self.layout is not None:
-            prefixes = (prefix_of(self.layout),) if "(" in self.layout else ()
+            prefixes = [prefix_of(self.layout)] if "(" in self.layout else []
         for prefix in prefixes:
             if (grid := token_grid(tokens - prefix, *self.example.size)) is not None:
                 return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
@@ -300,10 +298,8 @@ class DryRun:
         call = self.calls[target][0]
         shapes = ", ".join(str(form.shape) for form in getattr(call, at).values())
         what = f"a tensor of shape {shapes}" if shapes else f"a {call.kind} without a tensor"
-        order = list(self.calls)
-        others = [
-            name for name in order[: order.index(target)] if any(product(one.size) > 1 for one in self.maps(name))
-        ]
+        before = list(self.calls)[: list(self.calls).index(target)]
+        others = [name for name in before if any(product(one.size) > 1 for one in self.maps(name))]
         raise SiteError(
             f"{target!r} {'takes' if at == 'before' else 'returns'} {what} for images {self.example.shape}, and no map "
             f"was found in that{f', as {self.said.scrambled}' if self.said.scrambled else ''}: choose another module"
@@ -322,9 +318,8 @@ class DryRun:
         A map that is all that a module gives is read by what comes next. What is given among other things may be for
         those who ask for features only, and a head may read a class token alone.
         """
-        unread = self.unread(
-            [one for maps in found for one in maps if one.element is not None or prefix_of(one.layout)]
-        )
+        every = [one for maps in found for one in maps]
+        unread = self.unread([one for one in every if one.element is not None or prefix_of(one.layout)])
         chosen = []
         for maps in found:
             read = [one for one in maps if one not in unread] or [one._replace(read=False) for one in maps]
@@ -337,10 +332,7 @@ class DryRun:
 
         def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             for one in (one for one in maps if self.model.get_submodule(one.target) is module):
-                x = output if one.element is None else output[one.element]
-                held[one] = x = x * 1 if x.requires_grad else x.detach().clone().requires_grad_()
-                # Another tensor goes on, as the network may change it in place.
-                output = change(output, one.element, lambda _, x=x: x * 1)
+                output = change(output, one.element, partial(hold, held, one))
             return output
 
         if not maps:
@@ -355,12 +347,18 @@ class DryRun:
         return [one for one, gradient in zip(held, found, strict=True) if not is_read(one, gradient)]
 
 
+def hold(held: dict[Map, Tensor], one: Map, x: Tensor) -> Tensor:
+    """Keep a tensor to follow its gradient; another goes on, as the network may change it in place."""
+    held[one] = x * 1 if x.requires_grad else x.detach().clone().requires_grad_()
+    return held[one] * 1
+
+
 def is_read(one: Map, gradient: Tensor | None) -> bool:
     """Whether a map is in the graph of the output, and not only the tokens before it."""
     prefix = prefix_of(one.layout)
     if gradient is None or gradient.is_meta or not prefix:
         return gradient is not None
-    return bool(gradient[:, prefix:].any()) or not gradient[:, :prefix].any()
+    return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())
 
 
 def leaves(value: object) -> Iterator[Tensor]:
@@ -400,7 +398,10 @@ def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
 
 def stages_of(run: DryRun) -> list[str]:
     """The paths of the stages of a network that was run, from the image to the head."""
-    said = declared(run.model)
+    said = run.said
+    if said.parts:
+        parts = ", ".join(map(repr, said.parts))
+        raise SiteError(f"stages: several parts of the network declare them, {parts}: choose sites by names=")
     if said.stages:
         return [path for path, _ in said.stages]
     units = units_in(run, said.trunk or "")

@@ -71,9 +71,7 @@ def select_sites(
         if not chosen:
             raise SiteError("exclude: every module that was chosen is excluded")
     if unknown := [name for name in chosen if name not in modules]:
-        raise SiteError(
-            f"stages: the model declares {unknown[0]!r} as a stage and has no such module: choose by names="
-        )
+        raise SiteError(f"stages: the model declares {unknown[0]!r} as a stage and has no such module: use names=")
     # A module that has several names goes by its first.
     first = {id(module): name for name, module in run.model.named_modules()}
     return list(dict.fromkeys(first[id(modules[name])] for name in chosen))
@@ -81,9 +79,8 @@ def select_sites(
 
 def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """One or several of some kinds, as a list."""
-    items = (
-        [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else as_list(argument, given, "several")
-    )
+    alone = isinstance(given, kinds) or not isinstance(given, Iterable)
+    items = [given] if alone else as_list(argument, given, "several")
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
         raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
@@ -94,9 +91,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """The paths of the stages that are wanted."""
     available = stages_of(run)
     if not available:
-        raise SiteError(
-            f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
-        )
+        raise SiteError(f"stages: none were found in {type(run.model).__name__}: choose sites with names=")
     by_word: dict[int | str, str] = {}
     for index, name in enumerate(available):
         by_word |= {name: name, index: name, index - len(available): name}
@@ -146,10 +141,7 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
         targets = [end_of_sequential(run.model, end) for end in branch_ends(run, targets)]
     for target in targets:
         if is_site(run.model.get_submodule(target)):
-            raise SiteError(
-                f"{target!r} has an inserted block already, or is one: choose another site, take the block out with "
-                "remove_, or make it with other options"
-            )
+            raise SiteError(f"{target!r} has an inserted block already, or is one: remove_ it, or choose another site")
     # A module that has several names goes by its first.
     first = {id(module): name for name, module in run.model.named_modules()}
     return list(dict.fromkeys(first[id(run.model.get_submodule(target))] for target in targets))
@@ -204,4 +196,4 @@ def depth(node: Node | None, known: dict[Node, int] | None = None) -> int:
     known = {} if known is None else known
     if node is not None and node not in known:
         known[node] = 1 + max((depth(before, known) for before, _ in node.next_functions), default=0)
-    return known.get(node, 0)
+    return 0 if node is None else known[node]
