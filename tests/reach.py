@@ -1,6 +1,6 @@
 """Which backbones take attention: every family of timm and torchvision, at its smallest model, at all of its stages.
 
-    python tests/reach.py                       # writes tests/reach.md, in about a quarter of an hour on two cores
+    python tests/reach.py                       # writes docs/reach.md, in about a quarter of an hour on two cores
     python tests/reach.py --only convnext swin  # prints these families' rows
 
 Each row is made by doing it: insert at every stage that `stage_names` gives, compare, train a step, remove, compare.
@@ -9,7 +9,6 @@ Each row is made by doing it: insert at every stage that `stage_names` gives, co
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import warnings
@@ -25,6 +24,9 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
+
+#: What this script writes.
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
 
 #: Side of the images where a model takes any: 4×4 cells at a stride of 32.
 SMALL = 128
@@ -173,7 +175,7 @@ def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> Non
         try:
             row.sites += len(va.insert_(model, block, names=[stage], example_input=shape))
         except va.SiteError as error:
-            row.refusals.append(str(error).split(":")[0])
+            row.refusals.append(str(error).split(": choose")[0])
 
 
 def measure(library: str, family: str, names: list[str]) -> Row:
@@ -204,7 +206,7 @@ def measure(library: str, family: str, names: list[str]) -> Row:
         with torch.no_grad():
             row.identical = all(map(torch.equal, before, tensors(model(images))))
         row.keys = [key for key in model.state_dict() if key not in inserted_keys(model)] == list(was[1])
-        row.refusals += [f"{record.site}: nothing reads its map" for record in records(model) if not record.read]
+        row.refusals += [f"{record.site}: not read" for record in records(model) if not record.read]
         blocks = [block for block in va.inserted(model).values() if block.insertion.read]
         row.read = len(blocks)
         optimizer = torch.optim.Adam([p for block in va.inserted(model).values() for p in block.parameters()], lr=1e-3)
@@ -265,10 +267,7 @@ def main() -> None:
             summary=summary(rows),
             table=table(rows),
         )
-        path = Path(__file__).with_suffix(".md")
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        os.replace(partial, path)
+        TABLE.write_text(text)
     sys.exit(any(row.sites and not row.unharmed for row in rows))
 
 

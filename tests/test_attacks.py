@@ -9,7 +9,6 @@ import sys
 
 import attack_arguments
 import attack_files
-import attack_models
 import attack_numbers
 import pytest
 import torch
@@ -135,20 +134,6 @@ def test_what_an_argument_cannot_be_is_refused_by_its_name(name):
 
 def test_a_temperature_may_be_any_whole_number():
     assert va.Attention2d(8, 2, position=va.SinCos(10**30))(torch.rand(1, 8, 3, 3)).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["spectral norm", "hooks", "of its own", "shared module", "dropout"])
-def test_networks_of_every_make_take_blocks_exactly_or_stay_as_they_were(name):
-    networks = {name: attack_models.NETWORKS[name]}
-    assert not attack_models.attack(networks=networks, steps={})[1]
-
-
-def test_a_failure_at_some_steps_leaves_the_network_as_it_was(tmp_path):
-    """Of those changes in which it did not; the script fails at every step of every one."""
-    steps = attack_models.steps_in(tmp_path)
-    for what in ("insert_", "remove_", "load_checkpoint", "set_adapter", "freeze_backbone_"):
-        _, done, wrong = attack_models.fail_at_every_step(*steps[what], every=23 if what != "insert_" else 211)
-        assert (done > 0, wrong) == (True, []), what
 
 
 def test_wrong_arguments_and_flags_end_in_a_result_or_an_error_that_names_them():

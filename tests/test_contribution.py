@@ -11,6 +11,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
+from vision_attn.networks.contributions import disabled
 
 SITES = ["layer2.2", "layer3.2"]
 
@@ -50,7 +51,7 @@ def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
         torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
 
 
-def test_closing_is_taking_out(model, batch):
+def test_disabling_is_taking_out(model, batch):
     images, labels = batch
     found = va.contribution(model, batch)
     assert found.predictions == 32
@@ -64,10 +65,10 @@ def test_closing_is_taking_out(model, batch):
         va.remove_(other := copy.deepcopy(model))
         none = other(images)
     for block in (*found.blocks, None):
-        closing, scores = (found.together, none) if block is None else (block.closing, without[block.site])
-        assert closing.changed == int((scores.argmax(1) != whole.argmax(1)).sum())
+        difference, scores = (found.together, none) if block is None else (block.without, without[block.site])
+        assert difference.changed == int((scores.argmax(1) != whole.argmax(1)).sum())
         rise = F.cross_entropy(scores, labels) - F.cross_entropy(whole, labels)
-        assert closing.loss == pytest.approx(rise.item(), rel=1e-4)
+        assert difference.loss == pytest.approx(rise.item(), rel=1e-4)
     assert found.together.changed > 0
     assert str(found).splitlines()[-1].split() == [
         *("together", str(found.together.changed), "of", "32", f"{found.together.loss:+.4f}"),
@@ -79,7 +80,7 @@ def test_it_leaves_the_model_as_it_was(model, batch):
     model.layer1.eval()
     hooks = [len(module._forward_hooks) for module in model.modules()]
     va.contribution(model, batch[0])
-    with pytest.raises(RuntimeError), va.closed(model):
+    with pytest.raises(RuntimeError), disabled(model):
         model(torch.randn(1, 4, 32, 32))
     assert (model.training, model.layer1.training) == (True, False)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
@@ -116,7 +117,7 @@ def test_scores_may_be_maps(batch):
     va.insert_(segmenter.backbone, names="4", num_heads=2, gate_init=1.0, example_input=images)
     found = va.contribution(segmenter, (images, labels))
     scores = segmenter.eval()(images)["out"]
-    with va.closed(segmenter):
+    with disabled(segmenter):
         others = segmenter(images)["out"]
     assert found.together.changed == int((scores.argmax(1) != others.argmax(1)).sum())
     rise = F.cross_entropy(others, labels) - F.cross_entropy(scores, labels)
@@ -156,12 +157,12 @@ def test_channels_are_told_apart_whatever_the_axes_of_a_map(block):
     assert (found == 0).tolist() == [True] + 7 * [False]
 
 
-def test_blocks_of_a_compiled_model_close():
+def test_blocks_of_a_compiled_model_are_disabled():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0)).eval()
     compiled, x = torch.compile(model, backend="eager"), torch.randn(1, 3, 6, 6)
     with torch.no_grad():
         open_ = compiled(x)
-        with va.closed(compiled):
+        with disabled(compiled):
             assert torch.equal(compiled(x), model[0](x))
         assert torch.equal(compiled(x), open_)
 
@@ -175,6 +176,13 @@ def test_what_is_no_batch_is_refused(model, wrong):
 def test_a_site_without_a_block_is_refused(model):
     with (
         pytest.raises(ValueError, match=r"sites must be among 'layer2.2', 'layer3.2'; got 'layer1'"),
-        va.closed(model, ["layer1"]),
+        disabled(model, ["layer1"]),
     ):
         pass
+
+
+def test_one_block_is_disabled_by_its_name(model, batch):
+    with torch.no_grad(), disabled(model.eval(), "layer3.2"):
+        without = model(batch[0])
+    va.inserted(model)["layer3.2"].gate.data.zero_()
+    assert torch.equal(model(batch[0]), without)

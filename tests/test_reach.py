@@ -1,21 +1,18 @@
 """The table of backbones that take attention says what is so."""
 
 import re
-from pathlib import Path
 
 import pytest
 import reach
 import timm
 
-TABLE = Path(__file__).with_name("reach.md").read_text()
+TABLE = reach.TABLE.read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.startswith("| ")]
 HEADER, BODY = ROWS[0], ROWS[2:]
 RESULTS = slice(HEADER.index("layout"), HEADER.index("seconds"))
 
 #: One of each kind: channels last, several maps at a stage.
 SAMPLE = ("mambaout", "efficientvim")
-#: Looping over children, plain, of tokens, and refused: they take longer, or show less.
-FURTHER = ("regnet", "ghostnet", "hiera", "crossvit")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -56,21 +53,3 @@ def complete(row):
 def test_what_is_not_reached_is_refused_by_name():
     for row in BODY:
         assert complete(row) or row[HEADER.index("refused")], row
-
-
-@pytest.mark.thorough
-def test_no_family_is_harmed():
-    # The largest, vision transformers all of them, take longer than the others together.
-    rows = []
-    for library, family, names in reach.families():
-        sizes = {name: reach.parameters(library, name) for name in names}
-        smallest = min(sizes, key=sizes.get)
-        if sizes[smallest] < reach.LARGE:
-            rows.append(reach.measure(library, family, [smallest]))
-    assert [row.cells() for row in rows if row.sites and not row.unharmed] == []
-    assert [row.cells() for row in rows if not row.reached and not row.refusals] == []
-    assert sum(row.reached for row in rows if row.library == "timm" and "w) c" not in row.layout) >= 65
-    if f"timm {timm.__version__} " in TABLE:
-        for row in rows:
-            if row.library == "timm" and row.family in FURTHER:
-                assert row.cells()[RESULTS] == row_of("timm", row.family)[RESULTS]

@@ -12,6 +12,7 @@ import torch
 import torchvision
 from timm.models.mlp_mixer import MlpMixer
 from torch import nn
+from torchvision.models import detection
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -81,7 +82,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     options = {"gate_init": 1.0, "num_heads": 2, "pattern": "rows"}
     (block,) = va.insert_(model, names="give", example_input=(2, 3, 6, 10), **options).blocks
     assert (block.element, block.layout) == FORMS[form]
-    assert (block.channels, block.height, block.width) == (8, 6, 10)
+    assert (block.channels, block.map_size) == (8, (6, 10))
     after = model(x)
     assert type(after) is type(before)
     attention = va.inserted(model)["give"]
@@ -111,7 +112,7 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         model(torch.randn(1, 3, 6, 6))
 
 
-@pytest.mark.filterwarnings("ignore:the map at", "ignore:nothing that the network gives")
+@pytest.mark.filterwarnings("ignore:the map at", "ignore:the output of the network")
 @pytest.mark.parametrize(
     ("name", "options", "layout"),
     [
@@ -252,7 +253,7 @@ def test_before_a_site_is_what_it_takes():
     x = torch.randn(2, 3, 64, 64)
     before = model(x)
     (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
-    assert (block.site, block.at, block.channels, block.height) == ("layer3.0", "before", 128, 8)
+    assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
     assert torch.equal(model(x), before)
     nn.init.normal_(va.inserted(model)["layer3.0"].attn.proj.weight, std=0.1)
     opened = model(x)
@@ -261,20 +262,6 @@ def test_before_a_site_is_what_it_takes():
     va.insert_(model, names="layer2", example_input=x)
     va.inserted(model)["layer2.1"].load_state_dict(va.AttentionBlock2d(128, gate_init=0.5).state_dict())
     assert opened.shape == model(x).shape
-
-
-def test_before_and_after_the_same_place_are_the_same():
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 12, 10)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
-    block = va.AttentionBlock2d(8, 2, gate_init=1.0)
-    outputs = []
-    for name, at in (("0", "after"), ("1", "before")):
-        va.insert_(model, lambda channels, **_: block, names=name, at=at, example_input=x)
-        outputs.append(model(x))
-        va.remove_(model)
-    assert torch.equal(*outputs)
-    assert not torch.equal(outputs[0], model(x))
 
 
 def test_before_a_module_that_is_called_by_keyword():
@@ -331,37 +318,6 @@ def test_the_end_of_a_branch_is_found_before_its_addition(case):
     assert (block.site, block.at) == (end, "after")
 
 
-def test_a_block_in_a_branch_leaves_the_shortcut_alone():
-    torch.manual_seed(0)
-    model = torchvision.models.resnet18().eval()
-    x = torch.randn(1, 3, 64, 64)
-    before = model(x)
-    va.insert_(model, names="layer3.1", at="branch", example_input=x)
-    assert torch.equal(model(x), before)
-    block = va.inserted(model)["layer3.1.bn2"]
-    with torch.no_grad():
-        block.attn.proj.weight.normal_(std=0.1)
-        y = torch.randn(1, 256, 4, 4)
-        site = model.layer3[1]
-        branch = block(site.bn2._forward_hooks and nn.Module.__call__(BatchNormOf(site.bn2), inner(site, y)))
-        assert torch.equal(site(y), torch.relu(branch + y))
-
-
-def inner(site, y):
-    return site.conv2(torch.relu(site.bn1(site.conv1(y))))
-
-
-class BatchNormOf(nn.Module):
-    """The norm without its hook."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = [norm]
-
-    def forward(self, x):
-        return self.norm[0].forward(x)
-
-
 def test_names_may_be_regular_expressions():
     with torch.device("meta"):
         model = torchvision.models.resnet18()
@@ -372,6 +328,18 @@ def test_names_may_be_regular_expressions():
 
 
 STAGES = {
+    "torchvision maxvit_t, whatever its weights": (
+        lambda: torchvision.models.maxvit_t(),
+        ["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3"],
+    ),
+    "torchvision vit_b_16": (
+        lambda: torchvision.models.VisionTransformer(32, 16, 3, 1, 8, 8),
+        [f"encoder.layers.encoder_layer_{index}" for index in range(3)],
+    ),
+    "a part that declares its stages": (
+        lambda: nn.Sequential(timm.create_model("convnext_atto"), nn.Identity()),
+        ["0.stages.0", "0.stages.1", "0.stages.2", "0.stages.3"],
+    ),
     "torchvision mobilenet_v2": (
         lambda: torchvision.models.mobilenet_v2(),
         ["features.1", "features.3", "features.6", "features.13", "features"],
@@ -404,13 +372,28 @@ def test_stages_are_those_declared_or_the_last_of_each_size(case):
     assert va.stage_names(model) == stages
 
 
-def test_a_declaration_that_is_wrong_is_not_believed():
+def test_where_stages_cannot_be_told_modules_are_named_to_choose_from():
+    layers = [nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1)]
+    with pytest.raises(
+        va.SiteError, match=r"become larger again.*names=, as among '0' \(16×16\), '1' \(8×8\), '3' \(16"
+    ):
+        va.stage_names(nn.Sequential(*layers), (1, 3, 32, 32))
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = timm.create_model("resnet18"), timm.create_model("resnet18")
+
+        def forward(self, x):
+            return self.one(x) + self.other(x)
+
     with torch.device("meta"):
-        model = timm.create_model("resnet18")
-        model.feature_info[2]["num_chs"] = 77
-        assert va.stage_names(model) == ["act1", "layer1", "layer2", "layer3", "layer4"]
-        model.feature_info[2]["module"] = "nowhere"
-        assert va.stage_names(model) == ["act1", "layer1", "layer2", "layer3", "layer4"]
+        pair = Pair()
+    with pytest.raises(
+        va.SiteError, match="several parts of the network declare them, 'one', 'other': choose sites by"
+    ):
+        va.insert_(pair, stages=-1)
+    assert va.insert_(pair, names="other.layer4").blocks[0].site == "other.layer4.1"
 
 
 @pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
@@ -450,7 +433,7 @@ def test_a_script_is_refused():
 def test_a_map_that_nothing_is_read_of_is_warned_of():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3).eval()
-    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'blocks.1'"):
+    with pytest.warns(UserWarning, match="the output of the network does not depend on the map at 'blocks.1'"):
         report = va.insert_(model, stages=[0, 1], num_heads=3, gate_init=1.0)
     assert [block.read for block in report.blocks] == [True, False]
     x = torch.randn(1, 3, 224, 224)
@@ -490,7 +473,7 @@ def test_a_map_beside_the_one_that_is_read_is_warned_of():
     model = Two(both=False)
     model.stage.forward = lambda x: (2 * x, x.mean((2, 3)))
     model.forward = lambda x: model.stage(model.stem(x))[1]
-    with pytest.warns(UserWarning, match="nothing that the network gives depends on the map at 'stage'"):
+    with pytest.warns(UserWarning, match="the output of the network does not depend on the map at 'stage'"):
         (block,) = va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8)).blocks
     assert not block.read
 
@@ -512,27 +495,17 @@ NO_MAPS = {
     "tokens of windows": (
         lambda: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1), num_heads=(3, 6)),
         "layers.0.blocks.0.attn.proj",
-        r"shape \(64, 49, 96\)",
-    ),
-    "weights of attention": (
-        lambda: timm.create_model("cait_xxs24_224", depth=2),
-        "blocks.0.attn.proj_l",
-        r"shape \(1, 196, 196, 4\)",
-    ),
-    "tokens in an order of their own": (
-        lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)),
-        "blocks.1",
-        r"\(1, 784, 192\)\. Read as a map of 28×28",
-    ),
-    "a table of positions": (
-        lambda: timm.create_model("swinv2_tiny_window8_256", depths=(1, 1), num_heads=(3, 6)),
-        "layers.0.blocks.0.attn.cpb_mlp",
-        r"\(1, 15, 15, 3\)",
+        r"shape \(64, 49, 96\) for images",
     ),
     "channels in the place of tokens": (
         lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512),
         "blocks.0.mlp_tokens.fc1",
-        r"\(1, 512, 256\)",
+        r"\(1, 512, 256\) for images",
+    ),
+    "tokens in an order of their own": (
+        lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)),
+        "blocks.1",
+        r"\(1, 784, 192\) .* the tokens of Hiera are in the order of its mask units: choose another module",
     ),
 }
 
@@ -540,35 +513,81 @@ NO_MAPS = {
 @pytest.mark.parametrize("case", NO_MAPS)
 def test_what_has_the_shape_of_a_map_and_is_none_is_refused(case):
     make, site, message = NO_MAPS[case]
-    model = make()
+    with torch.device("meta"):
+        model = make()
     with pytest.raises(va.SiteError, match=message):
         va.insert_(model, names=site, num_heads=1)
     assert va.inserted(model) == {}
 
 
-class Pooling(nn.Module):
-    """A stage that pools its keys, and one after it."""
+def test_tokens_in_as_many_cells_of_another_grid_are_refused():
+    model = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, depth=2).eval()
+    images = torch.randn(1, 3, 112, 448)
+    before = model(images)
+    va.insert_(model, names="blocks.0", num_heads=3)
+    with pytest.raises(
+        ValueError, match=r"'blocks.0' was inserted for a grid of 14×14 tokens; images of 112×448 have as many in 7×28"
+    ):
+        copy.deepcopy(model)(images)
+    model(torch.randn(2, 3, 224, 224))
+    va.remove_(model)
+    assert torch.equal(model(images), before)
+    assert va.insert_(model, names="blocks.0", num_heads=3, example_input=images).blocks[0].size == "7×28"
+    assert torch.equal(model(images), before)
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.pool, self.mix = nn.Conv2d(3, 8, 1), nn.AvgPool2d(8), nn.Conv2d(8, 8, 1)
-        self.second = nn.Conv2d(8, 8, 1, stride=4)
 
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(self.mix(x) + self.pool(x).mean((2, 3), keepdim=True))
-
-
-def test_a_map_that_a_larger_one_follows_is_no_stage():
-    assert va.stage_names(Pooling(), (1, 3, 32, 48)) == ["mix", "second"]
+@pytest.mark.parametrize("layout", ["b c h w", "b h w c"])
+def test_the_user_says_how_a_map_lies_where_its_shape_does_not(layout):
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1)), torch.randn(2, 3, 8, 8)
+    (block,) = va.insert_(model, names="0", layout=layout, num_heads=2, example_input=x).blocks
+    assert (block.layout, block.channels) == (layout, 8)
+    with pytest.raises(va.SiteError, match="no map was found"):
+        va.insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", layout="b (h w) c", example_input=x)
 
 
-def test_a_dictionary_is_changed_in_a_copy():
-    from vision_attn.networks.insertion.maps import change
+def test_a_network_says_the_size_of_its_images():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=2)
+    assert va.insert_(model, names="blocks.0", num_heads=3).blocks[0].input_shape == (1, 3, 96, 96)
 
-    given = {"map": torch.zeros(2), "other": 1}
-    assert torch.equal(change(given, "map", lambda x: x + 1)["map"], torch.ones(2))
-    assert torch.equal(given["map"], torch.zeros(2))
+
+def test_one_bad_entry_of_a_declaration_spoils_no_other():
+    with torch.device("meta"):
+        model, gemma = timm.create_model("resnet18"), timm.create_model("gemma4_vit_167m")
+    model.feature_info[2]["module"] = "nowhere"
+    assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
+    with pytest.raises(va.SiteError, match="declares 'nowhere' as a stage and has no such module"):
+        va.insert_(model, stages=2)
+    assert va.stage_names(gemma, (1, 3, 128, 128)) == [f"encoder.blocks.{index}" for index in range(16)]
+
+
+def test_what_only_features_are_given_of_is_read_by_a_detector():
+    torch.manual_seed(0)
+    backbone = detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None, returned_layers=[4])
+    anchors = detection.rpn.AnchorGenerator(((32,), (64,)), ((1.0,),) * 2)
+    model = detection.FasterRCNN(backbone, 5, min_size=64, max_size=96, rpn_anchor_generator=anchors).eval()
+    images = [torch.rand(3, 48, 64)]
+    (block,) = va.insert_(model, names="backbone.body", example_input=images).blocks
+    assert (block.element, block.read) == ("0", True)
+    with torch.no_grad():
+        before = model(images)[0]["scores"]
+        nn.init.normal_(va.inserted(model)["backbone.body"].attn.proj.weight)
+        assert not torch.equal(model(images)[0]["scores"], before)
+
+
+def test_sites_are_left_out_by_name():
+    with torch.device("meta"):
+        model = torchvision.models.resnet18()
+    report = va.insert_(model, names="layer[34].*", exclude=["layer3.0", "**.1"])
+    assert [block.site for block in report.blocks] == ["layer4.0"]
+    with pytest.raises(va.SiteError, match="exclude: 'layr' matches no module"):
+        va.insert_(model, stages=-1, exclude="layr")
+    with pytest.raises(va.SiteError, match="exclude: every module that was chosen is excluded"):
+        va.insert_(model, stages=2, exclude="layer*")
+
+
+def test_a_blocks_own_error_names_the_site():
+    with pytest.raises(ValueError, match=r"block at 'layer1\.1', for 64 channels: num_heads must divide channels"):
+        va.insert_(torchvision.models.resnet18(), stages=1, num_heads=128, example_input=(1, 3, 64, 64))
 
 
 def test_a_part_that_is_compiled_is_not_compiled_for_a_dry_run_and_takes_blocks():
@@ -633,13 +652,6 @@ def test_a_converted_norm_that_lost_its_block_is_spoken_of():
             ask(converted)
 
 
-def test_autocast_around_the_insertion_does_not_change_the_blocks_type():
-    model = torchvision.models.resnet18()
-    with torch.autocast("cpu", torch.bfloat16):
-        va.insert_(model, names="layer3", example_input=(1, 3, 64, 64))
-    assert va.inserted(model)["layer3.1"].gate.dtype == torch.float32
-
-
 def test_a_warning_that_is_an_error_leaves_the_model_alone():
     model = torchvision.models.resnet18()
     with warnings.catch_warnings():
@@ -649,22 +661,14 @@ def test_a_warning_that_is_an_error_leaves_the_model_alone():
     assert va.inserted(model) == {}
 
 
-def test_a_module_with_two_names_has_the_keys_of_both():
-    class Aliased(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
-            self.c = self.b
+class Always:
+    """Makes the same block each time."""
 
-        def forward(self, x):
-            return self.c(self.a(x))
+    def __init__(self, channels):
+        self.block = va.AttentionBlock2d(channels)
 
-    model = Aliased()
-    keys = set(model.state_dict())
-    assert [block.site for block in va.insert_(model, names="c", num_heads=2, example_input=(1, 3, 6, 8)).blocks] == [
-        "b"
-    ]
-    assert set(model.state_dict()) - inserted_keys(model) == keys
+    def __call__(self, channels, **_):
+        return self.block
 
 
 MISTAKES = {
@@ -675,7 +679,14 @@ MISTAKES = {
     "a number for a name": ({"names": 5}, "names must be a glob"),
     "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be images, their shape .* got 64"),
     "a module": ({"stages": 1, "block": nn.Conv2d(8, 8, 1)}, "block must be a class or a function"),
-    "nothing made": ({"stages": 1, "block": lambda channels, **_: None}, "block must make a module for each site"),
+    "nothing made": (
+        {"stages": 1, "block": lambda channels, **_: None},
+        "make a new module for each site; it made None",
+    ),
+    "one for all": (
+        {"names": "layer3.*", "block": Always(64)},
+        "make a new module for each site; it made AttentionBlock2d",
+    ),
 }
 
 
@@ -684,11 +695,3 @@ def test_mistakes_are_named(case):
     arguments, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
         va.insert_(timm.create_model("resnet20"), **{"example_input": (1, 3, 64, 64), **arguments})
-
-
-def test_one_block_for_two_sites_is_refused():
-    block = va.AttentionBlock2d(256)
-    model = torchvision.models.resnet18()
-    with pytest.raises(ValueError, match="made the same AttentionBlock2d again"):
-        va.insert_(model, lambda channels, **_: block, names="layer3.*", example_input=(1, 3, 64, 64))
-    assert va.inserted(model) == {}

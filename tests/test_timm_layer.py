@@ -14,7 +14,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.blocks import StridedAttention2d
-from vision_attn.networks.insertion.timm_layer import timm_layer
+from vision_attn.networks.insertion import timm_layer
 
 
 @pytest.fixture(autouse=True)

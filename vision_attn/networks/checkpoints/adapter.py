@@ -14,8 +14,15 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.form import Saved, fingerprint
 from vision_attn.networks.checkpoints.load import matching, refuse_without_values
-from vision_attn.networks.insertion import InsertionReport, changeable, inserted, inserted_keys, records, remove_
-from vision_attn.networks.insertion.backbone import plain_network
+from vision_attn.networks.insertion import (
+    InsertionReport,
+    changeable,
+    inserted,
+    inserted_keys,
+    plain_network,
+    records,
+    remove_,
+)
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escaped, shorten
 

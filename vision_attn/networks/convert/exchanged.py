@@ -26,7 +26,7 @@ from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, 
 from vision_attn.networks.convert.layer import LAYERS, OWN, Layer
 from vision_attn.networks.convert.refusal import HOOKS, path_of
 from vision_attn.networks.insertion.attach import exchange
-from vision_attn.networks.insertion.maps import token_grid
+from vision_attn.networks.insertion.record import token_grid
 
 __all__ = [
     "Exchange",

@@ -29,7 +29,7 @@ from vision_attn.networks.convert.proof import difference
 from vision_attn.networks.convert.refusal import path_of
 from vision_attn.networks.convert.timing import SLOWEST, times_of
 from vision_attn.networks.insertion.attach import exchange
-from vision_attn.networks.insertion.backbone import all_or_nothing, changeable, modules_around
+from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
 
@@ -108,7 +108,6 @@ class SwapReport(Report):
         return [*found, *self.notes]
 
 
-@all_or_nothing
 def swap_(
     model: nn.Module,
     *,
@@ -205,7 +204,6 @@ def swap_(
     return SwapReport(tuple(lines), "would be exchanged" if dry_run else "exchanged", tuple(notes))
 
 
-@all_or_nothing
 def swap_back_(model: nn.Module) -> SwapReport:
     """Undo :func:`swap_`: every module is the object that it was before, in the mode, type and place that it has now.
 

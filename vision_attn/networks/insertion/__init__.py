@@ -11,20 +11,11 @@ from vision_attn.networks.insertion.attach import (
     replaced,
 )
 from vision_attn.networks.insertion.backbone import changeable, plain_network, quiet_eval
-from vision_attn.networks.insertion.freezing import (
-    freeze_backbone_,
-    freeze_gates_,
-    gates,
-    print_trainable_parameters,
-    set_gates_,
-)
-from vision_attn.networks.insertion.insert import insert_, remove_, replace_
-from vision_attn.networks.insertion.maps import CHILD
-from vision_attn.networks.insertion.parameter_groups import check_optimizer, parameter_groups
-from vision_attn.networks.insertion.report import InsertedBlock, InsertionReport, count_multiply_adds
+from vision_attn.networks.insertion.declared import stage_names
+from vision_attn.networks.insertion.finetuning import freeze_backbone_, gates, parameter_groups, set_gates_
+from vision_attn.networks.insertion.insert import insert_, remove_, replace_, timm_layer
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, count_multiply_adds
 from vision_attn.networks.insertion.sites import parse_sites
-from vision_attn.networks.insertion.stages import stage_names
-from vision_attn.networks.insertion.timm_layer import timm_layer
 
 __all__ = [
     "CHILD",
@@ -34,10 +25,8 @@ __all__ = [
     "SiteError",
     "attach_records_",
     "changeable",
-    "check_optimizer",
     "count_multiply_adds",
     "freeze_backbone_",
-    "freeze_gates_",
     "gates",
     "insert_",
     "inserted",
@@ -46,7 +35,6 @@ __all__ = [
     "parameter_groups",
     "parse_sites",
     "plain_network",
-    "print_trainable_parameters",
     "quiet_eval",
     "records",
     "remove_",

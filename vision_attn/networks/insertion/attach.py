@@ -8,18 +8,21 @@ and keeps it. Where it goes, a block says in its record: :func:`attach` and :fun
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import Example, modules_around, plain_network, run_quietly
-from vision_attn.networks.insertion.maps import CHILD, Map, change, of_map, prefix_of, to_map
-from vision_attn.networks.insertion.report import InsertedBlock
+from vision_attn.networks.insertion.backbone import modules_around, plain_network
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, change, of_map, prefix_of, to_map, token_grid
+
+#: Modules that hold others and may loop over them.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
 RECORD = "insertion"
@@ -29,6 +32,9 @@ HELD = "inserted_at"
 
 #: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
 REPLACED = "replaced"
+
+#: What to do where tokens are of another grid.
+REMEDY = "insert it with example_input of the size that is used"
 
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
@@ -54,18 +60,31 @@ def block_at(module: nn.Module) -> nn.Module:
 def run_block(block: nn.Module, value: Any) -> Any:
     """The same value with the block applied to the map in it."""
     record: Any = block.insertion
-    layout, size, prefix = record.layout, record.map_size, prefix_of(record.layout)
+    layout, size = record.layout, record.map_size
 
     def run_on(x: Tensor) -> Tensor:
-        if "(" in layout and x.shape[1] != prefix + product(size):
-            raise ValueError(
-                f"the block at {record.site!r} was inserted for a grid of {record.size} tokens and {prefix} others; "
-                f"got {x.shape[1]} tokens: insert it with example_input of the size that is used"
-            )
+        if "(" in layout and x.shape[1] != prefix_of(layout) + record.tokens:
+            expected = f"a grid of {record.size} tokens and {prefix_of(layout)} others; got {x.shape[1]} tokens"
+            raise ValueError(f"the block at {record.site!r} was inserted for {expected}: {REMEDY}")
         y: Tensor = of_map(x, block(to_map(x, layout, size)), layout)
         return y
 
     return change(value, record.element, run_on)
+
+
+def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], record: InsertedBlock) -> None:
+    """Refuse images whose tokens are as many as a block expects, and another grid: 448×112 pixels for 224×224."""
+    values = (*args, *kwargs.values())
+    sizes = (x.shape[2:] for x in values if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
+    size = tuple(next(sizes, ()))
+    if len(size) != 2 or size == record.input_shape[2:]:
+        return
+    grid = token_grid(record.tokens, *size)
+    if grid not in (None, record.map_size):
+        got = f"images of {size[0]}×{size[1]} have as many tokens in a grid of {grid[0]}×{grid[1]}"
+        raise ValueError(
+            f"the block at {record.site!r} was inserted for a grid of {record.size} tokens; {got}: {REMEDY}"
+        )
 
 
 def is_site(module: nn.Module) -> bool:
@@ -74,63 +93,25 @@ def is_site(module: nn.Module) -> bool:
     return REPLACED in vars(module) or run_after in hooks or run_before in hooks
 
 
-class Probe(nn.Module):
-    """Counts its calls: a child that nobody knows of is called only by a module that loops over its children."""
+def holder(model: nn.Module, target: str, inside: bool = False) -> str:
+    """The path from a target to where its block is held.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        self.calls += 1
-        return args[0] if args else None
-
-
-def with_holders(model: nn.Module, maps: Sequence[Map], example: Example) -> list[Map]:
-    """The same maps, each with the place inside its target where a block can be held.
-
-    That is a child of the target, unless the target loops over its children and would run the block as one of them, as
-    a dense block does. Then it is a child of the first module inside it that does not.
+    That is a child of the target, unless the target is a container, which would run the block as one of its row, or has
+    an attribute of that name, or is seen to mind its children (``inside``). Then it is a child of the first module
+    inside it that is no container.
     """
-    if disturbs(model, [f"{one.target}.{CHILD}" for one in maps], example):
-        return [replace(one, held=place_inside(model, one.target, example)) for one in maps]
-    return list(maps)
-
-
-def place_inside(model: nn.Module, target: str, example: Example) -> str:
-    """The path from a target to where its block can be."""
     module = model.get_submodule(target)
-    paths = [CHILD]
+    paths = [] if inside or isinstance(module, CONTAINERS) else [CHILD]
     for name, inner in module.named_modules():
         # What replaced a module goes when that module comes back, and its parts with it.
         temporary = any(REPLACED in vars(module.get_submodule(part)) for part in (*modules_around(name), name))
-        if name and not temporary and not isinstance(inner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        if name and not temporary and not isinstance(inner, CONTAINERS):
             paths.append(f"{name}.{CHILD}_{target.replace('.', '_')}")
-    for path in paths:
-        if not disturbs(model, [f"{target}.{path}"], example):
+    for path in paths or [CHILD]:
+        owner, _, child = path.rpartition(".")
+        if not hasattr(module.get_submodule(owner), child):
             return path
-    raise SiteError(
-        f"{target!r} takes no child, since it loops over or counts those it has, or calls something of its own "
-        f"{CHILD!r}: choose another module"
-    )
-
-
-def disturbs(model: nn.Module, paths: Iterable[str], example: Example) -> bool:
-    """Whether the model calls modules at these paths that it does not know, fails with them, or has its own."""
-    probe = Probe()
-    places = [(model.get_submodule(owner), child) for owner, _, child in (path.rpartition(".") for path in paths)]
-    if any(hasattr(owner, child) for owner, child in places):
-        return True
-    try:
-        for owner, child in places:
-            owner.add_module(child, probe)
-        run_quietly(model, example)
-    except SiteError:
-        return True
-    finally:
-        for owner, child in places:
-            owner._modules.pop(child, None)
-    return probe.calls > 0
+    raise SiteError(f"{target!r} takes no child, since it has attributes called {CHILD!r}: choose another module")
 
 
 def attach(model: nn.Module, block: nn.Module) -> None:
@@ -149,6 +130,8 @@ def attach(model: nn.Module, block: nn.Module) -> None:
         target.register_forward_pre_hook(run_before, with_kwargs=True)
     else:
         target.register_forward_hook(run_after)
+    if "(" in record.layout:
+        model.register_forward_pre_hook(partial(check_grid, record=record), with_kwargs=True)
 
 
 def attach_records_(
@@ -177,37 +160,38 @@ def attach_records_(
     """
     # What replaces a module comes first: no block is held by a module that goes.
     wanted = sorted(wanted, key=lambda record: record.at != "instead")
-    attached: list[nn.Module] = []
+    with attached(model, (block_of(model, record, makers[record.block]) for record in wanted)):
+        return tuple(wanted)
+
+
+@contextmanager
+def attached(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Attach blocks, and detach them all where that, or what is done in the ``with`` block, fails."""
+    done: list[nn.Module] = []
     try:
-        for record in wanted:
-            check_place(model, record)
-            block = block_of(model, record, makers[record.block])
+        for block in blocks:
             attach(model, block)
-            attached.append(block)
+            done.append(block)
+        forget_compiled_graphs()
+        yield
     except BaseException:
-        for block in reversed(attached):
+        for block in reversed(done):
             detach(model, vars(block)[RECORD].site, block)
+        forget_compiled_graphs()
         raise
-    forget_compiled_graphs()
-    return tuple(wanted)
-
-
-def check_place(model: nn.Module, record: InsertedBlock) -> None:
-    """Refuse a record that does not fit the model."""
-    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
-    try:
-        target, holder = model.get_submodule(record.site), model.get_submodule(owner)
-    except AttributeError as error:
-        raise SiteError(f"{record.site!r}: the model has no place for a block there ({error})") from error
-    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
-        raise SiteError(f"{record.site!r}: there is no block {record.at!r} a module as its child {child!r}")
-    if is_site(target) or (record.at != "instead" and hasattr(holder, child)):
-        raise SiteError(f"{record.site!r} has an inserted block already: remove_ it first")
 
 
 def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module]) -> nn.Module:
-    """A new block with a record; its device, type and mode are those of the module at its site."""
-    target = model.get_submodule(record.site)
+    """A new block with a record that fits the model; its device, type and mode are those of the module at its site."""
+    site, (owner, _, child) = record.site, f"{record.site}.{record.held}".rpartition(".")
+    try:
+        target, holder = model.get_submodule(site), model.get_submodule(owner)
+    except AttributeError as error:
+        raise SiteError(f"{site!r}: the model has no place for a block there ({error})") from error
+    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
+        raise SiteError(f"{site!r}: no block can be {record.at!r} a module as its child {child!r}")
+    if is_site(target) or (record.at != "instead" and hasattr(holder, child)):
+        raise SiteError(f"{site!r} has an inserted block already: remove_ it first")
     floats = (p for module in (target, model) for p in module.parameters() if p.is_floating_point())
     like = next(floats, torch.empty(0))
     own = replacement_options(target) if record.at == "instead" else {}
@@ -227,7 +211,8 @@ def detach(model: nn.Module, site: str, block: nn.Module) -> None:
 
     The block keeps its record, which says where it was.
     """
-    vars(block)[RECORD] = replace(vars(block)[RECORD], site=site)
+    record = vars(block)[RECORD]
+    vars(block)[RECORD] = replace(record, site=site)
     if REPLACED in vars(block):
         old: nn.Module = vars(block).pop(REPLACED)
         as_now(old, block)
@@ -236,11 +221,18 @@ def detach(model: nn.Module, site: str, block: nn.Module) -> None:
     target = model.get_submodule(site)
     owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
     del model.get_submodule(owner)._modules[child]
+    drop_hooks(target, lambda hook: hook in (run_after, run_before))
+    for module in model.modules():
+        drop_hooks(module, lambda hook: getattr(hook, "keywords", {}).get("record") == record)
+
+
+def drop_hooks(module: nn.Module, is_ours: Callable[[Callable[..., Any]], bool]) -> None:
+    """Remove the hooks that are ours; those of others stay."""
     for hooks, with_kwargs in (
-        (target._forward_hooks, target._forward_hooks_with_kwargs),
-        (target._forward_pre_hooks, target._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
     ):
-        for key in [key for key, hook in hooks.items() if hook in (run_after, run_before)]:
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
             del hooks[key]
             with_kwargs.pop(key, None)
 
@@ -287,10 +279,8 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     run = set(map(id, blocks.values()))
     for name, module in modules:
         if RECORD in vars(module) and id(module) not in run:
-            raise SiteError(
-                f"the block {name!r} is no longer run: what it was inserted at was converted into another module, as "
-                "by convert_sync_batchnorm. Convert first, then insert, and load the blocks' weights there"
-            )
+            why = "what it was inserted at was converted into another module, as by convert_sync_batchnorm"
+            raise SiteError(f"the block {name!r} is no longer run: {why}. Convert first, insert then")
     return blocks
 
 

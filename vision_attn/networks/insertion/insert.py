@@ -1,8 +1,7 @@
-"""Blocks into a backbone that is there already, by :func:`insert_` and :func:`replace_`, and out again.
+"""Blocks into a network that is there already, by :func:`insert_` and :func:`replace_`, and out again.
 
-A block that is inserted begins as the identity and renames no module of the model, so that checkpoints of the model fit
-before and after; one that replaces a module changes what the network computes. Nothing is changed before all that can
-fail has gone well.
+What the network declares, one dry run, sites, blocks; then the blocks are attached, the network runs once more, and if
+its output is not the same bits they are detached again. For timm's hooks, :func:`timm_layer` makes blocks.
 """
 
 from __future__ import annotations
@@ -10,42 +9,47 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d, StridedAttention2d
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     RECORD,
-    attach,
+    attached,
     detach,
     forget_compiled_graphs,
+    holder,
     inserted,
     records,
     replacement_options,
-    with_holders,
 )
-from vision_attn.networks.insertion.backbone import all_or_nothing, changeable, example_of, run_quietly, shown
-from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.maps import Map
-from vision_attn.networks.insertion.report import InsertionReport, describe
+from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly, shown
+from vision_attn.networks.insertion.declared import DryRun, Map, leaves
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
 
+#: What makes a block.
+Maker = Callable[..., nn.Module]
+
 #: The default block, by how many axes a map has.
-ATTENTION_BLOCKS: dict[int, Callable[..., nn.Module]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
+ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 
-@all_or_nothing
 def insert_(
     model: nn.Module,
-    block: Callable[..., nn.Module] | None = None,
+    block: Maker | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
+    exclude: Names | Iterable[Names] | None = None,
     at: str = "after",
+    layout: str | None = None,
     example_input: Any = None,
     **block_options: Any,
 ) -> InsertionReport:
@@ -68,11 +72,14 @@ def insert_(
         names: globs on module paths, case-sensitive: ``"layer3.*"`` is every child of ``layer3``, ``"**.conv2"`` every
             ``conv2`` at any depth; or compiled regular expressions that match whole paths.
         where: a function of path and module that is true at a site.
+        exclude: globs or expressions like ``names``, for sites that are left out.
         at: ``"after"`` a site, ``"before"`` it, or in the ``"branch"`` of a residual block, before its addition.
+        layout: how the maps lie in their tensors, where the shapes do not tell: ``"b c h w"``, ``"b h w c"``,
+            ``"b (h w) c"``, or ``"b (1 + h w) c"`` after one class token.
         example_input: what the model's forward takes, for the dry run that finds the maps: a batch of images or its
             shape, a list of images ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments, in which
-            the tensors with the most axes are the images. By default one image of the size that timm's
-            ``pretrained_cfg`` names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
+            the tensors with the most axes are the images. By default one image of the size that the
+            model names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
         **block_options: handed to ``block``. Without ``num_heads`` a block has 8 heads or, where 8 do not divide the
             channels, the largest number below that does; the report says which.
 
@@ -91,21 +98,28 @@ def insert_(
     """
     check_maker(block)
     model = changeable(model)
-    run = DryRun(model, example_of(model, example_input))
-    targets = targets_of(run, select_sites(run, stages=stages, names=names, where=where), at)
+    run = DryRun(model, example_of(model, example_input), layout)
+    sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     side = "before" if at == "before" else "after"
-    maps = with_holders(model, run.the_maps(targets, side), run.example)
-    return put_in(model, [new_block(run, block, one, side, block_options) for one in maps], "inserted")
+    maps = run.the_maps(targets_of(run, sites, at), side)
+    blocks = [new_block(run, block, one, side, block_options, held=holder(model, one.target)) for one in maps]
+    report = reported(blocks, "inserted")
+    try:
+        attach_unseen(run, blocks)
+    except SiteError:
+        hold_inside(model, blocks)
+        attach_unseen(run, blocks)
+    return report
 
 
-@all_or_nothing
 def replace_(
     model: nn.Module,
-    block: Callable[..., nn.Module] | None = None,
+    block: Maker | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
+    exclude: Names | Iterable[Names] | None = None,
     example_input: Any = None,
     **block_options: Any,
 ) -> InsertionReport:
@@ -125,6 +139,7 @@ def replace_(
         stages: as in :func:`insert_`.
         names: as in :func:`insert_`: ``"layer4.*.conv2"`` are the 3×3 convolutions of a ResNet-50's last stage.
         where: as in :func:`insert_`.
+        exclude: as in :func:`insert_`.
         example_input: as in :func:`insert_`.
         **block_options: handed to the block.
 
@@ -140,42 +155,40 @@ def replace_(
 
     >>> from torchvision.models import resnet50
     >>> report = replace_(resnet50(), names="layer4.*.conv2", num_heads=4)
-    >>> [(block.site, block.height) for block in report.blocks]
-    [('layer4.0.conv2', 14), ('layer4.1.conv2', 7), ('layer4.2.conv2', 7)]
+    >>> [(block.site, block.size) for block in report.blocks]
+    [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
     check_maker(block)
     model = changeable(model)
     run = DryRun(model, example_of(model, example_input))
-    sites = select_sites(run, stages=stages, names=names, where=where)
+    sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     blocks: list[nn.Module] = []
     for site in sites:
         old = model.get_submodule(site)
         check_replaceable(site, old, sites)
         taken, given = maps_around(run, site)
-        make, own, options = block, {}, block_options
-        if isinstance(old, nn.Conv2d):
-            own = replacement_options(old)
-            if block is None:
-                make = StridedAttention2d
-                options = {"groups": old.groups, **options} if old.groups > 1 else options
-        elif taken.shape != given.shape:
+        make, options = block, dict(block_options)
+        if isinstance(old, nn.Conv2d) and block is None:
+            make = StridedAttention2d
+            options = {"groups": old.groups, **options} if old.groups > 1 else options
+        elif not isinstance(old, nn.Conv2d) and taken.shape != given.shape:
             raise SiteError(
                 f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
                 "and modules that return a map of the shape they take"
             )
-        blocks.append(new_block(run, make, taken, "instead", options, given, own))
-    report = put_in(model, blocks, "put in place")
-    called: set[str] = set()
-    run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
-    if idle := [site for site in sites if site not in called]:
-        raise SiteError(
-            f"{', '.join(map(repr, idle))} would be replaced and never called: the network keeps its modules in a "
-            "list of its own beside its children. Choose others, or put them into an nn.ModuleList"
-        )
+        blocks.append(new_block(run, make, taken, "instead", options, given, replacement_options(old)))
+    report = reported(blocks, "put in place")
+    with attached(model, blocks):
+        called: set[str] = set()
+        run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
+        if idle := [repr(site) for site in sites if site not in called]:
+            raise SiteError(
+                f"{', '.join(idle)} would be replaced and never called: the network keeps its modules in a list of its "
+                "own beside its children. Choose others, or put them into an nn.ModuleList"
+            )
     return report
 
 
-@all_or_nothing
 def remove_(model: nn.Module) -> InsertionReport:
     """Take out every block that was inserted, and put back what was replaced: the model as it was, object for object.
 
@@ -217,29 +230,35 @@ def check_maker(block: object) -> None:
 
 def new_block(
     run: DryRun,
-    block: Callable[..., nn.Module] | None,
+    block: Maker | None,
     one: Map,
     at: str,
     asked: Mapping[str, Any],
     given: Map | None = None,
     own: Mapping[str, Any] | None = None,
+    held: str = CHILD,
 ) -> nn.Module:
     """A block for a map with its record; refused where it is no new one, or does not fit."""
-    make = ATTENTION_BLOCKS[len(one.shape) - 2] if block is None else block
+    make = ATTENTION_BLOCKS[len(one.size)] if block is None else block
     fitted = {} if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() else heads(make, one)
     options = {**fitted, **asked}
-    new: object = make(one.shape[1], device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
-    if not isinstance(new, nn.Module):
-        raise ValueError(f"block must make a module for each site; it made a {type(new).__name__}")
-    if RECORD in vars(new):
-        raise ValueError(f"block must make a new module for each site; it made the same {type(new).__name__} again")
+    channels = one.shape[1]
+    try:
+        new: object = make(channels, device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"the block at {one.target!r}, for {channels} channels: {error}") from error
+    if not isinstance(new, nn.Module) or RECORD in vars(new):
+        raise ValueError(f"block must make a new module for each site; it made {shown(new)[:60]}")
     new.train(run.model.get_submodule(one.target).training)
-    record = describe(new, one, at, options, run.example.shape, given)
-    vars(new)[RECORD] = replace(record, fitted_heads=bool(fitted))
+    costs = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
+    name, images, element = type(new).__name__, run.example.shape, one.element if given is None else None
+    record = InsertedBlock(one.target, at, name, options, channels, one.size, *costs, images, one.layout, element)
+    vars(new)[RECORD] = replace(record, held=held, fitted_heads=bool(fitted), read=one.read)
     return new
 
 
-def heads(make: Callable[..., nn.Module], one: Map) -> dict[str, int]:
+def heads(make: Maker, one: Map) -> dict[str, int]:
     """The heads of a block that is asked for none, where as many as it has by itself do not divide the channels."""
     usual = getattr(inspect.signature(make).parameters.get("num_heads"), "default", None)
     if not isinstance(usual, int) or one.shape[1] % usual == 0:
@@ -260,30 +279,148 @@ def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
     """Refuse what holds a block, has other sites inside of it, or is a convolution that strides unevenly."""
     if any(RECORD in vars(module) for module in old.modules()):
         raise SiteError(f"{site!r} holds an inserted block or is one: take it out with remove_ first")
-    inner = next((other for other in sites if other.startswith(f"{site}.")), None)
-    if inner is not None:
-        raise SiteError(f"{inner!r} lies inside of {site!r}: replace one of the two")
+    if inner := [other for other in sites if other.startswith(f"{site}.")]:
+        raise SiteError(f"{inner[0]!r} lies inside of {site!r}: replace one of the two")
     if isinstance(old, nn.Conv2d) and len(set(old.stride)) > 1:
         raise SiteError(f"{site!r} has the stride {old.stride}: replace_ takes convolutions with one for both axes")
 
 
 def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
     """The one map that a module takes, and the one that it makes of it."""
-    taken, given = run.the_map(site, "before"), run.the_map(site, "after")
-    if taken.element != 0 or given.element is not None or not taken.layout.is_first or not given.layout.is_first:
-        raise SiteError(
-            f"{site!r} does not make one map (batch, channels, height, width) of another, its only argument: "
-            "choose a module that does"
-        )
+    (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
+    if taken.element != 0 or given.element is not None or not all(m.layout.startswith("b c") for m in (taken, given)):
+        raise SiteError(f"{site!r} does not make one map (b, c, h, w) of another: choose a module that does")
     return taken, given
 
 
-def put_in(model: nn.Module, blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
-    """Put new blocks in; the report's warnings come before anything is changed, as they may have been made errors."""
+def reported(blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
+    """The report on new blocks; its warnings come before anything is changed, as they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
     for line in report.warnings:
-        warnings.warn(line.removeprefix("warning: "), stacklevel=4)
-    for block in blocks:
-        attach(model, block)
-    forget_compiled_graphs()
+        warnings.warn(line.removeprefix("warning: "), stacklevel=3)
     return report
+
+
+def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
+    """Attach blocks if the network gives the same bits with each of them standing still, and called once."""
+    calls: list[nn.Module] = []
+
+    def stand_still(block: nn.Module, x: Tensor) -> Tensor:
+        calls.append(block)
+        return x
+
+    with attached(run.model, blocks):
+        try:
+            for block in blocks:
+                vars(block)["forward"] = partial(stand_still, block)
+            output = run_quietly(run.model, run.example)
+            wrong = [block for block in blocks if calls.count(block) != 1]
+            # A network that gives other numbers each time cannot be compared.
+            same = same_bits(run.output, output) or not same_bits(output, run_quietly(run.model, run.example))
+        except SiteError:
+            wrong, same = list(blocks), False
+        finally:
+            for block in blocks:
+                vars(block).pop("forward", None)
+        if wrong or not same:
+            sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
+            raise SiteError(
+                f"{sites} takes no child, since it loops over or counts those it has: choose another module"
+            )
+
+
+def hold_inside(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Let modules inside their targets hold blocks: the targets mind how many children they have."""
+    for block in blocks:
+        record: InsertedBlock = vars(block)[RECORD]
+        vars(block)[RECORD] = replace(record, held=holder(model, record.site, inside=True))
+
+
+def same_bits(one: object, other: object) -> bool:
+    """Whether two outputs are the same numbers, NaN included; tensors without values are compared by their shapes."""
+    ours, theirs = list(leaves(one)), list(leaves(other))
+    return len(ours) == len(theirs) and all(
+        x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+# --- blocks for timm's hooks -----------------------------------------------------------------------------------------
+
+#: What timm tells a layer of the bottleneck of channels in squeeze-and-excitation: how narrow it is, its activation.
+#: Attention has no such bottleneck: these are for nobody.
+OF_A_BOTTLENECK = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
+
+
+@dataclass(frozen=True)
+class TimmLayer:
+    """What :func:`timm_layer` returns: called as timm calls its layers, it makes the block."""
+
+    #: class or function that makes the block
+    block: Maker
+    #: further arguments of it
+    options: Mapping[str, Any] = field(hash=False)
+
+    def __call__(
+        self,
+        channels: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **words: Any,
+    ) -> nn.Module:
+        """Make the block."""
+        if channels == 8 and words == {"rd_ratio": 1.0}:
+            # So timm's EfficientNets ask whether a layer takes rd_ratio. The answer spares a block of 8 channels, which
+            # not every number of heads divides.
+            raise TypeError("rd_ratio is for layers with a bottleneck of channels: attention has none")
+        words = {name: value for name, value in words.items() if name not in OF_A_BOTTLENECK}
+        known = inspect.signature(self.block).parameters
+        if "feat_size" not in known:
+            words.pop("feat_size", None)  # a block without tables is for maps of any size
+        if "stride" not in known:
+            stride = words.pop("stride", 1)
+            if stride != 1:
+                raise ValueError(
+                    f"stride must be 1 for {name_of(self.block)}, which gives maps of the size it takes; got "
+                    f"{stride}: where timm's layer strides use timm_layer(StridedAttention2d, …)"
+                )
+        return self.block(channels, device=device, dtype=dtype, **self.options, **words)
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"timm_layer({name_of(self.block)}{options})"
+
+
+def timm_layer(block: Maker | None = None, **options: Any) -> TimmLayer:
+    """A block as a layer that timm's networks are made with, where they take a class of their own attention.
+
+    ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
+    residual block, before the addition. The default block begins as the identity: the network then computes what it
+    does without such a layer. ``self_attn_layer`` of timm's BoTNets stands in for a convolution, stride and all, and
+    takes ``timm_layer(StridedAttention2d)``.
+
+    Args:
+        block: class or function called as ``block(channels, device=…, dtype=…, **options)``, with ``stride`` and
+            ``feat_size`` too where it has such arguments and timm gives them; :class:`vision_attn.AttentionBlock2d`
+            when None.
+        **options: handed to ``block``.
+
+    Returns:
+        A callable that prints as code, and can be copied and pickled where ``block`` can.
+
+    Raises:
+        ValueError: ``block`` is no class or function.
+
+    >>> layer = timm_layer(num_heads=4)
+    >>> layer
+    timm_layer(AttentionBlock2d, num_heads=4)
+    >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
+    torch.Size([2, 64, 7, 7])
+    """
+    check_maker(block)
+    return TimmLayer(AttentionBlock2d if block is None else block, options)
+
+
+def name_of(block: Maker) -> str:
+    return getattr(block, "__qualname__", repr(block))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_map_only
 
 from vision_attn.checks import as_list, check_type
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import inserted, is_site
-from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, run_quietly, shown
-from vision_attn.networks.insertion.dry_run import DryRun, leaves
-from vision_attn.networks.insertion.stages import stages_of
+from vision_attn.networks.insertion.backbone import end_of_sequential, run_quietly, shown
+from vision_attn.networks.insertion.declared import DryRun, leaves, stages_of
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
@@ -45,8 +45,9 @@ def select_sites(
     stages: int | str | Iterable[int | str] | None,
     names: Names | Iterable[Names] | None,
     where: Callable[[str, nn.Module], bool] | None,
+    exclude: Names | Iterable[Names] | None = None,
 ) -> list[str]:
-    """The paths of the modules that are chosen by stage, by name or by a function."""
+    """The paths of the modules that are chosen by stage, by name or by a function, and not excluded."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
     check_type("where", len if where is None else where, Callable, "a function of path and module")
@@ -64,6 +65,13 @@ def select_sites(
         chosen = [name for name, module in modules.items() if where is not None and where(name, module)]
         if not chosen:
             raise SiteError("where is true for no module of the model: see model.named_modules()")
+    if exclude is not None:
+        excluded = set(match_names(modules, several("exclude", exclude, (str, re.Pattern)), "exclude"))
+        chosen = [name for name in chosen if name not in excluded]
+        if not chosen:
+            raise SiteError("exclude: every module that was chosen is excluded")
+    if unknown := [name for name in chosen if name not in modules]:
+        raise SiteError(f"stages: the model declares {unknown[0]!r} as a stage and has no such module: use names=")
     # A module that has several names goes by its first.
     first = {id(module): name for name, module in run.model.named_modules()}
     return list(dict.fromkeys(first[id(modules[name])] for name in chosen))
@@ -71,9 +79,8 @@ def select_sites(
 
 def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """One or several of some kinds, as a list."""
-    items = (
-        [given] if isinstance(given, kinds) or not isinstance(given, Iterable) else as_list(argument, given, "several")
-    )
+    alone = isinstance(given, kinds) or not isinstance(given, Iterable)
+    items = [given] if alone else as_list(argument, given, "several")
     if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
         what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
         raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
@@ -84,9 +91,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """The paths of the stages that are wanted."""
     available = stages_of(run)
     if not available:
-        raise SiteError(
-            f"stages: none were found in {type(run.model).__name__}: choose sites with names=, globs on module paths"
-        )
+        raise SiteError(f"stages: none were found in {type(run.model).__name__}: choose sites with names=")
     by_word: dict[int | str, str] = {}
     for index, name in enumerate(available):
         by_word |= {name: name, index: name, index - len(available): name}
@@ -97,7 +102,7 @@ def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     return [by_word[stage] for stage in wanted]
 
 
-def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> list[str]:
+def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names], argument: str = "names") -> list[str]:
     """The paths of the modules that patterns match, in the order of the patterns."""
     chosen = []
     for pattern in dict.fromkeys(patterns):
@@ -109,7 +114,7 @@ def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names]) -> lis
         if not found:
             top = [name for name in modules if "." not in name]
             raise SiteError(
-                f"names: {shown!r} matches no module; at the top the model has {', '.join(map(repr, top[:12]))}"
+                f"{argument}: {shown!r} matches no module; at the top the model has {', '.join(map(repr, top[:12]))}"
                 f"{', …' if len(top) > 12 else ''}; {len(modules)} modules in all: model.named_modules()"
             )
         chosen += found
@@ -133,91 +138,62 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
         raise ValueError(f"at must be one of {', '.join(map(repr, PLACES))}; got {at!r}")
     targets = [end_of_sequential(run.model, site, 0 if at == "before" else -1) for site in sites]
     if at == "branch":
-        for target in targets:
-            run.check_called_once(target)
-        targets = [end_of_sequential(run.model, branch_end(run.model, target, run.example)) for target in targets]
+        targets = [end_of_sequential(run.model, end) for end in branch_ends(run, targets)]
     for target in targets:
         if is_site(run.model.get_submodule(target)):
-            raise SiteError(
-                f"{target!r} has an inserted block already, or is one: choose another site, take the block out with "
-                "remove_, or make it with other options"
-            )
-    return list(dict.fromkeys(targets))
+            raise SiteError(f"{target!r} has an inserted block already, or is one: remove_ it, or choose another site")
+    # A module that has several names goes by its first.
+    first = {id(module): name for name, module in run.model.named_modules()}
+    return list(dict.fromkeys(first[id(run.model.get_submodule(target))] for target in targets))
 
 
-# --- the end of a residual branch: the module after which a block's output still goes through the addition -----------
-
-ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__)
+# --- the end of a residual branch: the module whose output is added to the shortcut ----------------------------------
 
 
-def branch_end(model: nn.Module, site: str, example: Example) -> str:
-    """The module in a residual block whose output is the branch that is added to the shortcut.
-
-    Of the last two maps that the block adds, the branch is the one that more operations led to.
-    """
-    following = Following()
-
-    def once_more(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
-        with following:
-            module.forward(*args, **kwargs)
-
-    names = [name for name, _ in model.get_submodule(site).named_modules(prefix=site) if name != site]
-    run_quietly(model, example, {name: following.returns(name) for name in names} | {site: once_more})
-    if following.last is None:
-        raise SiteError(
-            f"{site!r} adds no two maps, so it has no residual branch: choose a residual block, or at='after'"
-        )
-    one, other = following.last
-    branch = max(one, other, key=lambda step: step.depth)
-    if one.depth == other.depth or branch.module is None:
-        raise SiteError(
-            f"{site!r} adds two maps, and it cannot be told which is the branch, or what module gives it: choose a "
-            "module inside of the branch by names=, with at='after'"
-        )
-    return branch.module
+def branch_ends(run: DryRun, sites: Iterable[str]) -> list[str]:
+    """The modules in residual blocks that give the branches, which are added to the shortcuts."""
+    ends: list[str] = []
+    for site in sites:
+        run.check_called_once(site)
+        run_quietly(run.model, run.example, {site: lambda *call, site=site: ends.append(branch_end(site, *call))})
+    return ends
 
 
-@dataclass
-class Origin:
-    """How a tensor came about."""
+def branch_end(site: str, block: nn.Module, args: Any, kwargs: Any, output: object) -> str:
+    """Of the last two maps that a block adds, the branch is the one that more operations led to."""
+    names: dict[Node | None, str] = {}
 
-    #: the tensor itself, kept so that its identity is not given to another
-    tensor: Tensor
-    #: the longest row of operations that led to it from what the block was given
-    depth: int
-    #: the module that returned it as it is
-    module: str | None = None
-
-
-class Following(TorchFunctionMode):
-    """Follows the tensors of one block through its operations to the last addition of two maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.origins: dict[int, Origin] = {}
-        self.last: tuple[Origin, Origin] | None = None
-
-    def origin(self, tensor: Tensor) -> Origin:
-        return self.origins.setdefault(id(tensor), Origin(tensor, 0))
-
-    def returns(self, name: str) -> Hook:
-        def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                self.origin(output).module = name
+                names[output.grad_fn] = name
 
         return hook
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        taken = [self.origin(tensor) for tensor in leaves((*args, *kwargs.values()))]
-        if func in ADDITIONS and len(taken) == 2:
-            one, other = taken
-            if one.tensor.shape == other.tensor.shape and one.tensor.dim() >= 3:
-                self.last = replace(one), replace(other)
-        output = func(*args, **kwargs)
-        if isinstance(output, Tensor):
-            # In place or not, this is no longer what a module returned.
-            self.origins[id(output)] = Origin(output, 1 + max((origin.depth for origin in taken), default=0))
-        return output
+    with torch.enable_grad(), ExitStack() as stack:
+        for name, module in block.named_modules(prefix=site):
+            if module is not block:
+                stack.callback(module.register_forward_hook(note(name)).remove)
+        args, kwargs = tree_map_only(Tensor, differentiable, (args, kwargs))
+        found = next(leaves(block.forward(*args, **kwargs))).grad_fn
+    while found is not None and found.name() != "AddBackward0":
+        found = max((node for node, _ in found.next_functions), key=depth, default=None)
+    if found is None:
+        raise SiteError(f"{site!r} adds no two maps, so it has no residual branch: choose a residual block")
+    one, other = sorted((node for node, _ in found.next_functions), key=depth)
+    if depth(one) == depth(other) or other not in names:
+        raise SiteError(f"{site!r} adds two maps, and it cannot be told which is the branch: choose a module in it")
+    return names[other]
+
+
+def differentiable(x: Tensor) -> Tensor:
+    """The same values, from which gradients are followed; not a leaf, as a block may change it in place."""
+    return x.detach().requires_grad_() * 1 if x.is_floating_point() else x
+
+
+def depth(node: Node | None, known: dict[Node, int] | None = None) -> int:
+    """The longest row of operations that led to a tensor."""
+    known = {} if known is None else known
+    if node is not None and node not in known:
+        known[node] = 1 + max((depth(before, known) for before, _ in node.next_functions), default=0)
+    return 0 if node is None else known[node]

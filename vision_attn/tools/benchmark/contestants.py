@@ -30,7 +30,7 @@ from vision_attn.networks.convert import (
 )
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.inspection.inspect import network_of
+from vision_attn.networks.inspection import network_of
 from vision_attn.tools.benchmark.plan import LAYOUTS, Shape
 
 __all__ = ["CASES", "Case", "Contestant", "Step", "contestant", "make_map", "swap"]

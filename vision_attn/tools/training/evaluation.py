@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vision_attn.networks.contribution import closed, measured, share
+from vision_attn.networks.contributions import disabled, measured, share
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.images import Bar, Images
 from vision_attn.tools.training.run_folder import RunFolder
@@ -164,7 +164,7 @@ def evaluate_closed(
     """What the blocks are worth, beside what :func:`evaluate` gave with them; None where there are none."""
     if whole.branch_share is None:
         return None
-    with closed(model):
+    with disabled(model):
         without, others = evaluate(model, normalize, data, accelerator=accelerator, **how)
     changed = int(accelerator.reduce((seen[1] != others[1]).sum()))
     return Closed(whole, without, changed, len(data))

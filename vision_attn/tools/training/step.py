@@ -17,7 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from vision_attn.networks.insertion import check_optimizer, freeze_backbone_, parameter_groups
+from vision_attn.networks.insertion import freeze_backbone_, parameter_groups
 from vision_attn.tools.training.network import Network
 from vision_attn.tools.training.settings import Settings
 
@@ -49,7 +49,6 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     )
     scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
     optimizer = create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
-    check_optimizer(model, optimizer)
     return optimizer
 
 

@@ -1,22 +1,27 @@
-"""What is trained: the gates of inserted blocks, and a backbone that keeps its parameters and running statistics."""
+"""What is trained and at which rate: gates, a backbone that keeps its values, and groups for an optimiser."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from vision_attn.checks import as_list, check_flags, check_number, check_type
-from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
-from vision_attn.networks.insertion.backbone import all_or_nothing, plain_network
+from vision_attn.attention.position import PositionTerm
+from vision_attn.checks import as_list, check_flags, check_number, check_probability, check_type
+from vision_attn.networks.insertion.attach import CONTAINERS, inserted, inserted_keys, replaced
+from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
 
 #: The attribute in which a module with something frozen keeps what it was.
 FROZEN = "_before_freezing"
+
+#: Norms, whose scales do not decay whatever their shape.
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass
@@ -33,13 +38,11 @@ class Gates(Report, dict[str, nn.Parameter]):
     """Gates by site; prints as a table of how far each is open."""
 
     def parts(self) -> list[Table]:
-        header = ("where", "channels", "mean", "smallest", "largest")
-        gates = {site: gate.detach() for site, gate in self.items()}
-        rows = [
-            (site, f"{gate.numel()}", *(f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max())))
-            for site, gate in gates.items()
-        ]
-        return [Table([header, *rows])]
+        rows = [("where", "channels", "mean", "smallest", "largest")]
+        for site, gate in self.items():
+            mean, smallest, largest = (f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max()))
+            rows.append((site, f"{gate.numel()}", mean, smallest, largest))
+        return [Table(rows)]
 
 
 def gates(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,8 +93,6 @@ def set_gates_(model: nn.Module, value: float) -> int:
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
-    >>> freeze_gates_(model)
-    1
     >>> for step in range(100):
     ...     _ = set_gates_(model, 0.1 * (step + 1) / 100)  # and a step of the optimiser
     """
@@ -102,33 +103,6 @@ def set_gates_(model: nn.Module, value: float) -> int:
     return len(found)
 
 
-def freeze_gates_(model: nn.Module, frozen: bool = True) -> int:
-    """Take the gates out of training, or put them back, in place.
-
-    What is behind a gate that is frozen at zero gets no gradient: give it another value with :func:`set_gates_`.
-
-    Args:
-        model: a model that blocks are inserted in.
-        frozen: whether they keep their values.
-
-    Returns:
-        How many gates there are.
-
-    Raises:
-        ValueError: no block of the model has a gate.
-
-    >>> freeze_gates_(nn.ReLU())
-    Traceback (most recent call last):
-    ValueError: model has no gate (nothing is inserted in it): insert a block that has one, such as AttentionBlock2d
-    """
-    check_flags(frozen=frozen)
-    found = gates(model)
-    for gate in found.values():
-        gate.requires_grad_(not frozen)
-    return len(found)
-
-
-@all_or_nothing
 def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str | Iterable[str] = ()) -> int:
     """Train the inserted blocks alone, in place: all else keeps its values, running statistics included.
 
@@ -172,25 +146,6 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def print_trainable_parameters(model: nn.Module) -> None:
-    """Print how many parameters are trained, of how many, in the words of PEFT.
-
-    Args:
-        model: any network.
-
-    >>> from vision_attn.networks.insertion import insert_
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
-    >>> trained = freeze_backbone_(model)
-    >>> print_trainable_parameters(model)
-    trainable params: 312 || all params: 536 || trainable%: 58.2090
-    """
-    parameters = list(plain_network(model).parameters())
-    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    share = 100 * trained / total if total else 0.0
-    print(f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {share:.4f}")
-
-
 def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
     keys = model.state_dict().keys()
     live = inserted_keys(model)
@@ -201,10 +156,8 @@ def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
             raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")
         live |= matched
     if not live:
-        raise ValueError(
-            "model has no inserted block, and frozen it would have nothing to train: "
-            'insert_ one first, or name what to train with also_train, such as "fc.*"'
-        )
+        what = 'insert_ one first, or name what to train with also_train, such as "fc.*"'
+        raise ValueError(f"model has no inserted block, and frozen it would have nothing to train: {what}")
     return live
 
 
@@ -213,9 +166,7 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
     own = {name: p for name, p in module._parameters.items() if p is not None}
     trained = tuple(name for name, p in own.items() if p.requires_grad and id(p) not in tensors)
     # Batch and instance norms, torch's and timm's, call them running_mean and running_var.
-    statistics = {
-        name for name, buffer in module._buffers.items() if name.startswith("running_") and buffer is not None
-    }
+    statistics = {name for name, buffer in module.named_buffers(recurse=False) if name.startswith("running_")}
     held = bool(statistics) and not any(prefix + name in live for name in statistics)
     if not (trained or held):
         return
@@ -246,3 +197,118 @@ def stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     vars(module)[FROZEN].training = mode
     module.training = False
     return module
+
+
+# --- groups for an optimiser ------------------------------------------------------------------------------------------
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    attention_lr: float | None = None,
+    layer_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for any optimiser of torch: inserted blocks and backbone apart, each with its rate and its decay.
+
+    Biases, parameters of one axis, norms, gates, position terms, LayerScale and what the model's ``no_weight_decay()``
+    names do not decay. With ``layer_decay`` the rate of a layer of the backbone is
+    ``lr · layer_decay^(layers from it to the last)``; inserted blocks have ``attention_lr`` at any depth.
+
+    The layers are those of timm's ``group_matcher`` where the model has one. In any other network the layers are its
+    children in their order, a container's (``Sequential``, ``ModuleList``, ``ModuleDict``) being layers themselves, and
+    what has no matrix or kernel, such as a norm, belongs to the layer before it.
+
+    Args:
+        model: the network; parameters with ``requires_grad`` False are left out.
+        lr: rate of the backbone, and of its last layer where rates decay.
+        weight_decay: of the groups that decay.
+        attention_lr: rate of the inserted blocks; ``lr`` when None.
+        layer_decay: factor from one layer to the one before it, above 0 and at most 1.
+
+    Returns:
+        Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, from the stem to the head and then the blocks, in
+        the same order for the same model, so that an optimiser's saved state fits.
+
+    Raises:
+        ValueError: a value is out of range, no parameter is trained, or ``attention_lr`` is given and no block is.
+
+    Source: a rate for each layer is Bao et al., *BEiT*, 2021, https://arxiv.org/abs/2106.08254
+
+    >>> from torchvision.models import resnet18
+    >>> [group["name"] for group in parameter_groups(resnet18(), lr=0.1, weight_decay=1e-4)]
+    ['backbone, decay', 'backbone, no decay']
+    """
+    for name, value in (("lr", lr), ("attention_lr", attention_lr), ("layer_decay", layer_decay)):
+        if value is not None:
+            check_number(name, value, above=0)
+    check_probability("layer_decay", 1.0 if layer_decay is None else layer_decay)
+    check_number("weight_decay", weight_decay)
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay must be at least 0; got {weight_decay}")
+    model = plain_network(model)
+    blocks = inserted_keys(model)
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("model has no parameter to train, all are frozen: thaw it by freeze_backbone_(model, False)")
+    if attention_lr is not None and not blocks & trained.keys():
+        raise ValueError("attention_lr applies to inserted blocks, and none is trained: insert_ one, or leave it out")
+    undecayed = keys_without_decay(model)
+    depths = layer_depths(model, blocks) if layer_decay is not None else {}
+    last = max(depths.values(), default=0)
+
+    groups: dict[tuple[bool, int, bool], dict[str, Any]] = {}
+    for key, parameter in trained.items():
+        attends, depth, decays = key in blocks, depths.get(key, last), key not in undecayed
+        name, rate = "backbone", lr * (layer_decay or 1.0) ** (last - depth)
+        if attends:
+            name, rate = "attention", lr if attention_lr is None else attention_lr
+        elif layer_decay is not None:
+            name = f"backbone, layer {depth}"
+        name += ", decay" if decays else ", no decay"
+        group = {"name": name, "params": [], "lr": rate, "weight_decay": weight_decay if decays else 0.0}
+        groups.setdefault((attends, depth, not decays), group)["params"].append(parameter)
+    return [groups[place] for place in sorted(groups)]
+
+
+def keys_without_decay(model: nn.Module) -> set[str]:
+    """Where a decay would draw towards zero what zero is no neutral value of."""
+    named: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    scales = [name for name, module in model.named_modules() if isinstance(module, (*NORMS, PositionTerm))]
+    prefixes = tuple(f"{name}." for name in scales)
+    return {
+        key
+        for key, parameter in model.named_parameters()
+        if parameter.dim() <= 1
+        or key.startswith(prefixes)
+        or key.rpartition(".")[2] in ("bias", "gate")
+        or key.rpartition(".")[2].startswith(("gamma", "layer_scale"))
+        or any(fnmatchcase(key, pattern) for pattern in named)
+    }
+
+
+def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
+    """The layer that each parameter of the backbone belongs to, counted from the stem; blocks count for nothing."""
+    matcher = getattr(model, "group_matcher", None)
+    if matcher is not None:
+        from timm.models import group_parameters
+
+        found = group_parameters(model, matcher(coarse=False), reverse=True)
+    else:
+        found = {}
+        depth = -1
+        for path, layer in layers_in_order(model):
+            own = [(key, p) for key, p in layer.named_parameters(prefix=path) if key not in blocks]
+            depth += any(p.dim() > 1 for _, p in own)
+            found.update((key, max(depth, 0)) for key, _ in own)
+    # What hangs on the network itself, such as a class token, enters with its images.
+    return {key: found.get(key, 0) for key, _ in model.named_parameters() if key not in blocks}
+
+
+def layers_in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, CONTAINERS):
+            yield from layers_in_order(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child

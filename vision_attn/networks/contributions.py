@@ -1,4 +1,4 @@
-"""What the blocks of a network contribute: how large their branches are, and what changes when they are closed."""
+"""What the blocks of a network contribute: how large their branches are, and what changes when they are disabled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, 
 from vision_attn.networks.insertion.backbone import uncompiled
 from vision_attn.text import Report, Table
 
-__all__ = ["BlockContribution", "Branch", "Closing", "Contribution", "branches", "closed", "contribution"]
+__all__ = [
+    "BlockContribution",
+    "Branch",
+    "Contribution",
+    "Difference",
+    "branches",
+    "contribution",
+    "disabled",
+    "measured",
+]
 
 
 @dataclass(frozen=True)
-class Closing:
-    """What changes when blocks are closed, so that their map goes on as it came."""
+class Difference:
+    """What changes when blocks are disabled, so that their map goes on as it came."""
 
     #: predictions that are others then; None where the model gives no scores of classes
     changed: int | None
@@ -39,42 +48,42 @@ class BlockContribution:
     share: float
     #: the same for each channel, ``(c,)``
     by_channel: Tensor
-    #: what changes when this block alone is closed
-    closing: Closing
+    #: what changes when this block alone is disabled
+    without: Difference
 
 
 @dataclass(frozen=True, repr=False)
 class Contribution(Report):
     """What the blocks of a network contribute; prints as a table.
 
-    >>> print(Contribution((), together=Closing(changed=3, loss=None), predictions=64))
-    what changes when a block is closed
+    >>> print(Contribution((), together=Difference(changed=3, loss=None), predictions=64))
+    what changes when a block is disabled
     where     branch/stream  predictions changed  loss
     together                             3 of 64
     """
 
     #: in the order of the network's modules
     blocks: tuple[BlockContribution, ...]
-    #: what changes when all of them are closed
-    together: Closing
+    #: what changes when all of them are disabled
+    together: Difference
     #: how many predictions there are: one an image, or one a position where the scores are a map
     predictions: int
 
     def parts(self) -> list[str | Table]:
         lines = [("where", "branch/stream", "predictions changed", "loss")]
-        rows = [(block.site, f"{block.share:.4f}", block.closing) for block in self.blocks]
-        for site, share, closing in (*rows, ("together", "", self.together)):
-            changed = "" if closing.changed is None else f"{closing.changed} of {self.predictions}"
-            lines.append((site, share, changed, "" if closing.loss is None else f"{closing.loss:+.4f}"))
+        rows = [(block.site, f"{block.share:.4f}", block.without) for block in self.blocks]
+        for site, share, without in (*rows, ("together", "", self.together)):
+            changed = "" if without.changed is None else f"{without.changed} of {self.predictions}"
+            lines.append((site, share, changed, "" if without.loss is None else f"{without.loss:+.4f}"))
         unread = [] if self.predictions else ["the model gives no scores of classes to compare"]
-        return ["what changes when a block is closed", Table(lines), *unread]
+        return ["what changes when a block is disabled", Table(lines), *unread]
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
     """What each inserted block contributes to a network, and all of them together.
 
     Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its
-    map over that of the map. And the network predicts once as it is, and once with the block closed, its map going on
+    map over that of the map. And the network predicts once as it is, and once with the block disabled, its map going on
     as it came: how many predictions change, and by how much the loss rises. The model is in evaluation mode meanwhile.
 
     Args:
@@ -94,7 +103,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     >>> report = va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> print(va.contribution(model, torch.randn(4, 3, 16, 16)))
-    what changes when a block is closed
+    what changes when a block is disabled
     where     branch/stream  predictions changed  loss
     0                0.0000               0 of 4
     together                              0 of 4
@@ -104,30 +113,27 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     if not sites:
         raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
 
-    def scores(shut: Iterable[str] = ()) -> Tensor | None:
-        with closed(model, shut):
+    def scores(off: Iterable[str] = ()) -> Tensor | None:
+        with disabled(model, off):
             output = plain_network(model)(images)
         output = output.get("out", output) if isinstance(output, Mapping) else output  # of torchvision
         output = getattr(output, "logits", output)
         return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
 
+    def difference(off: Iterable[str]) -> Difference:
+        others = scores(off)
+        if whole is None or others is None:
+            return Difference(changed=None, loss=None)
+        changed = int((whole.argmax(1) != others.argmax(1)).sum())
+        rise = None if labels is None else F.cross_entropy(others, labels) - F.cross_entropy(whole, labels)
+        return Difference(changed, None if rise is None else rise.item())
+
     with quiet_eval(model):
         with measured(model) as found:
             whole = scores()
-
-        def closing(shut: Iterable[str]) -> Closing:
-            others = scores(shut)
-            if whole is None or others is None:
-                return Closing(changed=None, loss=None)
-            changed = int((whole.argmax(1) != others.argmax(1)).sum())
-            rise = None if labels is None else F.cross_entropy(others, labels) - F.cross_entropy(whole, labels)
-            return Closing(changed, None if rise is None else rise.item())
-
-        blocks = tuple(
-            BlockContribution(site, branch.share, branch.by_channel, closing([site])) for site, branch in found.items()
-        )
-        together = closing(sites)
-    return Contribution(blocks, together, 0 if whole is None else whole.argmax(1).numel())
+        blocks = [BlockContribution(site, one.share, one.by_channel, difference([site])) for site, one in found.items()]
+        together = difference(sites)
+    return Contribution(tuple(blocks), together, 0 if whole is None else whole.argmax(1).numel())
 
 
 def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
@@ -154,14 +160,14 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[None]:
-    """Close blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
+def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Iterator[None]:
+    """Disable blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
 
     A compiled model runs in eager meanwhile.
 
     Args:
         model: a network with inserted blocks in it.
-        sites: the blocks to close, by the names in :func:`contribution`'s table; all of them when None.
+        sites: the block to disable, or several, by the names in :func:`contribution`'s table; all of them when None.
 
     Raises:
         ValueError: there is no block at a site.
@@ -170,23 +176,21 @@ def closed(model: nn.Module, sites: Iterable[str] | None = None) -> Iterator[Non
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
     >>> report = va.insert_(model, names="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
     >>> images = torch.randn(2, 3, 16, 16)
-    >>> with closed(model):
+    >>> with disabled(model, "0"):
     ...     without = model(images)
     >>> torch.equal(model(images), without), torch.equal(va.remove_(model) and model(images), without)
     (False, True)
     """
     found = branches(model)
-    sites = list(found) if sites is None else as_list("sites", sites, "names of blocks")
+    sites = list(found) if sites is None else as_list("sites", sites, "names of blocks", single=str)
     for site in sites:
         if site not in found:
             raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         for site in sites:
-            handle = found[site].register_forward_hook(
-                lambda block, args, kwargs, y: given(args, kwargs), with_kwargs=True
-            )
-            stack.callback(handle.remove)
+            hook = found[site].register_forward_hook(lambda _, args, kwargs, y: given(args, kwargs), with_kwargs=True)
+            stack.callback(hook.remove)
         yield
 
 

@@ -1,16 +1,13 @@
-"""What a block costs at each stage of a network, and where it is worth trying, before anything is inserted."""
+"""A network looked at before anything is inserted: what a block would cost at each stage, and where to try one."""
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
 import torch
@@ -20,15 +17,15 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.patterns import Window
-from vision_attn.checks import check_count, check_counts
+from vision_attn.checks import check_count, check_counts, check_number
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion import InsertedBlock, insert_, inserted, plain_network
+from vision_attn.networks.insertion import InsertedBlock, inserted, plain_network
+from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of, run_quietly
-from vision_attn.networks.insertion.dry_run import DryRun
-from vision_attn.networks.insertion.insert import ATTENTION_BLOCKS, fitting_heads
-from vision_attn.networks.insertion.report import describe
-from vision_attn.networks.insertion.stages import stages_of
-from vision_attn.networks.inspection.report import (
+from vision_attn.networks.insertion.declared import DryRun, Map, stages_of
+from vision_attn.networks.insertion.insert import fitting_heads, new_block
+from vision_attn.networks.insertion.sites import select_sites, targets_of
+from vision_attn.networks.inspection_report import (
     GIBI,
     IMPLS_COUNTED,
     LONGEST,
@@ -37,13 +34,13 @@ from vision_attn.networks.inspection.report import (
     Proposal,
     Share,
     Site,
+    cost_of,
 )
+
+__all__ = ["Inspection", "Site", "inspect_model"]
 
 #: What stands before the names of torchvision's networks.
 TORCHVISION = "torchvision:"
-
-#: Pixels of the image that a network is looked at with, beyond which its maps fill most memories.
-MOST_PIXELS = 2**26
 
 #: Sides of windows, the most usual first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
@@ -71,8 +68,8 @@ def inspect_model(
 ) -> Inspection:
     """What an attention block would cost at each stage of a network, and where it is worth trying.
 
-    The network is run on an empty image; blocks are not run at all. With ``stages`` or ``names`` blocks are inserted
-    in a copy, and what is reported is what these cost. The model is left as it is.
+    The network is run as :func:`vision_attn.insert_` runs it; blocks are not run at all. With ``stages`` or ``names``
+    what is reported is what blocks at these sites cost. The model is left as it is.
 
     Args:
         model: a network, or the name of one: as timm knows it, or ``"torchvision:resnet18"``.
@@ -101,63 +98,59 @@ def inspect_model(
     """
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
-    if input_size is not None and example_input is not None:
-        raise ValueError("input_size must be left out with example_input, which has the size of its images")
-    if memory_limit is not None and not (isinstance(memory_limit, Real) and 0 < memory_limit < math.inf):
-        raise ValueError(f"memory_limit must be positive, in GiB; got {memory_limit!r}")
+    if memory_limit is not None:
+        check_number("memory_limit", memory_limit, above=0)
     network = plain_network(network_of(model) if isinstance(model, str) else model)
-    example = example_for(network, input_size) if example_input is None else example_of(network, example_input)
-    run = DryRun(network, example)
-    paths = stages_of(run)
-    whole, shares = measure(network, paths, example)
+    example = example_for(network, input_size, example_input)
+    run, most = DryRun(network, example), num_heads or 8
 
-    def row(block: nn.Module, record: InsertedBlock, **more: Any) -> Site:
+    def price(one: Map, options: Mapping[str, Any], side: str = "after", **more: Any) -> Site:
+        one = one._replace(form=one.form._replace(device=torch.device("meta"), dtype=dtype))
+        block = new_block(run, None, one, side, options)
+        record: InsertedBlock = vars(block)[RECORD]
         shape = (batch_size, record.channels, *record.map_size)
         saved = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
         return Site(**vars(record), saved=saved, **more)
 
-    def price(path: str, options: Mapping[str, Any], **more: Any) -> Site:
-        found = replace(run.the_map(end_of_sequential(network, path)), target=path)
-        block = ATTENTION_BLOCKS[len(found.shape) - 2](found.shape[1], device="meta", dtype=dtype, **options)
-        return row(block, describe(block, found, "after", options, example.shape), **more)
-
-    report, proposals, sites = None, [], []
-    if stages is not None or names is not None:
-        other = network if isinstance(model, str) else copy.deepcopy(network)
-        with warnings.catch_warnings():  # an inspection has them in its text
-            warnings.filterwarnings("ignore", "the map at|nothing that the network gives")
-            options = {**({} if num_heads is None else {"num_heads": num_heads}), **block_options}
-            report = insert_(other, stages=stages, names=names, at=at, example_input=example, **options)
-        blocks = inserted(other)
-        sites = [row(blocks[record.site].to(dtype), record) for record in report.blocks]
-    elif not paths:
-        raise SiteError(f"model: no stages were found in {type(network).__name__}: give names=, globs on module paths")
+    chosen = stages is not None or names is not None
+    proposals: list[Proposal] = []
+    if chosen:
+        targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
+        side = "before" if at == "before" else "after"
+        options = {**({} if num_heads is None else {"num_heads": num_heads}), **block_options}
+        whole, _ = measure(network, [], example)
+        sites = [price(one, options, side) for one in run.the_maps(targets, side)]
     else:
-        taken = inserted(network)
-        for index, path in enumerate(paths):
-            target = end_of_sequential(network, path)
-            options = {"num_heads": fitting_heads(run.the_map(target).shape[1], num_heads or 8), **block_options}
-            sites.append(price(path, options, stage=index, share=shares[path], occupied=target in taken))
+        paths = stages_of(run)
+        if not paths:
+            raise SiteError(f"model: {type(network).__name__} has no stages: give names=, globs on module paths")
+        found = run.the_maps([end_of_sequential(network, path) for path in paths], "after")
+        maps, taken = dict(zip(paths, found, strict=True)), inserted(network)
+        whole, shares = measure(network, paths, example)
+        sites = []
+        for index, (path, one) in enumerate(maps.items()):
+            options = {"num_heads": fitting_heads(one.shape[1], most), **block_options}
+            site = price(one, options, stage=index, share=shares[path], occupied=one.target in taken)
+            sites.append(replace(site, site=path))
         # The activation that ends a stem has learned nothing that positions could be compared by.
         learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
         free = [site for site in learning if not site.occupied]
-        proposals = propose(free, len(sites), whole, price, num_heads or 8, block_options)
+        proposals = propose(free, len(sites), whole, lambda path, how: price(maps[path], how), most, block_options)
 
+    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.image.device)
     # timm writes its name for a network into its configuration.
     known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
-    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.image.device)
+    as_shape = example.shape if len(example.args) == 1 and not example.count else "example_input"
     return Inspection(
         model=known or type(network).__name__,
-        trainable=known is not None and not known.startswith(TORCHVISION) and not any(site.occupied for site in sites),
         input_shape=example.shape,
-        own_size=input_size is None and example_input is None,
-        images_alone=len(example.args) == 1 and not example.count,
+        example_input=None if input_size is None and example_input is None else as_shape,
         batch_size=batch_size,
         dtype=dtype,
         options=block_options,
         whole=whole,
         sites=tuple(sites),
-        inserted=report,
+        chosen=chosen,
         memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
         proposals=tuple(proposals),
     )
@@ -184,21 +177,19 @@ def network_of(name: str) -> nn.Module:
     return network
 
 
-def example_for(model: nn.Module, input_size: int | Sequence[int] | None) -> Example:
-    """One empty image of the size that is asked for, or of the model's own."""
-    own = example_of(model)
+def example_for(model: nn.Module, input_size: int | Sequence[int] | None, example_input: Any = None) -> Example:
+    """What the model is run on: what is given, or one image of the size that is asked for, or of the model's own."""
     if input_size is None:
-        return own
+        return example_of(model, example_input)
+    if example_input is not None:
+        raise ValueError("input_size must be left out with example_input, which has the size of its images")
+    own = example_of(model)
     axes = len(own.size)
     size = (*own.size[:-2], *(input_size,) * min(axes, 2)) if isinstance(input_size, int) else tuple(input_size)
     if len(size) != axes or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
         several = "a height and a width" if axes == 2 else f"a length for each of {axes} axes"
         raise ValueError(f"input_size must be a side or {several}, in pixels; got {input_size!r}")
-    if math.prod(size) > MOST_PIXELS:
-        raise ValueError(
-            f"input_size must be of at most {MOST_PIXELS:,} pixels, as the network runs on them; got {size}"
-        )
-    return own.changed(lambda images: images.new_zeros(*images.shape[:2], *size))
+    return example_of(model, (*own.shape[:2], *size))
 
 
 def measure(model: nn.Module, stages: Sequence[str], example: Example) -> tuple[Share, dict[str, Share]]:
@@ -244,31 +235,28 @@ def propose(
         return Proposal(sites, {"stages": stages, **options}, why)
 
     def between(least: int, most: float) -> list[Site]:
-        return [site for site in free if least <= min(sides(site)) <= max(sides(site)) <= most]
+        return [site for site in free if least <= min(site.sides) <= max(site.sides) <= most]
 
     found = []
     if late := between(SHORTEST, LONGEST)[-2:]:
         found.append(proposal(late, "late, with enough positions to mix and few enough to compare all"))
-        cost = found[0].cost.multiply_adds
+        cost = cost_of(found[0].sites).multiply_adds
         if cost > DEAR * whole.multiply_adds and not {"key_dim", "value_dim"} & set(asked):
             why = "the same with narrower heads, for less"
             tried = [proposal(late, why, key_dim=width, value_dim=width) for width in NARROW]
-            narrow = next((one for one in tried if one.cost.multiply_adds <= DEAR * whole.multiply_adds), tried[-1])
-            found += [narrow] if narrow.cost.multiply_adds < cost else []
+            narrow = next(
+                (one for one in tried if cost_of(one.sites).multiply_adds <= DEAR * whole.multiply_adds), tried[-1]
+            )
+            found += [narrow] if cost_of(narrow.sites).multiply_adds < cost else []
     elif small := between(3, LONGEST)[-1:]:
         found.append(proposal(small, "the latest with something to mix, if not much: a larger input is better"))
-    large = [site for site in free if max(sides(site)) > LONGEST and len(site.map_size) == 2][-1:]
+    large = [site for site in free if max(site.sides) > LONGEST and len(site.map_size) == 2][-1:]
     if large and not asked:
         # A window that divides the map; else the most usual, which pads it.
-        window = next((side for side in WINDOWS if large[0].height % side == large[0].width % side == 0), WINDOWS[0])
+        window = next((side for side in WINDOWS if not any(length % side for length in large[0].map_size)), WINDOWS[0])
         why = f"finer detail, in windows: comparing all {large[0].tokens:,} positions costs too much"
         found.append(proposal(large, why, pattern=Window(window)))
     return found
-
-
-def sides(site: Site) -> tuple[float, ...]:
-    """Of a map, or of a square with as many positions as sound or video has."""
-    return site.map_size if len(site.map_size) == 2 else (math.sqrt(site.tokens),)
 
 
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:

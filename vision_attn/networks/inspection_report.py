@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from vision_attn.networks.insertion.report import InsertedBlock, InsertionReport
+from vision_attn.networks.insertion import InsertedBlock, InsertionReport
 from vision_attn.text import Report, Table
 
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
 SHORTEST, LONGEST = 7, 32
 
-#: Columns of a terminal that text is wrapped to.
-WIDTH = 110
-
-MEBI, GIBI = 2**20, 2**30
-
 #: The implementations whose memory differs: einx and einsum keep what bmm keeps.
 IMPLS_COUNTED = ("bmm", "sdpa")
+
+MEBI, GIBI = 2**20, 2**30
 
 
 class Share(NamedTuple):
@@ -37,13 +33,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Site(InsertedBlock):
-    """A place of a network, and what a block there costs: what insertion reports of a block, and the memory it takes.
-
-    >>> shape, options = (1, 3, 224, 224), {"num_heads": 8}
-    >>> site = Site("layer4", "after", "AttentionBlock2d", options, 512, (7, 7), 1_052_160, 53_838_848, shape)
-    >>> site.path, site.size, site.tokens
-    ('layer4', '7×7', 49)
-    """
+    """A place of a network, and what a block there costs."""
 
     #: bytes that training keeps for the backward pass of a batch, by implementation
     saved: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +49,11 @@ class Site(InsertedBlock):
         """Of the module, and on which side of it if not after it."""
         return self.site if self.at == "after" else f"{self.at} {self.site}"
 
+    @property
+    def sides(self) -> tuple[float, ...]:
+        """Of the map, or of a square with as many positions as sound or video has."""
+        return self.map_size if len(self.map_size) == 2 else (math.sqrt(self.tokens),)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -70,11 +65,6 @@ class Proposal:
     arguments: Mapping[str, Any]
     #: in a few words
     why: str
-
-    @property
-    def cost(self) -> Share:
-        """Of all its blocks together."""
-        return cost_of(self.sites)
 
     def call(self, example_input: object = None) -> str:
         """The call, as one writes it, with what the dry run needs; for images of another size, with their shape."""
@@ -95,14 +85,10 @@ class Inspection(Report):
 
     #: its name, or that of its class
     model: str
-    #: whether ``vision-attn train`` knows it by that name
-    trainable: bool
     #: of one image: 1, channels, rows, columns
     input_shape: tuple[int, ...]
-    #: whether that is the size that the model names itself
-    own_size: bool
-    #: whether it takes a batch of images and nothing else
-    images_alone: bool
+    #: what ``insert_`` needs as example_input; None where the model's own size does
+    example_input: object
     #: images that one step of training holds
     batch_size: int
     #: of the block and its maps
@@ -111,10 +97,10 @@ class Inspection(Report):
     options: Mapping[str, Any]
     #: what the network itself has and does
     whole: Share
-    #: every stage, or the sites that blocks were inserted at
+    #: every stage, or the sites that were chosen
     sites: tuple[Site, ...]
-    #: the report of the insertion, if sites were chosen
-    inserted: InsertionReport | None
+    #: whether these were chosen
+    chosen: bool
     #: in bytes; None where the system does not say
     memory_limit: int | None
     #: where to begin, the best first; none where sites were chosen
@@ -129,44 +115,23 @@ class Inspection(Report):
         if any(site.size == "2×2" for site in free):
             larger = "×".join(str(-(-SHORTEST * pixels // 2)) for pixels in self.input_shape[2:])
             lines.append(f"a larger input: {larger} makes about {SHORTEST}×{SHORTEST} of a map that is 2×2")
-        return (*lines, *memory_warnings(self, free))
-
-    def parts(self) -> list[str | Table]:
-        paragraphs: list[list[str | Table]] = [
-            [self.heading()],
-            [stage_table(self)] if self.inserted is None else [],
-            [*cost_table(self)],
-            [paragraph(f"warning: {line}", "  ") for line in self.warnings],
-            [advice(self)] if self.inserted is None else [],
-        ]
-        return [line for lines in filter(None, paragraphs) for line in ("", *lines)][1:]
-
-    def command(self, proposal: Proposal) -> str | None:
-        """The flags of ``vision-attn train`` that do what is proposed; None where it has none for that.
-
-        Args:
-            proposal: one of its own.
-        """
-        if not self.trainable or not self.images_alone or len(set(self.input_shape[2:])) > 1:
-            return None
-        options = dict(proposal.arguments)
-        words = ["vision-attn train --data FOLDER --model", self.model]
-        words += [] if self.own_size else [f"--img-size {self.input_shape[2]}"]
-        words += ["--insert", *map(str, options.pop("stages"))]
-        words += [f"--num-heads {options.pop('num_heads')}"] if "num_heads" in options else []
-        words += ["--block-options"] if options else []
-        for name, value in options.items():
-            word = value if isinstance(value, str) else code(value).removeprefix("va.")
-            words.append(shlex.quote(f"{name}={word}"))
-        return " ".join(words)
+        return (*lines, *memory_warnings(self, [free] if self.chosen else [[site] for site in free]))
 
     def heading(self) -> str:
         """One line that says what was looked at."""
         size = "×".join(map(str, self.input_shape[1:]))
-        return (
-            f"{self.model} on images of {size}: {self.whole.parameters:,} parameters, "
-            f"{self.whole.multiply_adds:,} multiply-adds an image"
-        )
+        parameters, multiply_adds = self.whole
+        return f"{self.model} on images of {size}: {parameters:,} parameters, {multiply_adds:,} multiply-adds an image"
+
+    def parts(self) -> list[str | Table]:
+        paragraphs: list[list[str | Table]] = [
+            [self.heading()],
+            [] if self.chosen else [stage_table(self)],
+            [*cost_table(self)],
+            [paragraph(f"warning: {line}", "  ") for line in self.warnings],
+            [] if self.chosen else [advice(self)],
+        ]
+        return [line for lines in filter(None, paragraphs) for line in ("", *lines)][1:]
 
 
 def cost_of(sites: Sequence[Site]) -> Share:
@@ -187,7 +152,7 @@ def stage_table(found: Inspection) -> Table:
 
 def cost_table(found: Inspection) -> tuple[str, Table]:
     """What a block costs at each site, and chosen ones together."""
-    count, chosen = len(found.sites), found.inserted is not None
+    count, chosen = len(found.sites), found.chosen
     title = f"{count} {'block' if count == 1 else 'blocks'} inserted" if chosen else "A block after a stage adds"
     block = found.sites[0].block + "".join(f", {name}={code(value)}" for name, value in found.options.items())
     reading = (
@@ -210,12 +175,11 @@ def cost_cells(found: Inspection, sites: Sequence[Site]) -> list[str]:
     return shares + [f"{saved(sites, impl) / MEBI:,.1f}" for impl in IMPLS_COUNTED]
 
 
-def memory_warnings(found: Inspection, free: Sequence[Site]) -> Iterator[str]:
-    """What training would keep for the backward pass beyond the limit, and what to do about it."""
+def memory_warnings(found: Inspection, groups: Iterable[Sequence[Site]]) -> Iterator[str]:
+    """What training would keep of sites for the backward pass beyond the limit, and what to do about it."""
     limit = math.inf if found.memory_limit is None else found.memory_limit
-    for sites in [[site] for site in free] if found.inserted is None else [free]:
-        over = [impl for impl in IMPLS_COUNTED if saved(sites, impl) > limit]
-        if over:
+    for sites in groups:
+        if over := [impl for impl in IMPLS_COUNTED if saved(sites, impl) > limit]:
             which = f"the {len(sites)} blocks together" if len(sites) > 1 else f"the block at {sites[0].path!r}"
             impls, remedy = "bmm, einx or einsum", "impl='sdpa', a pattern with fewer keys (va.Window(7)), kv_stride"
             if "sdpa" in over:
@@ -228,18 +192,14 @@ def memory_warnings(found: Inspection, free: Sequence[Site]) -> Iterator[str]:
 
 def advice(found: Inspection) -> str:
     """Where to begin."""
-    example = None if found.own_size else found.input_shape if found.images_alone else "example_input"
     lines = ["Worth trying:" if found.proposals else "No free stage has a map that attention is worth trying on."]
     for number, proposal in enumerate(found.proposals, 1):
         names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
-        parameters, multiply_adds = map(percent, proposal.cost, found.whole)
-        lines += [
-            paragraph(f"{number}. {names}: {proposal.why}", "   "),
-            f"     {proposal.call(example)}",
-            *([f"     {command}"] if (command := found.command(proposal)) else []),
-            f"   +{multiply_adds} multiply-adds, +{parameters} parameters, "
-            f"{saved(proposal.sites, 'sdpa') / MEBI:,.1f} MiB kept with sdpa",
-        ]
+        parameters, multiply_adds = map(percent, cost_of(proposal.sites), found.whole)
+        kept = f"{saved(proposal.sites, 'sdpa') / MEBI:,.1f} MiB kept with sdpa"
+        lines.append(paragraph(f"{number}. {names}: {proposal.why}", "   "))
+        lines.append(f"     {proposal.call(found.example_input)}")
+        lines.append(f"   +{multiply_adds} multiply-adds, +{parameters} parameters, {kept}")
     return "\n".join(lines)
 
 
@@ -272,4 +232,4 @@ def gibi(count: float) -> str:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

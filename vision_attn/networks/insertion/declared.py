@@ -1,0 +1,436 @@
+"""What a network says of its maps, and one dry run that sees their shapes: where blocks can go.
+
+A map is told by its shape and by what the network declares: its stages and their channels, how many tokens come before
+a grid, whether channels are last. No value is looked at. What shapes and declarations leave open, the user says by
+``layout=`` or by other names, and one backward pass settles which tensor of several the network reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.checks import product
+from vision_attn.errors import SiteError
+from vision_attn.networks.insertion.attach import CONTAINERS
+from vision_attn.networks.insertion.backbone import (
+    Example,
+    Hook,
+    end_of_sequential,
+    example_of,
+    modules_around,
+    plain_network,
+    run_quietly,
+)
+from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
+from vision_attn.text import shorten
+
+#: A row of a table below.
+Row = TypeVar("Row", str, tuple[str, ...])
+
+#: The children of torchvision's residual networks that are stages, one after the other.
+RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
+
+#: Stages by class. In a path {i} counts from 0 and {j} from 1, as far as there are modules. Paths that a network does
+#: not have are left out; where it has none of them, it is a trunk.
+STAGES = {
+    "timm.models.coat.CoaT": ("serial_blocks{j}",),
+    "timm.models.gemma4_vit.Gemma4VitClassifier": ("encoder.blocks.{i}",),
+    "timm.models.hrnet.HighResolutionNet": ("act1", *(f"incre_modules.{index}" for index in range(4))),
+    "timm.models.mobilenetv5.MobileNetV5": ("conv_stem", *(f"blocks.{index}" for index in range(4))),
+    "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
+    "timm.models.twins.Twins": ("blocks.{i}",),
+    "torchvision.models._utils.IntermediateLayerGetter": RESNET,
+    "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
+    "torchvision.models.resnet.ResNet": RESNET,
+    "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
+    "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
+}
+
+#: The part of a network in which the last module of each size of map is a stage, by class.
+TRUNKS = {
+    "torchvision.models.detection.ssd.SSDFeatureExtractorVGG": "features",
+    "torchvision.models.detection.ssdlite.SSDLiteFeatureExtractorMobileNet": "features",
+    "torchvision.models.alexnet.AlexNet": "features",
+    "torchvision.models.squeezenet.SqueezeNet": "features",
+    "torchvision.models.vgg.VGG": "features",
+}
+
+#: Networks whose tokens are in an order that no shape tells, and which.
+SCRAMBLED = {"timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units"}
+
+#: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
+#: four registers without and with the first.
+PREFIXES = (0, 1, 2, 4, 5)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a network, or the one part of it that does, declares."""
+
+    #: the parts that do where they are several, and then nothing else
+    parts: tuple[str, ...] = ()
+    #: path and channels of each stage
+    stages: tuple[tuple[str, int | None], ...] = ()
+    #: the part in which the last module of each size of map is a stage; None where nothing is declared
+    trunk: str | None = None
+    #: tokens before a grid
+    prefix: int | None = None
+    #: whether channels are last
+    channels_last: bool = False
+    #: why its tokens are no map
+    scrambled: str = ""
+
+
+def declared(model: nn.Module) -> Declared:
+    """What a model declares, or the part of it that does."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        if not inside and (stage_entries(module) or row_of(STAGES, module) or row_of(TRUNKS, module)):
+            found[path] = module
+    said = [said_by(module, path) for path, module in found.items()]
+    return said[0] if len(said) == 1 else Declared(parts=tuple(found))
+
+
+def said_by(module: nn.Module, path: str) -> Declared:
+    """What a module at a path declares."""
+    before = f"{path}." if path else ""
+    if part := row_of(TRUNKS, module):
+        return Declared(trunk=before + part)
+    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    entries, rows = stage_entries(module), row_of(STAGES, module) or ()
+    if rows:
+        paths = [row.format(i=i, j=i + 1) for row in rows for i in range(len(known) if "{" in row else 1)]
+        paths = [name for name in paths if name in known]
+    else:
+        # features_only=True flattens the paths of timm's networks.
+        paths = [name if (name := entry["module"]) in known else name.replace(".", "_") for entry in entries]
+    channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
+    prefix = getattr(module, "num_prefix_tokens", None)
+    return Declared(
+        stages=tuple((before + name, number) for name, number in zip(paths, channels, strict=False)),
+        trunk=None if paths else path,
+        prefix=prefix if isinstance(prefix, int) else None,
+        channels_last="NHWC" in str(getattr(module, "output_fmt", "")),
+        scrambled=row_of(SCRAMBLED, module) or "",
+    )
+
+
+def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
+    """The entries of timm's ``feature_info`` that name a module."""
+    info = getattr(module, "feature_info", None)
+    entries = getattr(info, "info", info)
+    known = entries if isinstance(entries, (list, tuple)) else []
+    return [entry for entry in known if isinstance(entry, Mapping) and entry.get("module")]
+
+
+def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
+    """The row of a table for the class of a module, or for one that it is made from."""
+    kinds = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
+    return next((table[kind] for kind in kinds if kind in table), None)
+
+
+# --- one forward pass that sees shapes -------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Call(NamedTuple):
+    """One call of a module: tensors by position or keyword."""
+
+    before: dict[Element, Form]
+    after: dict[Element, Form]
+    #: what it returns is a …
+    kind: str
+
+
+class Map(NamedTuple):
+    """A map that a module, its **target**, takes or gives."""
+
+    target: str
+    element: Element
+    form: Form
+    layout: str
+    #: rows and columns
+    size: tuple[int, ...]
+    #: whether the output of the network depends on it
+    read: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch, channels, rows, columns, or as many axes as there are."""
+        return map_shape(self.form.shape, self.layout, self.size)
+
+
+def forms_in(value: object) -> dict[Element, Form]:
+    """The tensors in what a module takes or gives, without their values."""
+    items: list[tuple[Element, object]] = [(None, value)]
+    if isinstance(value, Mapping):
+        items = [(key, item) for key, item in value.items() if isinstance(key, str)]
+    elif isinstance(value, (tuple, list)):
+        items = list(enumerate(value))
+    return {key: Form(tuple(x.shape), x.dtype, x.device) for key, x in items if isinstance(x, Tensor)}
+
+
+class DryRun:
+    """All calls of a model's modules in one forward of an example, and the maps in them."""
+
+    def __init__(self, model: nn.Module, example: Example, layout: str | None = None) -> None:
+        self.model = model
+        self.example = example
+        #: how maps lie, where the user says it
+        self.layout = layout
+        #: by path of the module, in the order in which they end
+        self.calls: dict[str, list[Call]] = {}
+
+        def note(name: str) -> Hook:
+            def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+                call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output), type(output).__name__)
+                self.calls.setdefault(name, []).append(call)
+
+            return hook
+
+        #: what the model gives
+        self.output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
+
+    @cached_property
+    def said(self) -> Declared:
+        """What the model declares."""
+        return declared(self.model)
+
+    @cached_property
+    def channels(self) -> dict[str, int | None]:
+        """The channels that are declared, by the module that ends a stage."""
+        known = dict(self.model.named_modules(remove_duplicate=False))
+        return {end_of_sequential(self.model, path): channels for path, channels in self.said.stages if path in known}
+
+    def maps(self, target: str, at: str = "after") -> list[Map]:
+        """The maps in what a module that is called once gives, or takes."""
+        calls = self.calls.get(target, [])
+        forms: dict[Element, Form] = getattr(calls[0], at) if len(calls) == 1 else {}
+        found = ((element, form, self.layout_of(form, target)) for element, form in forms.items())
+        return [Map(target, element, form, *layout) for element, form, layout in found if layout is not None]
+
+    def layout_of(self, form: Form, target: str) -> tuple[str, tuple[int, ...]] | None:
+        """How a map lies in a tensor, and its size; None if it can be no map of the images."""
+        shape, batch, axes = form.shape, self.example.shape[0], len(self.example.size)
+        if not form.dtype.is_floating_point or len(shape) not in (3, 4, 5) or 0 in shape or shape[0] % batch:
+            return None
+        if self.example.image.dim() == 2:  # vectors of which images are made, or sound without channels
+            axes = len(shape) - 2
+        if len(shape) == 2 + axes:
+            return self.spatial_layout(shape, target)
+        if len(shape) == 3 and axes == 2 and shape[0] == batch and not self.said.scrambled:
+            return self.token_layout(shape[1])
+        return None
+
+    def spatial_layout(self, shape: tuple[int, ...], target: str) -> tuple[str, tuple[int, ...]] | None:
+        """Channels second, unless the user, the model or the aspect of the image says that they are last."""
+        names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
+        sizes = {f"b c {names}": shape[2:], f"b {names} c": shape[1:-1]}
+        if self.layout is not None:
+            return (self.layout, sizes[self.layout]) if self.layout in sizes else None
+        fits = [layout for layout, size in sizes.items() if self.keeps_aspect(size)]
+        if not fits and shape[0] != self.example.shape[0]:
+            return None
+        fits = fits or list(sizes)
+        fits = [one for one in fits if map_shape(shape, one)[1] == self.channels.get(target)] or fits
+        chosen = fits[-1] if self.channels_last and len(shape) > 3 else fits[0]
+        return chosen, sizes[chosen]
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether channels are last where a shape leaves it open: declared, or so in most maps that do not."""
+        forms = [form.shape for calls in self.calls.values() for form in calls[0].after.values()]
+        forms = [shape for shape in forms if len(shape) == 2 + len(self.example.size) and 1 not in shape[1:]]
+        balance = sum(self.keeps_aspect(shape[1:-1]) - self.keeps_aspect(shape[2:]) for shape in forms)
+        return self.said.channels_last or balance > 0
+
+    def keeps_aspect(self, size: tuple[int, ...]) -> bool:
+        """Whether a size has the aspect of the images, give or take a cell of rounding."""
+        if len(size) == 1 or self.example.count or len(self.example.size) == 1:
+            return True
+        (height, width), (rows, columns) = size[-2:], self.example.size[-2:]
+        return abs(height * columns - width * rows) <= rows + columns
+
+    def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
+        """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
+        prefixes = list(PREFIXES) if self.said.prefix is None else [self.said.prefix, 0]
+        if self.layout is not None:
+            prefixes = [prefix_of(self.layout)] if "(" in self.layout else []
+        for prefix in prefixes:
+            if (grid := token_grid(tokens - prefix, *self.example.size)) is not None:
+                return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
+        return None
+
+    def the_maps(self, targets: Iterable[str], at: str) -> list[Map]:
+        """The one map of each of several modules, and whether it is read."""
+        found = [self.some_maps(target, at) for target in targets]
+        if at == "after":
+            found = self.read_ones(found)
+        for maps in found:
+            if len(maps) > 1:
+                shapes = ", ".join(str(one.form.shape) for one in maps)
+                raise SiteError(
+                    f"{maps[0].target!r} {'takes' if at == 'before' else 'returns'} {len(maps)} maps ({shapes}), and a "
+                    "block works on one: choose modules inside it"
+                )
+        return [maps[0] for maps in found]
+
+    def some_maps(self, target: str, at: str) -> list[Map]:
+        """The maps that a module gives or takes, one at least."""
+        self.check_called_once(target)
+        if maps := self.maps(target, at):
+            return maps
+        call = self.calls[target][0]
+        shapes = ", ".join(str(form.shape) for form in getattr(call, at).values())
+        what = f"a tensor of shape {shapes}" if shapes else f"a {call.kind} without a tensor"
+        before = list(self.calls)[: list(self.calls).index(target)]
+        others = [name for name in before if any(product(one.size) > 1 for one in self.maps(name))]
+        raise SiteError(
+            f"{target!r} {'takes' if at == 'before' else 'returns'} {what} for images {self.example.shape}, and no map "
+            f"was found in that{f', as {self.said.scrambled}' if self.said.scrambled else ''}: choose another module"
+            f"{f', such as {others[-1]!r}' if others else ''}, or say by layout= how a map lies in it"
+        )
+
+    def check_called_once(self, target: str) -> None:
+        """Refuse a module that one block cannot follow."""
+        if (times := len(self.calls.get(target, []))) != 1:
+            how = f"called {times} times in one forward pass, so one block cannot follow it" if times else "not called"
+            raise SiteError(f"{target!r} is {how}: choose the module around it, or another")
+
+    def read_ones(self, found: list[list[Map]]) -> list[list[Map]]:
+        """Of several maps those that the network reads and declares; of one, whether it is read.
+
+        A map that is all that a module gives is read by what comes next. What is given among other things may be for
+        those who ask for features only, and a head may read a class token alone.
+        """
+        every = [one for maps in found for one in maps]
+        unread = self.unread([one for one in every if one.element is not None or prefix_of(one.layout)])
+        chosen = []
+        for maps in found:
+            read = [one for one in maps if one not in unread] or [one._replace(read=False) for one in maps]
+            chosen.append([one for one in read if one.shape[1] == self.channels.get(one.target)] or read)
+        return chosen
+
+    def unread(self, maps: list[Map]) -> list[Map]:
+        """Those of some maps that the output does not depend on, by one forward and backward."""
+        held: dict[Map, Tensor] = {}
+
+        def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            for one in (one for one in maps if self.model.get_submodule(one.target) is module):
+                output = change(output, one.element, partial(hold, held, one))
+            return output
+
+        if not maps:
+            return []
+        try:
+            output = run_quietly(self.model, self.example, {one.target: tap for one in maps}, gradients=True)
+            with torch.enable_grad():
+                sums = [x.float().square().sum() for x in leaves(output) if x.requires_grad]
+                found = torch.autograd.grad(torch.stack(sums).sum(), list(held.values()), allow_unused=True)
+        except (SiteError, RuntimeError):  # a network that has no backward
+            return []
+        return [one for one, gradient in zip(held, found, strict=True) if not is_read(one, gradient)]
+
+
+def hold(held: dict[Map, Tensor], one: Map, x: Tensor) -> Tensor:
+    """Keep a tensor to follow its gradient; another goes on, as the network may change it in place."""
+    held[one] = x * 1 if x.requires_grad else x.detach().clone().requires_grad_()
+    return held[one] * 1
+
+
+def is_read(one: Map, gradient: Tensor | None) -> bool:
+    """Whether a map is in the graph of the output, and not only the tokens before it."""
+    prefix = prefix_of(one.layout)
+    if gradient is None or gradient.is_meta or not prefix:
+        return gradient is not None
+    return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())
+
+
+def leaves(value: object) -> Iterator[Tensor]:
+    """The tensors in what a network gives."""
+    held = vars(value) if is_dataclass(value) and not isinstance(value, Mapping) else value
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (Mapping, tuple, list)):
+        for item in held.values() if isinstance(held, Mapping) else held:
+            yield from leaves(item)
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
+    """The paths of a model's stages, from the image to the head.
+
+    They are those that the model declares, as timm's networks in ``feature_info``. Those of torchvision, and any other
+    in which maps only become smaller, have as stages the last module of each size of map.
+
+    Args:
+        model: the network.
+        example_input: for a dry run, as in :func:`vision_attn.insert_`.
+
+    Raises:
+        SiteError: the model does not run on the example, or it declares no stages and its maps become larger again, as
+            in a U-Net; the message names modules to choose from.
+
+    >>> from torchvision.models import resnet18
+    >>> stage_names(resnet18(), (1, 3, 64, 64))
+    ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
+    """
+    model = plain_network(model)
+    return stages_of(DryRun(model, example_of(model, example_input)))
+
+
+def stages_of(run: DryRun) -> list[str]:
+    """The paths of the stages of a network that was run, from the image to the head."""
+    said = run.said
+    if said.parts:
+        parts = ", ".join(map(repr, said.parts))
+        raise SiteError(f"stages: several parts of the network declare them, {parts}: choose sites by names=")
+    if said.stages:
+        return [path for path, _ in said.stages]
+    units = units_in(run, said.trunk or "")
+    units = [one for one in units if "(" not in one.layout] or units  # tokens have the shape of many things
+    rows = [list(row)[-1] for _, row in groupby(units, key=lambda one: one.size)]
+    cells = [product(one.size) for one in rows]
+    if cells != sorted(cells, reverse=True):
+        choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
+        raise SiteError(
+            f"stages: {type(run.model).__name__} declares none, and its maps become larger again, so that the last of "
+            f"each size is no stage: choose sites by names=, as among {choice}"
+        )
+    around = ([*modules_around(one.target), one.target] for one in rows)
+    return [next(name for name in names if end_of_sequential(run.model, name) == names[-1]) for names in around]
+
+
+def units_in(run: DryRun, path: str) -> list[Map]:
+    """The maps of the modules in a part of a network that are no row of others, in the order of their calls.
+
+    A module with maps of three sizes in it is a row of others.
+    """
+    found = []
+    for name, module in run.model.get_submodule(path).named_children():
+        child = f"{path}.{name}" if path else name
+        inner = (one for other in run.calls if other.startswith(f"{child}.") for one in run.maps(other))
+        is_row = isinstance(module, CONTAINERS) or child not in run.calls
+        if is_row or len({one.size for one in inner if product(one.size) > 1}) > 2:
+            found += units_in(run, child)
+        elif len(maps := [one for one in run.maps(child) if product(one.size) > 1]) == 1:
+            found += maps
+    order = list(run.calls)
+    return sorted(found, key=lambda one: order.index(one.target))
