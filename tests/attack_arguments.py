@@ -32,7 +32,7 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention import reference
-from vision_attn.attention.attend import IMPLEMENTATIONS, IMPLS, attend
+from vision_attn.attention.implementations import IMPLEMENTATIONS, IMPLS, attend
 from vision_attn.networks import convert
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d

@@ -89,7 +89,7 @@ def test_no_import_points_up():
         ("attend", "import vision_attn.tools.training.loop", ["training"]),
         ("blocks", "def f():\n    from vision_attn import capture", ["capture"]),
         ("reference", "import vision_attn.attention.reference", ["reference"]),
-        ("blocks", "from vision_attn.attention.attend import attend", []),
+        ("blocks", "from vision_attn.attention.implementations import attend", []),
         ("cli", "import vision_attn", [""]),
         ("cli", "def f():\n    from vision_attn import __version__", ["__version__"]),
     ],

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import vision_attn as va
-from vision_attn.attention.attend import attend
+from vision_attn.attention.implementations import attend
 from vision_attn.networks.checkpoints import read_checkpoint
 
 

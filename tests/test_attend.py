@@ -7,8 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vision_attn as va
-from vision_attn.attention.attend import IMPLEMENTATIONS, attend, attention_weights
-from vision_attn.attention.attend.linear import attend_linear
+from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
+from vision_attn.attention.blocks.linear import attend_linear
+from vision_attn.attention.blocks.weights import attention_weights
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
@@ -412,7 +413,7 @@ def test_an_implementation_from_outside_is_available_to_every_block(registered):
 
 def test_what_is_no_implementation_is_refused():
     q = torch.ones(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'; got 'flash'"):
+    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'auto'; got 'flash'"):
         attend(q, q, q, impl="flash")
     for name in ("", "bmm", None):
         with pytest.raises(ValueError, match=r"name must be a new one, none of 'einx', 'bmm'.*; got"):

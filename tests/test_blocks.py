@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import vision_attn as va
-from vision_attn.attention.attend import IMPLEMENTATIONS
+from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.blocks.projection import POINTWISE
 from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 
@@ -149,7 +149,7 @@ def test_the_kernel_reads_views_of_one_tensor(monkeypatch, memory_format):
         return F.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", dataclasses.replace(IMPLEMENTATIONS["sdpa"], attend=spy))
-    va.Attention2d(16, 2)(torch.randn(2, 16, 5, 6).contiguous(memory_format=memory_format))
+    va.Attention2d(16, 2, impl="sdpa")(torch.randn(2, 16, 5, 6).contiguous(memory_format=memory_format))
     assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
     assert all(x.stride(-1) == 1 for x in seen)
 
@@ -678,7 +678,7 @@ def test_an_argument_that_does_not_exist_is_refused_by_name(make):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.zeros(1, 1, 1, 12), "mask must be bool"),
+        (torch.zeros(1, 1, 1, 12), "mask must be a bool tensor"),
         (torch.ones(12, 12, dtype=torch.bool), r"cannot mask a key for one query alone; got \(12, 12\)"),
         (torch.ones(3, 1, 1, 12, dtype=torch.bool), "mask must broadcast"),
     ],

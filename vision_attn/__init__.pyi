@@ -1,5 +1,5 @@
-from .attention.attend import IMPLS as IMPLS
-from .attention.attend import register_impl as register_impl
+from .attention.implementations import IMPLS as IMPLS
+from .attention.implementations import register_impl as register_impl
 from .attention.blocks import (
     Attention1d as Attention1d,
 )
@@ -53,9 +53,7 @@ from .errors import VisionAttnError as VisionAttnError
 from .networks import convert as convert
 from .networks import figures as figures
 from .networks import models as models
-from .networks.capture import AttentionMap as AttentionMap
-from .networks.capture import capture as capture
-from .networks.capture import rollout as rollout
+from .networks.recording import capture as capture
 from .networks.checkpoints import AdapterReport as AdapterReport
 from .networks.checkpoints import LoadReport as LoadReport
 from .networks.checkpoints import load_adapter_ as load_adapter_

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from vision_attn.checks import as_list, check_number, check_type
-from vision_attn.networks.capture import AttentionMap
-from vision_attn.networks.capture.record import chosen_heads
+from vision_attn.networks.maps import AttentionMap
+from vision_attn.networks.recording import chosen_heads
 from vision_attn.networks.checkpoints import write_atomically
 
 try:

@@ -1,21 +1,25 @@
-"""The weights that a block gives its keys, on the map, for those who look at them: a fused kernel holds none."""
+"""What a block gives its kernel, and the weights of it on the map, which a fused kernel never holds."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vision_attn.attention.attend import attention_weights, repeat_kv, with_causal_mask
+from vision_attn.attention.implementations import repeat_kv, without_autocast
+from vision_attn.attention.masks import add_mask, causal_mask, combine_masks, upcast, zero_rows
 from vision_attn.attention.patterns import Partition
 
-__all__ = ["Prepared", "check_queries", "weights_on_map"]
+__all__ = ["Given", "check_queries", "looking", "weights_on_map"]
 
 
-class Prepared(NamedTuple):
+class Given(NamedTuple):
     """What a block gives its kernel."""
 
+    part: Partition
     q: Tensor  # (b·groups, n, i, d)
     k: Tensor  # (b·groups, m, j, d)
     v: Tensor  # (b·groups, m, j, e)
@@ -25,44 +29,63 @@ class Prepared(NamedTuple):
     causal: bool  # whether the kernel is to hide later keys
 
 
-def weights_on_map(
-    part: Partition, prepared: Prepared, queries: Tensor | None = None, heads: list[int] | None = None
-) -> Tensor:
+@contextmanager
+def looking(block: Any, look: Callable[[Given], None]) -> Iterator[None]:
+    """Show ``look`` what the block gives its kernel in each forward pass."""
+    before = block.lookers
+    block.lookers = (*before, look)
+    try:
+        yield
+    finally:
+        block.lookers = before
+
+
+def weights_on_map(given: Given, queries: Tensor | None = None, heads: list[int] | None = None) -> Tensor:
     """The weights that a kernel gives the keys, ``(b, n, i, j)`` with zeros outside of a query's group.
 
-    Of chosen queries (indices of tokens) and heads no other takes memory.
+    Of chosen queries (indices of tokens) and heads: the others take no memory.
     """
-    q, k, _, scale, mask, reachable, causal = prepared
+    part, q, k, _, scale, mask, reachable, causal = given
     if heads is not None:
         k = repeat_kv(q, k)[:, heads]
         q = q[:, heads]
         mask, reachable = (x if x is None or x.shape[2] == 1 else x[:, :, heads] for x in (mask, reachable))
     if queries is not None and causal:
-        mask, causal = with_causal_mask(mask, q.shape[2], k.shape[2], q.device), False
+        mask, causal = combine_masks(mask, causal_mask(q.shape[2], k.shape[2], q.device)), False
     if part.is_global:
         if queries is not None:
             q = q[:, :, queries]
             mask, reachable = (x if x is None or x.shape[3] == 1 else x[:, :, :, queries] for x in (mask, reachable))
-        return attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        return attention_weights(q, k, scale, mask, reachable, causal)
     group, row = part.group_and_row(queries)
     if queries is None:
-        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        weights = attention_weights(q, k, scale, mask, reachable, causal)
         weights = weights.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 2)
     else:  # each query as a group of its own
         q = q.unflatten(0, (-1, part.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
         k = k.unflatten(0, (-1, part.groups))[:, group].flatten(0, 1)
+        tokens = part.queries.cut.tokens
         mask, reachable = (
-            x if x is None else x.expand(-1, part.groups, -1, part.cut.tokens, -1)[:, group, :, row].movedim(0, 1)
+            x if x is None else x.expand(-1, part.groups, -1, tokens, -1)[:, group, :, row].movedim(0, 1)[:, :, :, None]
             for x in (mask, reachable)
         )
-        mask, reachable = (x if x is None else x[:, :, :, None] for x in (mask, reachable))
-        weights = attention_weights(q, k, scale=scale, mask=mask, reachable=reachable, causal=causal)
+        weights = attention_weights(q, k, scale, mask, reachable, causal)
         weights = weights[:, :, 0].unflatten(0, (-1, len(queries))).transpose(1, 2)
     return part.on_map(weights, group)
 
 
+def attention_weights(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, reachable: Tensor | None, causal: bool
+) -> Tensor:
+    """The weights ``softmax(scale q kᵀ + mask)`` that every implementation stands for, ``(b·groups, n, i, j)``."""
+    with without_autocast(q):
+        logits = scale * upcast(q) @ upcast(repeat_kv(q, k)).mT
+        weights = torch.softmax(add_mask(logits, mask, causal), dim=-1)
+    return zero_rows(weights, reachable)
+
+
 def check_queries(queries: Tensor | None, tokens: int) -> None:
-    """Refuse what are no indices ``(i,)`` of so many tokens; None is for all."""
+    """Refuse all but indices ``(i,)`` of so many tokens, or None for all."""
     if queries is None:
         return
     if not isinstance(queries, Tensor):

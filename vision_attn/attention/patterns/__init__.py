@@ -4,8 +4,8 @@ A pattern is one line of einx. On maps of one size it is a partition into groups
 and to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the map.
 """
 
-from vision_attn.attention.patterns.line import Cut
-from vision_attn.attention.patterns.partition import Partition, Partitioner, partition_of, row_major
+from vision_attn.attention.patterns.line import AXES, Cut, Line
+from vision_attn.attention.patterns.partition import Partition, Partitioner, Partitions, Side
 from vision_attn.attention.patterns.specifications import (
     PATTERNS,
     AnyPattern,
@@ -18,17 +18,19 @@ from vision_attn.attention.patterns.specifications import (
 )
 
 __all__ = [
+    "AXES",
     "PATTERNS",
     "AnyPattern",
     "Cut",
     "Grid",
     "Halo",
+    "Line",
     "Neighborhood",
     "Partition",
     "Partitioner",
+    "Partitions",
     "Pattern",
+    "Side",
     "Window",
-    "partition_of",
     "resolve_pattern",
-    "row_major",
 ]

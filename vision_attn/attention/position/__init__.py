@@ -5,9 +5,8 @@ the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:
 :class:`RelPosDecomposed`) or on the logits (:class:`RelPosTable`).
 """
 
-from vision_attn.attention.position.absolute import CONVOLUTIONS, AbsPos, ConditionalPos, SinCos
+from vision_attn.attention.position.absolute import CONVOLUTIONS, AbsPos, ConditionalPos, Rope2d, SinCos
 from vision_attn.attention.position.relative import RelPosDecomposed, RelPosTable, resample
-from vision_attn.attention.position.rotary import Rope2d
 from vision_attn.attention.position.term import AnyPosition, BlockShape, PositionTerm
 
 __all__ = [

@@ -69,7 +69,7 @@ def run_explore(options: argparse.Namespace) -> None:
 
 
 def run_maps(options: argparse.Namespace) -> None:
-    from vision_attn.networks.capture import capture
+    from vision_attn.networks.recording import capture
     from vision_attn.networks.figures import attention_figure, save_figure, summary_figure
     from vision_attn.networks.insertion import quiet_eval
 

@@ -1,4 +1,8 @@
-"""Attention masks: combined, checked, and the rows that may attend to nothing."""
+"""Attention masks: checked, combined, and the rows that may attend to nothing.
+
+Letters: ``b`` batch, ``n`` heads, ``i`` query token, ``j`` key token. A mask is bool (True = may attend) or an additive
+float.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from vision_attn.attention.patterns import Partition
+
 __all__ = [
     "add_mask",
     "causal_mask",
     "check_mask",
     "combine_masks",
+    "masks_of_groups",
     "open_rows",
     "upcast",
-    "with_causal_mask",
     "zero_rows",
 ]
 
@@ -27,7 +33,7 @@ def upcast(x: Tensor) -> Tensor:
 def add_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Masked logits ``(b·groups, n, i, j)``; the mask is ``(b or 1, groups or 1, n or 1, i, j)``, bool or additive."""
     if causal:
-        mask = with_causal_mask(mask, logits.shape[2], logits.shape[3], logits.device)
+        mask = combine_masks(mask, causal_mask(*logits.shape[2:], logits.device))
     if mask is None:
         return logits
     logits = logits.unflatten(0, groups_of(mask))
@@ -65,18 +71,32 @@ def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The keys that are no later than the query, ``(i, j)``.
+    """The keys that are no later than the query, ``(1, 1, 1, i, j)``.
 
-    >>> causal_mask(2, 3, torch.device("cpu"))
+    >>> causal_mask(2, 3, torch.device("cpu"))[0, 0, 0]
     tensor([[ True, False, False],
             [ True,  True, False]])
     """
-    return torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None]
+    return (torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None])[None, None, None]
 
 
-def with_causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """A mask with five axes that hides the keys that are later than the query as well."""
-    return combine_masks(mask, causal_mask(queries, keys, device)[None, None, None])
+def masks_of_groups(
+    part: Partition, mask: Tensor | None, bias: Tensor | None, causal: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """All that masks the groups of a map, in one mask ``(b or 1, groups or 1, n or 1, i, j)``.
+
+    ``mask`` is that of the user, on the map, broadcastable to ``(b, n, tokens, key tokens)``; ``bias`` that of the
+    position term, in the groups. With the one mask come the rows that may attend to anything (None: all), and whether
+    the kernel is to hide later keys, as it can where there is no mask.
+    """
+    own, reachable = part.mask, None
+    by_kernel = causal and part.is_global and mask is None and bias is None
+    if causal and not by_kernel:
+        own = combine_masks(own, part.causal_mask())
+    if mask is not None:
+        mask = part.cut_mask(mask[(None,) * (4 - mask.dim())])
+        own, reachable = open_rows(combine_masks(mask, own))
+    return own if bias is None else combine_masks(own, bias), reachable, by_kernel
 
 
 def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:
@@ -88,10 +108,10 @@ def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:
 
 
 def open_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask whose every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
+    """A mask in which every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
 
     What comes out of the other rows is to be set to zero: kernels differ in what they make of them. The largest value
-    of a row is taken off an additive mask: softmax does not see it, and half precision holds what is left.
+    of a row is taken off an additive mask: softmax does not see it, and half precision holds the rest.
     """
     if mask.dtype == torch.bool:
         reachable = mask.any(dim=-1, keepdim=True)

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
-from vision_attn.attention.blocks.weights import Prepared, weights_on_map
-from vision_attn.attention.patterns import Partition
+from vision_attn.attention.blocks.weights import Given, looking, weights_on_map
+from vision_attn.networks.maps import AttentionMap, Maps
 from vision_attn.checks import as_list, product
-from vision_attn.networks.capture.attention_map import AttentionMap
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
+from vision_attn.attention.patterns import Partition
 
-__all__ = ["LARGEST", "Maps", "capture", "chosen_heads"]
+__all__ = ["LARGEST", "capture", "chosen_heads"]
 
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
@@ -33,21 +33,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 
 #: A point of the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
-
-
-class Maps(dict[str, AttentionMap]):
-    """The maps of a forward pass by module path, in the order of running.
-
-    >>> Maps()["layer4"]
-    Traceback (most recent call last):
-    KeyError: "no map of 'layer4': captured are none. A module has none until the model ran, if ..."
-    """
-
-    def __missing__(self, path: str) -> AttentionMap:
-        raise KeyError(
-            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}. A module has none until the "
-            "model ran, if the model did not call it, or if swap_'s module served the call by itself"
-        )
 
 
 @contextmanager
@@ -104,8 +89,8 @@ def capture(
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
-            seen: list[tuple[Partition, Prepared]] = []
-            stack.enter_context(overheard(module, seen))
+            seen: list[Given] = []
+            stack.enter_context(looking(module, last(seen)))
             chosen = chosen_heads(heads, module.num_heads)
             hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -146,7 +131,7 @@ class Recording:
         path: str,
         kept: Any,
         heads: list[int],
-        seen: list[tuple[Partition, Prepared]],
+        seen: list[Given],
         module: Any,
         args: Any,
         kwargs: Any,
@@ -157,7 +142,8 @@ class Recording:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         if not seen:
             return  # an empty batch
-        (part, prepared), prefix = seen.pop(), 0
+        given, prefix = seen.pop(), 0
+        part = given.part
         x = args[0] if args else kwargs["x"]
         if kept is None or kept.sees == "maps":
             size = tuple(x.shape[-module.rank :])
@@ -167,29 +153,29 @@ class Recording:
             if placed is None:
                 return  # they are of no map of this image
             part, prefix = placed
-            size = keys = part.size
-            prepared = in_groups_of(prepared, part.groups)
+            size = keys = part.queries.size
+            given = in_groups_of(given, part.groups)
         cells = cells_of(self.points, size, self.image_size, path)
         names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
-        self.count(path, len(prepared.q) // part.groups, len(groups[0]), len(cells), product(keys), prepared.q.dtype)
+        self.count(path, len(given.q) // part.groups, len(groups[0]), len(cells), product(keys), given.q.dtype)
         if self.reduce and len(heads) > 1:
             names = (f"{self.reduce} of {len(heads)} heads",)
 
         def looked(tokens: Tensor | None) -> Tensor:
             weights: Tensor | None = None
             for group in groups:
-                some = weights_on_map(part, prepared, tokens, group)[..., prefix:]
+                some = weights_on_map(given._replace(part=part), tokens, group)[..., prefix:]
                 weights = some if weights is None else REDUCTIONS[self.reduce or ""](weights, some)
             assert weights is not None
             weights = weights / len(groups) if self.reduce == "mean" else weights
-            if product(part.size) == product(size):
+            if product(part.queries.size) == product(size):
                 return weights.unflatten(-1, keys)
             # Where the block has padded its map, the queries stand on a wider one.
-            return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
+            return weights.unflatten(-1, part.queries.size)[(..., *map(slice, keys))]
 
-        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.size)) for cell in cells], device=x.device)
-        every = self.points is None and len(tokens) == product(part.size) and not prefix
+        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.queries.size)) for cell in cells], device=x.device)
+        every = self.points is None and len(tokens) == product(part.queries.size) and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
             first = looked(torch.arange(prefix, device=x.device)) if prefix else None
@@ -209,32 +195,17 @@ class Recording:
         self.taken += needed
 
 
-@contextmanager
-def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iterator[None]:
-    """Keep what a block hands to its kernel in the forward pass."""
-    own = vars(module)
-    prepare, outer = module.prepare, own.get("prepare")  # the outer one of two captures
-
-    def look(*args: Any) -> Prepared:
-        found = prepare(*args)
-        seen[:] = [(args[3], found)]
-        return found
-
-    own["prepare"] = look
-    try:
-        yield
-    finally:
-        own.pop("prepare")
-        own.update({} if outer is None else {"prepare": outer})
+def last(seen: list[Given]) -> Callable[[Given], None]:
+    return lambda given: seen.__setitem__(slice(None), [given])
 
 
-def in_groups_of(prepared: Prepared, groups: int) -> Prepared:
+def in_groups_of(given: Given, groups: int) -> Given:
     """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
     mask, reachable = (
         x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups))
-        for x in (prepared.mask, prepared.reachable)
+        for x in (given.mask, given.reachable)
     )
-    return prepared._replace(mask=mask, reachable=reachable)
+    return given._replace(mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
