@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from vision_attn.checks import as_list, check_number, check_type
+from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import chosen_heads
-from vision_attn.networks.checkpoints import write_atomically
 
 try:
     from matplotlib import figure as matplotlib_figure

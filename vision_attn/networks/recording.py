@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product as pairs
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,12 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
 from vision_attn.attention.blocks.weights import Given, looking, weights_on_map
-from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.attention.patterns import Partition
 from vision_attn.checks import as_list, product
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
-from vision_attn.attention.patterns import Partition
+from vision_attn.networks.maps import AttentionMap, Maps
 
 __all__ = ["LARGEST", "capture", "chosen_heads"]
 
@@ -89,8 +91,8 @@ def capture(
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
-            seen: list[Given] = []
-            stack.enter_context(looking(module, last(seen)))
+            seen: deque[Given] = deque(maxlen=1)
+            stack.enter_context(looking(module, seen.append))
             chosen = chosen_heads(heads, module.num_heads)
             hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -126,24 +128,14 @@ class Recording:
                     f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
                 )
 
-    def record(
-        self,
-        path: str,
-        kept: Any,
-        heads: list[int],
-        seen: list[Given],
-        module: Any,
-        args: Any,
-        kwargs: Any,
-        y: Any,
-    ) -> None:
+    def record(self, path: str, kept: Any, heads: list[int], seen: deque[Given], *called: Any) -> None:
         """A module has attended."""
+        module, args, kwargs, _ = called
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         if not seen:
             return  # an empty batch
         given, prefix = seen.pop(), 0
-        part = given.part
         x = args[0] if args else kwargs["x"]
         if kept is None or kept.sees == "maps":
             size = tuple(x.shape[-module.rank :])
@@ -154,7 +146,8 @@ class Recording:
                 return  # they are of no map of this image
             part, prefix = placed
             size = keys = part.queries.size
-            given = in_groups_of(given, part.groups)
+            given = in_groups_of(part, given)
+        part, whole = given.part, given.part.queries.size
         cells = cells_of(self.points, size, self.image_size, path)
         names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
@@ -163,19 +156,16 @@ class Recording:
             names = (f"{self.reduce} of {len(heads)} heads",)
 
         def looked(tokens: Tensor | None) -> Tensor:
-            weights: Tensor | None = None
-            for group in groups:
-                some = weights_on_map(given._replace(part=part), tokens, group)[..., prefix:]
-                weights = some if weights is None else REDUCTIONS[self.reduce or ""](weights, some)
-            assert weights is not None
+            each = (weights_on_map(given, tokens, group)[..., prefix:] for group in groups)
+            weights = functools.reduce(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(groups) if self.reduce == "mean" else weights
-            if product(part.queries.size) == product(size):
+            if whole == size:
                 return weights.unflatten(-1, keys)
             # Where the block has padded its map, the queries stand on a wider one.
-            return weights.unflatten(-1, part.queries.size)[(..., *map(slice, keys))]
+            return weights.unflatten(-1, whole)[(..., *map(slice, keys))]
 
-        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.queries.size)) for cell in cells], device=x.device)
-        every = self.points is None and len(tokens) == product(part.queries.size) and not prefix
+        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, whole)) for cell in cells], device=x.device)
+        every = self.points is None and whole == size and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
             first = looked(torch.arange(prefix, device=x.device)) if prefix else None
@@ -195,17 +185,13 @@ class Recording:
         self.taken += needed
 
 
-def last(seen: list[Given]) -> Callable[[Given], None]:
-    return lambda given: seen.__setitem__(slice(None), [given])
-
-
-def in_groups_of(given: Given, groups: int) -> Given:
-    """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
+def in_groups_of(part: Partition, given: Given) -> Given:
+    """What a block gives its kernel for groups that are maps of a batch to it, as if it had cut them itself."""
     mask, reachable = (
-        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups))
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, part.groups))
         for x in (given.mask, given.reachable)
     )
-    return given._replace(mask=mask, reachable=reachable)
+    return given._replace(part=part, mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
@@ -232,17 +218,15 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    points = [] if isinstance(queries, (str, bytes)) or not isinstance(queries, Iterable) else list(queries)
-    if not points or not all(is_point(point) for point in points):
+    try:
+        points = [tuple(map(float, point)) for point in queries]
+    except (TypeError, ValueError, OverflowError):
+        points = []
+    if not points or not all(map(math.isfinite, sum(points, ()))):
         raise ValueError(
             f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
         )
     return points
-
-
-def is_point(value: Any) -> bool:
-    held = value.tolist() if hasattr(value, "tolist") else value
-    return isinstance(held, (tuple, list)) and all(isinstance(at, Real) and math.isfinite(at) for at in held)
 
 
 def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
