@@ -270,6 +270,25 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
     assert (attend(ones, ones, ones, impl=impl, dropout=1.0) == 0).all()
 
 
+@pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])
+def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
+    """On the CPU torch has no fused kernel with dropout or gradients of a mask: auto takes bmm there."""
+    q, k, v = heads(*[(2, 2, 6, 8)] * 3)
+    mask = torch.randn(1, 2, 6, 6, requires_grad=True) if case.startswith("a bias") else None
+    called = set()
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    for impl, expected in (("sdpa", True), ("bmm", False), ("auto", case == "plain")):
+        called.clear()
+        with Called():
+            attend(q, k, v, impl=impl, mask=mask, dropout=0.5 if case == "dropout" else 0.0)
+        assert (F.scaled_dot_product_attention in called, torch.bmm in called) == (expected, not expected), impl
+
+
 # --- memory, by count -------------------------------------------------------------------------------------------------
 
 

@@ -257,11 +257,22 @@ def test_a_hook_sees_one_map_without_a_batch_once(block):
     assert seen == [(8, 3, 5)]
 
 
-@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4)])
-def test_an_input_that_is_no_map_is_refused(shape):
-    for block in (va.Attention2d(8, 2), va.LinearAttention2d(8, 2)):
+EACH = [va.Attention2d, va.LinearAttention2d, va.TransformerBlock2d]
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4), None])
+@pytest.mark.parametrize("block", EACH)
+def test_an_input_that_is_no_map_is_refused(block, shape):
+    for x in ("a map", 3, None) if shape is None else (torch.zeros(shape),):
         with pytest.raises(ValueError, match=r"x must be maps of shape \(batch, 8, height, width\); got"):
-            block(torch.zeros(shape))
+            block(8, 2)(x)
+
+
+@pytest.mark.parametrize("block", EACH)
+def test_the_mask_of_an_empty_batch_is_checked_too(block):
+    for mask in (torch.ones(7, 7, dtype=torch.bool), torch.ones(15, dtype=torch.long), "no mask"):
+        with pytest.raises(ValueError, match=r"mask must (be|broadcast)"):
+            block(8, 2)(torch.randn(0, 8, 3, 5), mask)
 
 
 # --- projections ------------------------------------------------------------------------------------------------------
@@ -310,6 +321,15 @@ def test_hooks_on_projections_fire():
     assert seen == [("qkv", (2, 24, 3, 4)), ("proj", (2, 8, 3, 4))]
     block.proj.register_forward_hook(lambda module, args, y: torch.zeros_like(y))
     assert (block(x) == 0).all()
+
+
+@pytest.mark.parametrize("options", [{"kv_stride": 2}, {"kv_stride": 2, "groups": 2}], ids=str)
+def test_a_hook_on_the_projection_fires_once_with_averaged_keys(options):
+    block, seen = va.Attention2d(8, 2, **options), []
+    expected = block(x := torch.randn(2, 8, 4, 6))
+    block.qkv.register_forward_hook(lambda module, args, y: seen.append(tuple(y.shape)))
+    close(block(x), expected)
+    assert seen == [(2, 24, 4, 6)]
 
 
 class LowRank(nn.Module):
@@ -470,6 +490,16 @@ def test_a_new_block_is_the_identity_bit_for_bit(block):
     x = torch.randn(1, 16, 4, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert block(16, gate_init=1.0)(x).dtype == torch.bfloat16
+
+
+def test_a_branch_is_left_as_it_is_where_no_zeros_are_asked_for():
+    """As timm calls it, with ``zero_init_last`` of the network."""
+    block = va.AttentionBlock2d(8, 2)
+    nn.init.ones_(block.attn.proj.weight)
+    block.init_weights(zero_init_last=False)
+    assert (block.attn.proj.weight == 1).all()
+    block.init_weights()
+    assert not block.attn.proj.weight.any()
 
 
 @pytest.mark.parametrize(

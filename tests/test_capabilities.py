@@ -235,17 +235,28 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_default_implementation_does_it_with_every_pattern_and_term(options):
     for capability in (maps_over_a_further_axis, is_traced_by_fx):
-        capability(make("sdpa", **OPTIONS[options]))
+        capability(make("auto", **OPTIONS[options]))
 
 
 def test_a_pattern_and_a_term_are_compiled_and_exported():
-    block = make("sdpa", **OPTIONS["shifted window, table"])
+    block = make("auto", **OPTIONS["shifted window, table"])
     compiles_with_its_backward_pass(block)
     exports(block)
 
 
 def test_a_pattern_and_a_term_are_exported_with_any_size():
-    exports_with_any_batch_and_size(make("sdpa", **OPTIONS["rows, convolution"]))
+    exports_with_any_batch_and_size(make("auto", **OPTIONS["rows, convolution"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, OPTIONS["shifted window, table"], OPTIONS["rotary, shared heads"]], ids=str)
+def test_the_exporter_by_traces_writes_what_the_block_computes(options):
+    """``dynamo=False``: it ended the process, at an axis that was counted from the last one."""
+    block, file = make("auto", **options), io.BytesIO()
+    torch.onnx.export(block, (example(),), file, dynamo=False)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    (found,) = session.run(None, {session.get_inputs()[0].name: example().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
 
 
 OTHERS = [va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d]
@@ -266,7 +277,7 @@ def test_a_transformer_block_is_compiled():
 def test_every_block_is_compiled_and_exported_with_any_size():
     """Those that the tests above leave out: with the compiler to machine code, and where tracing sizes takes long."""
     for options in OPTIONS:
-        block = make("sdpa", **OPTIONS[options])
+        block = make("auto", **OPTIONS[options])
         compiles_with_its_backward_pass(block)
         whole = re.match("shift|neigh|str", options)  # windows: whether there is padding is a fact of the graph
         exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))

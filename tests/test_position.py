@@ -210,6 +210,9 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
     [
         (lambda: va.Rope2d(temperature=0.5), "Rope2d: temperature must"),
         (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must"),
+        (lambda: va.Rope2d(feat_size=(None, 14)), "Rope2d: feat_size must"),
+        (lambda: va.AbsPos(None), "AbsPos: feat_size must"),
+        (lambda: va.AbsPos((14, None)), "AbsPos: feat_size must"),
         (lambda: va.SinCos(temperature=True), "SinCos: temperature must"),
         (lambda: va.RelPosDecomposed(-3), "RelPosDecomposed: feat_size must"),
         (lambda: va.RelPosTable([7, 7]), "RelPosTable: feat_size must"),

@@ -84,7 +84,7 @@ def heads_together_einx(cut: Cut, y: Tensor) -> Tensor:
 
 def heads_apart_torch(cut: Cut, x: Tensor, n: int) -> Tensor:
     b, c = x.shape[:2]
-    x = x.movedim(1, -1).reshape(b, *cut.lengths.values(), c)
+    x = x.movedim(1, x.dim() - 1).reshape(b, *cut.lengths.values(), c)
     x = x.permute(cut.line.apart).reshape(b * cut.groups, cut.tokens, n, c // n)
     return x.transpose(1, 2)
 
@@ -105,7 +105,8 @@ def attend_bmm(
 def heads_together_torch(cut: Cut, y: Tensor) -> Tensor:
     b, c = y.shape[0] // cut.groups, y.shape[1] * y.shape[3]
     y = y.transpose(1, 2).reshape(b, *cut.group_lengths, c)
-    return y.permute(cut.line.together).reshape(b, *cut.shape, c).movedim(-1, 1)
+    y = y.permute(cut.line.together).reshape(b, *cut.shape, c)
+    return y.movedim(y.dim() - 1, 1)
 
 
 # --- einsum: every axis by its letter ---------------------------------------------------------------------------------

@@ -50,9 +50,10 @@ class Pointwise:
     def forward(self: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # type: ignore[misc]
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
-        channels = 1 - self.weight.dim()  # of maps (b, c, *size) and (c, *size) alike
-        y = F.linear(x.movedim(channels, -1).contiguous(), self.weight.flatten(1), self.bias)
-        return y.movedim(-1, channels)
+        last = x.dim() - 1
+        channels = last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
+        y = F.linear(x.movedim(channels, last).contiguous(), self.weight.flatten(1), self.bias)
+        return y.movedim(last, channels)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keep the strides that the gradient of a matrix has, also in a network that is made channels-last.
@@ -84,10 +85,11 @@ POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
     """A map in the memory format of another; where that is in both, as with a single channel, in the default one."""
+    last = y.dim() - 1
     if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
-        return y.movedim(1, -1).contiguous().movedim(-1, 1)
+        return y.movedim(1, last).contiguous().movedim(last, 1)
     if y.shape[0] == 1 and y.stride(1) == 1:  # a matrix is transposed in blocks, up to four times as fast on the CPU
-        return y.movedim(1, -1).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
+        return y.movedim(1, last).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
     return y.contiguous()
 
 

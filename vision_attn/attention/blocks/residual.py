@@ -33,8 +33,9 @@ class LayerNorm2d(nn.LayerNorm):
     rank = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        channels = -1 - self.rank
-        return super().forward(x.movedim(channels, -1)).movedim(-1, channels)
+        last = x.dim() - 1
+        channels = last - self.rank
+        return super().forward(x.movedim(channels, last)).movedim(last, channels)
 
 
 class LayerNorm1d(LayerNorm2d):

@@ -94,7 +94,7 @@ class Side:
         if self.as_it_is:
             return x
         # With the channels of a position beside each other: whole positions are copied, not single numbers.
-        x = x.movedim(1, -1)
+        x = x.movedim(1, x.dim() - 1)
         if self.is_padded:
             x = F.pad(x, [0, 0, *self.pad])
         if self.is_rolled:
@@ -102,13 +102,13 @@ class Side:
         for axis, lay in enumerate(self.lays, 1):
             if lay.pick is not None:
                 x = x.index_select(axis, lay.pick)
-        return x.movedim(-1, 1)
+        return x.movedim(x.dim() - 1, 1)
 
     def take_back(self, y: Tensor) -> Tensor:
         """The map ``(b, c, *size)`` that was laid out so."""
         if self.as_it_is:
             return y
-        y = y.movedim(1, -1)
+        y = y.movedim(1, y.dim() - 1)
         if self.is_rolled:
             y = y.roll(self.roll, self.axes)
         for axis, (lay, length) in enumerate(zip(self.lays, self.size, strict=True), 1):
@@ -116,7 +116,7 @@ class Side:
                 y = y.index_select(axis, lay.back)
             elif lay.before or lay.after:
                 y = y.narrow(axis, lay.before, length)
-        return y.movedim(-1, 1)
+        return y.movedim(y.dim() - 1, 1)
 
     def index(self) -> Tensor:
         """Where on the map, row-major, each token stands, ``(groups, tokens)``; -1 beyond it."""

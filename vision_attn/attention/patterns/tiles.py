@@ -57,7 +57,7 @@ class LinePartitioner(Partitioner):
         if whole != length or roll:
             # Padding is a region of its own, which nothing on the map looks at. Where the axis was rolled, its two
             # ends meet in one tile: they do not see each other.
-            place = place.roll(-roll)
+            place = place.roll(-roll, 0)
             region = in_tiles((place >= length).long() - (place < roll).long())
             allowed = region[:, :, None] == region[:, None, :]
             place = place.masked_fill(place >= length, -1)
