@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vision_attn.attention.equations import heads_first_equations
-from vision_attn.attention.masks import add_mask, causal_mask, check_mask, combine_masks, open_rows, upcast, zero_rows
-from vision_attn.attention.patterns import Cut
+from vision_attn.attention.masks import (
+    Mask,
+    add_mask,
+    causal_mask,
+    check_mask,
+    combine_masks,
+    open_rows,
+    upcast,
+    with_four_axes,
+    zero_rows,
+)
+from vision_attn.attention.patterns.line import Cut
 from vision_attn.checks import check_flags, check_number, check_probability, check_type
 
 __all__ = [
@@ -33,6 +44,7 @@ __all__ = [
     "EINX",
     "IMPLEMENTATIONS",
     "IMPLS",
+    "Given",
     "Implementation",
     "attend",
     "attend_groups",
@@ -52,6 +64,18 @@ class Implementation:
     heads_together: Callable[[Cut, Tensor], Tensor]
 
 
+class Given(NamedTuple):
+    """What a kernel is given: attention in the groups of a pattern."""
+
+    q: Tensor  # (b·groups, n, i, d)
+    k: Tensor  # (b·groups, m, j, d)
+    v: Tensor  # (b·groups, m, j, e)
+    scale: float
+    mask: Mask  # (b or 1, groups or 1, n or 1, i, j), in which each row has a key to attend to
+    reachable: Mask  # (b or 1, groups or 1, n or 1, i, 1): the rows that had one before; None: all
+    causal: bool  # whether the kernel is to hide later keys
+
+
 # --- einx: every axis by its name -------------------------------------------------------------------------------------
 
 
@@ -61,9 +85,7 @@ def heads_apart_einx(cut: Cut, x: Tensor, n: int) -> Tensor:
     return einx.id(f"b (n d) {cut.line.map_text} -> {cut.line.group_text}", x, n=n, **cut.lengths)
 
 
-def attend_einx(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
+def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     import einx
 
     logits = einx.dot("b n i d, b n j d -> b n i j", scale * upcast(q), upcast(k))
@@ -89,9 +111,7 @@ def heads_apart_torch(cut: Cut, x: Tensor, n: int) -> Tensor:
     return x.transpose(1, 2)
 
 
-def attend_bmm(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
+def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     b, n, i, d = q.shape
     j, e = v.shape[2:]
     q, k = upcast(q).reshape(b * n, i, d), upcast(k).reshape(b * n, j, d)
@@ -112,9 +132,7 @@ def heads_together_torch(cut: Cut, y: Tensor) -> Tensor:
 # --- einsum: every axis by its letter ---------------------------------------------------------------------------------
 
 
-def attend_einsum(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
+def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     dot, combine = heads_first_equations()  # "bnid,bnjd->bnij", "bnij,bnje->bnie"
     logits = torch.einsum(dot, scale * upcast(q), upcast(k))
     logits = add_mask(logits, mask, causal)
@@ -126,9 +144,7 @@ def attend_einsum(
 # --- scaled_dot_product_attention: the kernel that torch chooses, which holds no weights where it is a fused one ------
 
 
-def attend_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     b, n, i, d = q.shape
     e = v.shape[3]
     if q.device.type == "cpu" and not torch.compiler.is_compiling() and far_apart(k):
@@ -189,9 +205,7 @@ def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
 # --- auto: whichever of them is fastest -------------------------------------------------------------------------------
 
 
-def attend_auto(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
+def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     """By ``"sdpa"``, except on the CPU with dropout, or with a mask that needs gradients, as a table's bias does.
 
     Torch has no fused kernel for these: it writes attention out, in more steps than bmm.
@@ -244,7 +258,7 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
             f"function must take (q, k, v, *, scale, mask, causal, dropout); got {function!r}: {error}"
         ) from None
 
-    def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **options: float) -> Tensor:
+    def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **options: float) -> Tensor:
         if mask is None:
             return function(q, k, v, mask=None, **options)
         *heads, mask = groups_as_heads(q, k, v, mask)
@@ -271,7 +285,7 @@ def attend(
     *,
     impl: str = "auto",
     scale: float | None = None,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -313,34 +327,23 @@ def attend(
                 f"{name} must be of floating point and (batch, heads, tokens, width), with the batch of q, k of its "
                 f"width and v of k's heads and tokens; got {x.dtype} {tuple(x.shape)} beside {tuple(like.shape)}"
             )
-    reachable = None
     if mask is not None:
-        mask = check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))[:, None]
+        check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # of which not every implementation can tell the sizes
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
+    reachable = None
     if mask is not None:
+        mask = with_four_axes(mask)[:, None]
         if causal:
             mask, causal = combine_masks(mask, causal_mask(q.shape[2], k.shape[2], q.device)), False
         mask, reachable = open_rows(mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend_groups(IMPLEMENTATIONS[impl], q, k, v, scale, mask, reachable, causal, dropout)
+    return attend_groups(IMPLEMENTATIONS[impl], Given(q, k, v, scale, mask, reachable, causal), dropout)
 
 
-def attend_groups(
-    impl: Implementation,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    reachable: Tensor | None,
-    causal: bool,
-    dropout: float,
-) -> Tensor:
-    """Attention in the groups of a pattern, ``(b·groups, n, i, e)``.
-
-    Rows that are not ``reachable``, ``(b or 1, groups or 1, n or 1, i, 1)``, give zeros.
-    """
+def attend_groups(impl: Implementation, given: Given, dropout: float) -> Tensor:
+    """Attention in the groups of a pattern, ``(b·groups, n, i, e)``; zeros for rows that may attend to nothing."""
+    q, k, v, scale, mask, reachable, causal = given
     if k.shape[1] != q.shape[1]:
         k, v = repeat_kv(q, k), repeat_kv(q, v)
     with without_autocast(q):

@@ -6,23 +6,15 @@ float.
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns import Partition
 
-__all__ = [
-    "add_mask",
-    "causal_mask",
-    "check_mask",
-    "combine_masks",
-    "masks_of_groups",
-    "open_rows",
-    "upcast",
-    "zero_rows",
-]
+__all__ = ["Mask", "add_mask", "causal_mask", "check_mask", "combine_masks", "masks_of_groups", "open_rows", "upcast"]
+
+#: None is for a mask that hides nothing.
+Mask = Tensor | None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -30,10 +22,10 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def add_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
     """Masked logits ``(b·groups, n, i, j)``; the mask is ``(b or 1, groups or 1, n or 1, i, j)``, bool or additive."""
     if causal:
-        mask = combine_masks(mask, causal_mask(*logits.shape[2:], logits.device))
+        mask = combine_masks(causal_mask(logits.shape[2], logits.shape[3], logits.device), mask)
     if mask is None:
         return logits
     logits = logits.unflatten(0, groups_of(mask))
@@ -46,22 +38,14 @@ def groups_of(mask: Tensor) -> tuple[int, int]:
     return (-1, mask.shape[1]) if mask.shape[0] == 1 else (mask.shape[0], -1)
 
 
-@overload
-def combine_masks(first: Tensor, second: Tensor | None) -> Tensor: ...
-@overload
-def combine_masks(first: Tensor | None, second: Tensor) -> Tensor: ...
-@overload
-def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
-
-
-def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """One mask that does what both do: bool if both are, else additive; None if both are None.
+def combine_masks(first: Tensor, second: Mask) -> Tensor:
+    """One mask that does what both do: bool if both are, else additive.
 
     >>> combine_masks(torch.tensor([True, True, False]), torch.tensor([0.5, 0.0, 0.5]))
     tensor([0.5000, 0.0000,   -inf])
     """
-    if first is None or second is None:
-        return second if first is None else first
+    if second is None:
+        return first
     if first.dtype == second.dtype == torch.bool:
         return first & second
     if first.dtype == torch.bool or second.dtype == torch.bool:
@@ -80,9 +64,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return (torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None])[None, None, None]
 
 
-def masks_of_groups(
-    part: Partition, mask: Tensor | None, bias: Tensor | None, causal: bool
-) -> tuple[Tensor | None, Tensor | None, bool]:
+def masks_of_groups(part: Partition, mask: Mask, bias: Mask, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
     """All that masks the groups of a map, in one mask ``(b or 1, groups or 1, n or 1, i, j)``.
 
     ``mask`` is that of the user, on the map, broadcastable to ``(b, n, tokens, key tokens)``; ``bias`` that of the
@@ -92,14 +74,19 @@ def masks_of_groups(
     own, reachable = part.mask, None
     by_kernel = causal and part.is_global and mask is None and bias is None
     if causal and not by_kernel:
-        own = combine_masks(own, part.causal_mask())
+        own = combine_masks(part.causal_mask(), own)
     if mask is not None:
-        mask = part.cut_mask(mask[(None,) * (4 - mask.dim())])
+        mask = part.cut_mask(with_four_axes(mask))
         own, reachable = open_rows(combine_masks(mask, own))
-    return own if bias is None else combine_masks(own, bias), reachable, by_kernel
+    return own if bias is None else combine_masks(bias, own), reachable, by_kernel
 
 
-def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:
+def with_four_axes(mask: Tensor) -> Tensor:
+    """``(b or 1, n or 1, i or 1, j or 1)``."""
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def zero_rows(y: Tensor, reachable: Mask) -> Tensor:
     """``(b·groups, n, i, …)`` with zeros for rows not ``reachable``, ``(b or 1, groups or 1, n or 1, i, 1)``."""
     if reachable is None:
         return y
@@ -122,8 +109,8 @@ def open_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     return (mask - torch.where(reachable, largest, 0.0)).masked_fill(~reachable, 0.0), reachable
 
 
-def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask with four axes; refused where it is none for logits of this shape ``(b, n, i, j)``."""
+def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Refuse all but a mask for logits of this shape ``(b, n, i, j)``."""
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor, or None; got {type(mask).__name__}: make it one with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -137,4 +124,3 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         raise ValueError(
             f"mask must broadcast to (batch, heads, query tokens, key tokens) = {shape}; got {tuple(mask.shape)}"
         )
-    return mask[(None,) * (4 - mask.dim())]

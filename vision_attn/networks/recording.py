@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
-from vision_attn.attention.blocks.weights import Given, looking, weights_on_map
+from vision_attn.attention.blocks.weights import looking, weights_on_map
+from vision_attn.attention.implementations import Given
 from vision_attn.attention.patterns import Partition
 from vision_attn.checks import as_list, product
 from vision_attn.networks.insertion import plain_network
@@ -91,8 +92,8 @@ def capture(
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
-            seen: deque[Given] = deque(maxlen=1)
-            stack.enter_context(looking(module, seen.append))
+            seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
+            stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
             chosen = chosen_heads(heads, module.num_heads)
             hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -128,14 +129,16 @@ class Recording:
                     f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
                 )
 
-    def record(self, path: str, kept: Any, heads: list[int], seen: deque[Given], *called: Any) -> None:
+    def record(
+        self, path: str, kept: Any, heads: list[int], seen: deque[tuple[Partition, Given]], *called: Any
+    ) -> None:
         """A module has attended."""
         module, args, kwargs, _ = called
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         if not seen:
             return  # an empty batch
-        given, prefix = seen.pop(), 0
+        (part, given), prefix = seen.pop(), 0
         x = args[0] if args else kwargs["x"]
         if kept is None or kept.sees == "maps":
             size = tuple(x.shape[-module.rank :])
@@ -146,8 +149,8 @@ class Recording:
                 return  # they are of no map of this image
             part, prefix = placed
             size = keys = part.queries.size
-            given = in_groups_of(part, given)
-        part, whole = given.part, given.part.queries.size
+            given = in_groups_of(given, part.groups)
+        whole = part.queries.size
         cells = cells_of(self.points, size, self.image_size, path)
         names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
@@ -156,7 +159,7 @@ class Recording:
             names = (f"{self.reduce} of {len(heads)} heads",)
 
         def looked(tokens: Tensor | None) -> Tensor:
-            each = (weights_on_map(given, tokens, group)[..., prefix:] for group in groups)
+            each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
             weights = functools.reduce(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(groups) if self.reduce == "mean" else weights
             if whole == size:
@@ -185,13 +188,12 @@ class Recording:
         self.taken += needed
 
 
-def in_groups_of(part: Partition, given: Given) -> Given:
+def in_groups_of(given: Given, groups: int) -> Given:
     """What a block gives its kernel for groups that are maps of a batch to it, as if it had cut them itself."""
     mask, reachable = (
-        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, part.groups))
-        for x in (given.mask, given.reachable)
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (given.mask, given.reachable)
     )
-    return given._replace(part=part, mask=mask, reachable=reachable)
+    return given._replace(mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:

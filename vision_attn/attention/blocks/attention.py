@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.projection import POINTWISE, UnitLength, check_map, in_format_of, on_maps, qk_norms
 from vision_attn.attention.blocks.specified import Specified, blocks_with_impl
-from vision_attn.attention.blocks.weights import Given, check_queries, looking, weights_on_map
-from vision_attn.attention.implementations import IMPLEMENTATIONS, attend_groups, check_impl
+from vision_attn.attention.blocks.weights import Look, check_queries, looking, weights_on_map
+from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, attend_groups, check_impl
 from vision_attn.attention.masks import check_mask, masks_of_groups, upcast
-from vision_attn.attention.patterns import AnyPattern, Neighborhood, Partition, Partitions, Side, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, Neighborhood, resolve_pattern
+from vision_attn.attention.patterns.partition import Partition, Partitions, Side
 from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, PositionTerm, RelPosDecomposed, RelPosTable
 from vision_attn.checks import (
     check_counts,
@@ -118,7 +118,7 @@ class Attention(Specified):
         self.causal = causal
         self.partitions = Partitions(self.partitioner)
         #: called with what the kernel gets, in each forward pass
-        self.lookers: tuple[Callable[[Given], None], ...] = ()
+        self.lookers: tuple[Look, ...] = ()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -191,10 +191,10 @@ class Attention(Specified):
         if self.position is not None:
             q, k, scale, bias = self.position(q, k, scale, part)
 
-        given = Given(part, q, k, v, scale, *masks_of_groups(part, mask, bias, self.causal))
+        given = Given(q, k, v, scale, *masks_of_groups(part, mask, bias, self.causal))
         for look in self.lookers:
-            look(given)
-        y = attend_groups(impl, *given[1:], self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
+            look(part, given)
+        y = attend_groups(impl, given, dropout=self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
 
         y = part.queries.take_back(impl.heads_together(part.queries.cut, y))  # (b, n·e, h, w)
         if self.gate is not None:
@@ -282,15 +282,14 @@ class Attention(Specified):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        seen: list[Given] = []
-        with looking(self, seen.append):
+        seen: list[Any] = []
+        with looking(self, lambda *given: seen.extend(given)):
             self.forward(x, mask, context)
-        tokens = product(x.shape[-self.rank :])
+        tokens, keys = product(x.shape[-self.rank :]), product(self.keys_size(x, context))
         check_queries(queries, tokens)
         if not seen:  # of maps of nothing
-            keys = product(self.keys_size(x, context))
             return x.new_zeros(x.shape[0], self.num_heads, tokens if queries is None else len(queries), keys)
-        return weights_on_map(seen[0], queries)
+        return weights_on_map(*seen, queries)
 
     @property
     def usual_scale(self) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.specified import Specified
 from vision_attn.attention.position import RelPosDecomposed
-from vision_attn.checks import check_count, check_divides, check_new
+from vision_attn.checks import check_count, check_counts, check_divides, check_new
 
 __all__ = ["AugmentedConv2d", "StridedAttention2d"]
 
@@ -61,10 +61,8 @@ class AugmentedConv2d(Specified):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_new(
-            device, dtype, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride
-        )
-        check_new(device, dtype, num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
+        check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
+        check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
         for name in ("key_dim", "value_dim", "out_channels", "context_channels"):
@@ -78,26 +76,11 @@ class AugmentedConv2d(Specified):
                 f"{value_channels}: without a convolution it is Attention2d(…, out_channels={out_channels})"
             )
         self.stride = stride
-        self.conv = nn.Conv2d(
-            in_channels,
-            out_channels - value_channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.attn = Attention2d(
-            in_channels,
-            num_heads,
-            key_dim=key_channels // num_heads,
-            value_dim=value_channels // num_heads,
-            out_channels=value_channels,
-            device=device,
-            dtype=dtype,
-            **attention,
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv_channels, padding = out_channels - value_channels, kernel_size // 2
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
+        widths = {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
+        self.attn = Attention2d(in_channels, num_heads, **widths, out_channels=value_channels, **factory, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve and attend.

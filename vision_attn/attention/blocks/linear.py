@@ -22,7 +22,7 @@ from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_f
 from vision_attn.attention.blocks.specified import Specified
 from vision_attn.attention.implementations import BMM, EINX, without_autocast
 from vision_attn.attention.masks import open_rows, upcast
-from vision_attn.attention.patterns import Cut, Line
+from vision_attn.attention.patterns.line import Cut, Line
 from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
 __all__ = ["LINEAR_IMPLS", "LinearAttention2d", "attend_linear"]

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vision_attn.attention.implementations import repeat_kv, without_autocast
-from vision_attn.attention.masks import add_mask, causal_mask, combine_masks, upcast, zero_rows
+from vision_attn.attention.implementations import Given, repeat_kv, without_autocast
+from vision_attn.attention.masks import Mask, add_mask, causal_mask, combine_masks, upcast, zero_rows
 from vision_attn.attention.patterns import Partition
 
-__all__ = ["Given", "check_queries", "looking", "weights_on_map"]
+__all__ = ["Look", "check_queries", "looking", "weights_on_map"]
 
-
-class Given(NamedTuple):
-    """What a block gives its kernel."""
-
-    part: Partition
-    q: Tensor  # (b·groups, n, i, d)
-    k: Tensor  # (b·groups, m, j, d)
-    v: Tensor  # (b·groups, m, j, e)
-    scale: float
-    mask: Tensor | None  # (b or 1, groups or 1, n or 1, i, j), bool or additive, in which each row has a key
-    reachable: Tensor | None  # (b or 1, groups or 1, n or 1, i, 1): the rows that had one before; None: all
-    causal: bool  # whether the kernel is to hide later keys
+#: Is shown how the map is cut and what the kernel gets.
+Look = Callable[[Partition, Given], object]
 
 
 @contextmanager
-def looking(block: Any, look: Callable[[Given], None]) -> Iterator[None]:
-    """Show ``look`` what the block gives its kernel in each forward pass."""
+def looking(block: Any, look: Look) -> Iterator[None]:
+    """Show what a block gives its kernel in each forward pass, while it runs."""
     before = block.lookers
     block.lookers = (*before, look)
     try:
@@ -40,18 +30,20 @@ def looking(block: Any, look: Callable[[Given], None]) -> Iterator[None]:
         block.lookers = before
 
 
-def weights_on_map(given: Given, queries: Tensor | None = None, heads: list[int] | None = None) -> Tensor:
+def weights_on_map(
+    part: Partition, given: Given, queries: Tensor | None = None, heads: list[int] | None = None
+) -> Tensor:
     """The weights that a kernel gives the keys, ``(b, n, i, j)`` with zeros outside of a query's group.
 
     Of chosen queries (indices of tokens) and heads: the others take no memory.
     """
-    part, q, k, _, scale, mask, reachable, causal = given
+    q, k, _, scale, mask, reachable, causal = given
     if heads is not None:
         k = repeat_kv(q, k)[:, heads]
         q = q[:, heads]
         mask, reachable = (x if x is None or x.shape[2] == 1 else x[:, :, heads] for x in (mask, reachable))
     if queries is not None and causal:
-        mask, causal = combine_masks(mask, causal_mask(q.shape[2], k.shape[2], q.device)), False
+        mask, causal = combine_masks(causal_mask(q.shape[2], k.shape[2], q.device), mask), False
     if part.is_global:
         if queries is not None:
             q = q[:, :, queries]
@@ -74,9 +66,7 @@ def weights_on_map(given: Given, queries: Tensor | None = None, heads: list[int]
     return part.on_map(weights, group)
 
 
-def attention_weights(
-    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, reachable: Tensor | None, causal: bool
-) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, scale: float, mask: Mask, reachable: Mask, causal: bool) -> Tensor:
     """The weights ``softmax(scale q kᵀ + mask)`` that every implementation stands for, ``(b·groups, n, i, j)``."""
     with without_autocast(q):
         logits = scale * upcast(q) @ upcast(repeat_kv(q, k)).mT

@@ -89,8 +89,8 @@ class Line:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:
                 raise refuse(f"give the size of {' or '.join(map(repr, unknown))}")
-        ordered = (tuple(name for name in names if name in side) for side in (groups, tokens))
-        return Line(tuple(axes), *ordered, tuple((name, sizes[name]) for name in names if name in sizes))
+        groups, tokens = (tuple(name for name in names if name in side) for side in (groups, tokens))
+        return Line(tuple(axes), groups, tokens, tuple((name, sizes[name]) for name in names if name in sizes))
 
     @property
     def names(self) -> tuple[str, ...]:

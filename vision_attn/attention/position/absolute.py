@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.masks import upcast
-from vision_attn.attention.patterns import Partition, Side
-from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
+from vision_attn.attention.patterns.partition import Partition, Side
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 
 __all__ = ["CONVOLUTIONS", "AbsPos", "ConditionalPos", "Rope2d", "SinCos"]
 
@@ -152,9 +152,7 @@ class AbsTerm(PositionTerm):
             table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
             self.register_parameter(name, nn.Parameter(table))
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         size = part.keys.size
         here = k.new_zeros((1,) * len(size) + k.shape[-1:])
         for axis, (name, length) in enumerate(zip(self.names, size, strict=True)):
@@ -222,9 +220,7 @@ class Rope2d:
 class RotaryTerm(PositionTerm):
     specification: Rope2d
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         q = rotate(q, self.angles(q, part.queries, part))
         return q, rotate(k, self.angles(k, part.keys, part)), scale, None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns import Partition
-from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 from vision_attn.checks import product
 
 __all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
@@ -72,9 +72,7 @@ class TableTerm(PositionTerm):
         table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
         self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         table = (
             self.relative_position_bias_table.t().contiguous().view(-1, *[2 * length - 1 for length in self.lengths])
         )
@@ -154,9 +152,7 @@ class DecomposedTerm(PositionTerm):
                 table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
                 self.register_parameter(f"{name}_rel", nn.Parameter(table))
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         offsets = part.steps()
         keys_shape = [offset.shape[2] for offset in offsets]
         # A symbol stands for any size: what is exported with it is folded.

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from vision_attn.attention.patterns import Partition, Partitioner
 from vision_attn.checks import MOST
 
-__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "PositionTerm", "check_feat_size"]
+__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "Placed", "PositionTerm", "check_feat_size"]
+
+#: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
+#: ``(b or 1, groups or 1, n, i, j)`` or None.
+Placed = tuple[Tensor, Tensor, float, Tensor | None]
 
 #: Names of a map's axes in state dicts; a map with fewer axes has the last ones.
 AXIS_NAMES = ("depth", "height", "width")
@@ -58,9 +62,7 @@ class PositionTerm(nn.Module):
         """The map ``(b, c, *size)`` with its positions in it."""
         return x
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         """Queries ``(b·groups, n, i, d)`` and keys ``(b·groups, m, j, d)`` with their positions in them.
 
         With them come the factor on their logits, and what is added to the logits, ``(b or 1, groups or 1, n, i, j)``
