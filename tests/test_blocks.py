@@ -190,6 +190,7 @@ def test_device_dtype_and_empty_batches_are_honoured():
     for impl in va.IMPLS:
         block = va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable())
         assert block(torch.randn(0, 8, 3, 5), torch.ones(15, 15, dtype=torch.bool)).shape == (0, 8, 3, 5)
+        assert block.attention_weights(torch.randn(0, 8, 3, 5)).shape == (0, 2, 15, 15)
     for impl in ("einx", "bmm"):
         assert va.LinearAttention2d(8, 2, impl=impl)(torch.randn(0, 8, 3, 5)).shape == (0, 8, 3, 5)
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention.position import relative, resample
+from vision_attn.attention.position import relative
+from vision_attn.attention.position.relative import resample
 
 TERMS = {
     "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),

@@ -328,7 +328,7 @@ def attend(
                 f"width and v of k's heads and tokens; got {x.dtype} {tuple(x.shape)} beside {tuple(like.shape)}"
             )
     if mask is not None:
-        check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        check_mask(mask, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # of which not every implementation can tell the sizes
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
     reachable = None

@@ -6,10 +6,13 @@ float.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns import Partition
+from vision_attn.checks import product
 
 __all__ = ["Mask", "add_mask", "causal_mask", "check_mask", "combine_masks", "masks_of_groups", "open_rows", "upcast"]
 
@@ -109,18 +112,17 @@ def open_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     return (mask - torch.where(reachable, largest, 0.0)).masked_fill(~reachable, 0.0), reachable
 
 
-def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Refuse all but a mask for logits of this shape ``(b, n, i, j)``."""
+def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]) -> None:
+    """Refuse all but a mask for so many maps and heads, of queries and keys from maps of these sizes."""
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor, or None; got {type(mask).__name__}: make it one with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"mask must be bool (True = may attend) or an additive float; got {mask.dtype}: convert it with mask.bool()"
         )
-    fits = len(mask.shape) <= 4 and all(
-        size in (1, full) for size, full in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
-    if not fits or not mask.shape:
+    shape = (batch, heads, product(size), product(keys_size))
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if not 1 <= mask.dim() <= 4 or any(length not in (1, full) for length, full in sizes):
         raise ValueError(
             f"mask must broadcast to (batch, heads, query tokens, key tokens) = {shape}; got {tuple(mask.shape)}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from typing import Any
 
@@ -16,16 +17,8 @@ from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, attend
 from vision_attn.attention.masks import check_mask, masks_of_groups, upcast
 from vision_attn.attention.patterns import AnyPattern, Neighborhood, resolve_pattern
 from vision_attn.attention.patterns.partition import Partition, Partitions, Side
-from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, PositionTerm, RelPosDecomposed, RelPosTable
-from vision_attn.checks import (
-    check_counts,
-    check_divides,
-    check_flags,
-    check_new,
-    check_number,
-    check_probability,
-    product,
-)
+from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable, new_term
+from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
 __all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d", "attention_modules"]
 
@@ -99,16 +92,13 @@ class Attention(Specified):
                 )
         if causal and (kv_stride > 1 or context_channels is not None):
             raise ValueError(
-                "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
-                "no order with them"
+                "causal must be False with kv_stride or context_channels: such keys have no order with queries"
             )
-
         if causal and isinstance(pattern, Neighborhood):
             raise ValueError(
                 "causal must be False with a Neighborhood, which is causal along axes of its own: give "
                 "Neighborhood(causal=True), or one for each axis"
             )
-
         self.impl = impl
         self.pattern = pattern
         self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
@@ -133,28 +123,10 @@ class Attention(Specified):
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale = self.usual_scale if scale is None else scale
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
-        self.position = None if position is None else self.new_position(position, **factory)
+        elsewhere = kv_stride > 1 or context_channels is not None
+        shape = BlockShape(channels, num_heads, d, self.partitioner, elsewhere, context_channels)
+        self.position = None if position is None else new_term(position, shape, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
-
-    def new_position(self, position: AnyPosition, **factory: Any) -> PositionTerm:
-        """The position term of this block; refused where it does not go with the block's other arguments."""
-        if isinstance(position, type) or not hasattr(position, "build"):
-            raise ValueError(
-                "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
-                f"ConditionalPos() or SinCos(); got {position!r}"
-            )
-        term = position.build(BlockShape(self.channels, self.num_heads, self.key_dim, self.partitioner), **factory)
-        if term.is_relative and (self.kv_stride > 1 or self.context_channels is not None):
-            raise ValueError(
-                f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
-                "context_channels): use Rope2d()"
-            )
-        if term.needs_channels and self.context_channels not in (None, self.channels):
-            raise ValueError(
-                f"position must not be {position!r}, which is added to maps of {self.channels} channels, with "
-                f"context_channels={self.context_channels}: use Rope2d()"
-            )
-        return term
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
@@ -250,7 +222,7 @@ class Attention(Specified):
             raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
         keys_size = self.keys_size(x, context)
         if mask is not None:
-            check_mask(mask, (x.shape[0], self.num_heads, product(x.shape[2:]), product(keys_size)))
+            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)
         return keys_size
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
@@ -285,10 +257,10 @@ class Attention(Specified):
         seen: list[Any] = []
         with looking(self, lambda *given: seen.extend(given)):
             self.forward(x, mask, context)
-        tokens, keys = product(x.shape[-self.rank :]), product(self.keys_size(x, context))
-        check_queries(queries, tokens)
+        check_queries(queries, x.shape[-self.rank :])
         if not seen:  # of maps of nothing
-            return x.new_zeros(x.shape[0], self.num_heads, tokens if queries is None else len(queries), keys)
+            tokens = x.shape[-self.rank :].numel() if queries is None else len(queries)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, math.prod(self.keys_size(x, context)))
         return weights_on_map(*seen, queries)
 
     @property

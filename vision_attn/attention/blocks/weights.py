@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from vision_attn.attention.implementations import Given, repeat_kv, without_autocast
 from vision_attn.attention.masks import Mask, add_mask, causal_mask, combine_masks, upcast, zero_rows
 from vision_attn.attention.patterns import Partition
+from vision_attn.checks import product
 
 __all__ = ["Look", "check_queries", "looking", "weights_on_map"]
 
@@ -74,12 +75,13 @@ def attention_weights(q: Tensor, k: Tensor, scale: float, mask: Mask, reachable:
     return zero_rows(weights, reachable)
 
 
-def check_queries(queries: Tensor | None, tokens: int) -> None:
-    """Refuse all but indices ``(i,)`` of so many tokens, or None for all."""
+def check_queries(queries: Tensor | None, size: Sequence[int]) -> None:
+    """Refuse all but indices ``(i,)`` of the tokens of such a map, or None for all."""
     if queries is None:
         return
     if not isinstance(queries, Tensor):
         raise ValueError(f"queries must be a tensor of indices, or None for all; got {type(queries).__name__}")
+    tokens = product(size)
     if queries.dim() != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
         raise ValueError(
             "queries must be indices of tokens, whole numbers of shape (i,); got "

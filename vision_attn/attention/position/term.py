@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from vision_attn.attention.patterns import Partition, Partitioner
 from vision_attn.checks import MOST
 
-__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "Placed", "PositionTerm", "check_feat_size"]
+__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "Placed", "PositionTerm", "check_feat_size", "new_term"]
 
 #: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
 #: ``(b or 1, groups or 1, n, i, j)`` or None.
@@ -28,6 +28,9 @@ class BlockShape:
     num_heads: int
     key_dim: int
     partitioner: Partitioner
+    #: whether keys are not of the queries' map: they are averaged, or of another map
+    keys_elsewhere: bool = False
+    context_channels: int | None = None
 
     @property
     def rank(self) -> int:
@@ -76,6 +79,27 @@ class PositionTerm(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.specification)
+
+
+def new_term(position: AnyPosition, shape: BlockShape, **factory: Any) -> PositionTerm:
+    """The position term of a block; refused where it does not go with the block's other arguments."""
+    if isinstance(position, type) or not hasattr(position, "build"):
+        raise ValueError(
+            "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), ConditionalPos() or "
+            f"SinCos(); got {position!r}"
+        )
+    term = position.build(shape, **factory)
+    if term.is_relative and shape.keys_elsewhere:
+        raise ValueError(
+            f"position must not be {position!r} with kv_stride or context_channels, whose keys are not of the queries' "
+            "map: use Rope2d()"
+        )
+    if term.needs_channels and shape.context_channels not in (None, shape.channels):
+        raise ValueError(
+            f"position must not be {position!r}, which is added to maps of {shape.channels} channels, with "
+            f"context_channels={shape.context_channels}: use Rope2d()"
+        )
+    return term
 
 
 def check_feat_size(owner: str, feat_size: object) -> None:
