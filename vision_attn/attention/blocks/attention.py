@@ -144,8 +144,7 @@ class Attention(Specified):
             of ``proj``.
 
         Raises:
-            ValueError: ``x`` or ``context`` are no such maps, ``context`` is missing or of a size that the pattern
-                cannot have, or ``mask`` is of another dtype or does not broadcast.
+            ValueError: ``x``, ``context`` or ``mask`` is none of these; the message says what was expected.
         """
         keys_size = self.check_maps(x, mask, context)
         if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
@@ -201,7 +200,7 @@ class Attention(Specified):
         if self.kv_stride == 1:
             return y
         squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
-        # Torch has no such average of volumes in half precision on the CPU.
+        # On the CPU torch has no such average of volumes in half precision.
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
         return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(y.dtype)
 
@@ -261,7 +260,7 @@ class Attention(Specified):
         if not seen:  # of maps of nothing
             tokens = x.shape[-self.rank :].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, math.prod(self.keys_size(x, context)))
-        return weights_on_map(*seen, queries)
+        return weights_on_map(seen[0], seen[1], queries)
 
     @property
     def usual_scale(self) -> float:

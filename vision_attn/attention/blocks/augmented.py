@@ -79,8 +79,8 @@ class AugmentedConv2d(Specified):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2
         self.conv = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
-        widths = {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
-        self.attn = Attention2d(in_channels, num_heads, **widths, out_channels=value_channels, **factory, **attention)
+        attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
+        self.attn = Attention2d(in_channels, num_heads, out_channels=value_channels, **factory, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve and attend.
