@@ -220,11 +220,10 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    points: list[Point] = []
     try:
-        points = [tuple(map(float, point)) for point in queries]
+        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in queries]  # texts have no sum
     except (TypeError, ValueError, OverflowError):
-        pass
+        points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
         raise ValueError(
             f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
