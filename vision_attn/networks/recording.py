@@ -28,7 +28,7 @@ from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.networks.maps import AttentionMap, Maps
 
-__all__ = ["LARGEST", "capture", "chosen_heads"]
+__all__ = ["LARGEST", "capture", "numbers"]
 
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
@@ -94,7 +94,7 @@ def capture(
         for path, module in modules.items():
             seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
             stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
-            chosen = chosen_heads(heads, module.num_heads)
+            chosen = numbers("heads", heads, module.num_heads)
             hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
@@ -124,9 +124,9 @@ class Recording:
         for point in self.points or ():
             inside = all(0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != self.axes or not inside:
+                size = "×".join(map(str, self.image_size))
                 raise ValueError(
-                    f"queries must be points {'(y, x)' if self.axes == 2 else f'of {self.axes} coordinates'} in pixels "
-                    f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
+                    f"queries must be points, as (y, x), in pixels of an image of {size}; got {tuple(point)}"
                 )
 
     def record(
@@ -152,11 +152,10 @@ class Recording:
             given = in_groups_of(given, part.groups)
         whole = part.queries.size
         cells = cells_of(self.points, size, self.image_size, path)
-        names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
         self.count(path, len(given.q) // part.groups, len(groups[0]), len(cells), product(keys), given.q.dtype)
-        if self.reduce and len(heads) > 1:
-            names = (f"{self.reduce} of {len(heads)} heads",)
+        merged = self.reduce and len(heads) > 1
+        names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
         def looked(tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
@@ -174,7 +173,7 @@ class Recording:
             first = looked(torch.arange(prefix, device=x.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         place = f"{path}:{earlier + 1}" if earlier else path
-        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, names, first)
+        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, tuple(names), first)
 
     def count(self, path: str, images: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> None:
         """Refuse maps that are too large."""
@@ -231,11 +230,12 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     return points
 
 
-def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
-    chosen = list(range(count)) if heads is None else as_list("heads", heads, "numbers of heads", single=Integral)
-    if not chosen or not all(isinstance(head, Integral) and 0 <= int(head) < count for head in chosen):
-        raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
-    return [int(head) for head in chosen]
+def numbers(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
+    """Numbers below a count, of heads or queries; all of them when None."""
+    chosen = list(range(count)) if value is None else as_list(name, value, "whole numbers", single=Integral)
+    if not chosen or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in chosen):
+        raise ValueError(f"{name} must be from 0 to {count - 1}; got {value}")
+    return [int(one) for one in chosen]  # which True and False are not to torch
 
 
 def cells_of(
@@ -245,10 +245,8 @@ def cells_of(
     if points is None:
         return list(pairs(*map(range, size)))
     if len(size) != len(image_size):
-        raise ValueError(
-            f"queries must be None for {path!r}, whose map has {len(size)} axes and the image {len(image_size)}: a "
-            "point has no place on it; leave it out by sites="
-        )
+        axes = f"{len(size)} axes and the image {len(image_size)}"
+        raise ValueError(f"queries must be None for {path!r}, whose map has {axes}: or leave it out by sites=")
     return [
-        tuple(int(at * n / length) for at, n, length in zip(point, size, image_size, strict=True)) for point in points
+        tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
     ]
