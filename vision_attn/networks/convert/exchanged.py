@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import EXCHANGED, Attention
-from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
 from vision_attn.networks.convert.layer import LAYERS, OWN, Layer
 from vision_attn.networks.convert.refusal import HOOKS, path_of
 from vision_attn.networks.insertion.attach import exchange
@@ -140,7 +140,7 @@ class Exchange:
             size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
         if size is None:
             return None
-        return partition_of(pattern.partitioner(2), x.new_empty(1, 1, *size)), prefix
+        return Partition(pattern.partitioner(2), size, size, x.device), prefix
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("lock", "slots", "views")}

@@ -123,7 +123,7 @@ def swap_(
     Known is the attention of networks of timm, torchvision, diffusers and others that :mod:`vision_attn.networks.convert` is
     for; the report names the rest, and why. The model computes what it did. Its modules, parameters and keys stay:
     checkpoints load as before, and an optimizer that was made before trains it. :func:`vision_attn.set_impl_` chooses
-    the implementation. :func:`vision_attn.networks.capture` gives the attention maps, of windows that the network cuts and of
+    the implementation. :func:`vision_attn.capture` gives the attention maps, of windows that the network cuts and of
     the tokens of a ViT, too.
 
     A module is proven before it is exchanged, on random weights. One that a block cannot stand for is left as it is,

@@ -69,9 +69,9 @@ def run_explore(options: argparse.Namespace) -> None:
 
 
 def run_maps(options: argparse.Namespace) -> None:
-    from vision_attn.networks.capture import capture
     from vision_attn.networks.figures import attention_figure, save_figure, summary_figure
     from vision_attn.networks.insertion import quiet_eval
+    from vision_attn.networks.recording import capture
 
     run, pixels, paths = what_to_look_at(options)
     points = [point_of(word) for word in options.query or ()] or [tuple(side / 2 for side in pixels.shape[2:])]

@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from vision_attn.attention.attend import IMPLEMENTATIONS
+from vision_attn.attention.implementations import IMPLEMENTATIONS
 
 __all__ = ["CHOICES", "FIELDS", "Settings", "concerning", "type_of"]
 
