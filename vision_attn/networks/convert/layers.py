@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +31,19 @@ POINTWISE: dict[str, tuple[Any, ...]] = {"kernel_size": ONES, "stride": ONES, "g
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
     """The block that does on a map what another library's attention layer does, with copies of its weights.
 
-    ``layer(t)`` of the positions of ``x``, row by row, becomes ``block(x)``. The table in the documentation says which
-    layers are known and what to know of each. The block has the layer's type, device and mode, and is trained where
-    the layer is. The layer stays as it is.
+    ``layer(t)`` of the positions of ``x``, row by row, becomes ``block(x)``. The block has the layer's type, device and
+    mode, and is trained where the layer is. The layer stays as it is. The table of layers is in ``docs/convert.md``.
+
+    - Of ``nn.MultiheadAttention``: give ``~mask``, as torch's bool mask says where not to look. With ``kdim`` and
+      ``vdim`` it is ``block(x, context=y)``; if they differ, ``y`` holds the channels of the keys, then the values'.
+    - Of Swin: maps are padded with zeros to whole windows, and attended to with them, as in its network. Positions that
+      a shift brings together do not see each other, where the network takes 100 off their logits. The small network
+      that gives the biases of version 2 becomes a table, which is trained.
+    - Of timm's Swin and of MaxViT: the layer is given windows or grids, which the block cuts itself: see ``pattern``.
+    - Of ``BottleneckAttn`` and ``HaloAttn``, which have no output projection: the block's is the identity, not trained.
+    - Of ``NonLocalAttn``: the batch norm, in evaluation mode, becomes part of the output projection.
+    - Of Keras, on torch: ``attention_axes`` becomes the pattern, ``use_gate`` the output gate. The layer has to be
+      built. Masks are arguments of the block's call. The block is in evaluation mode: call ``.train()`` to train it.
 
     Args:
         module: the layer.
@@ -59,7 +67,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         raise ValueError(f"module must be an nn.Module; got {path_of(type(module))}{keras}")
     _, kind, row = row_of(module)
     row.refuse(module)
-    check_without(module, row.around)
+    check_without(module, dict.fromkeys(row.around, "let swap_ run a block inside the layer, which keeps doing it"))
     options: dict[str, Any] = {}
     if row.axes == "b t c":
         options["rank"] = 2 if rank is None else check_rank(rank)
@@ -74,7 +82,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         raise ValueError(f"pattern must be {expected} for a {kind.__name__}; got {pattern!r}")
 
     def compute(twin: Any, *args: Any) -> Any:
-        whole = None if row.whole is None else row.whole(row, twin, 2)
+        whole = row.whole(row, twin, 2)
         if whole is None:
             block = row.block(twin).double()
             return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), *args)
@@ -84,7 +92,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     difference(module, compute, row.arguments, row.twin, **row.told)
     with torch.inference_mode(False), torch.enable_grad():  # which the weights say by whether they are trained
-        whole = None if row.whole is None else row.whole(row, module, options.get("rank", 2))
+        whole = row.whole(row, module, options.get("rank", 2))
         return row.block(module, **options) if whole is None else whole
 
 
@@ -98,14 +106,15 @@ def table_of_layers() -> str:
     """The table of the layers that are known, as Markdown, made from its rows.
 
     >>> table_of_layers().splitlines()[0]
-    '| layer | what to know | left to the layer by `swap_` |'
+    '| layer | `from_layer` refuses | `swap_` leaves to the layer |'
     """
     lines: dict[tuple[str, str], list[str]] = {}
     for path, row in TABLE.items():
-        served = (row.serves_itself or "—") if row.swaps else "not swapped"
-        lines.setdefault((row.note or "—", served), []).append(f"`{path}`")
-    rows = [(", ".join(paths), note, served) for (note, served), paths in lines.items()]
-    return markdown([("layer", "what to know", "left to the layer by `swap_`"), *rows], left=(0, 1, 2))
+        refused = ", ".join(f"`{name}`" for name in (*row.refuses, *row.around)) or "—"
+        left = (row.serves_itself or "—") if row.swaps else "all: it is not swapped"
+        lines.setdefault((refused, left), []).append(f"`{path}`")
+    rows = [(", ".join(paths), *cells) for cells, paths in lines.items()]
+    return markdown([("layer", "`from_layer` refuses", "`swap_` leaves to the layer"), *rows], left=(0, 1, 2))
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------
@@ -121,13 +130,12 @@ def from_linear_projections(
     *,
     scale: float | None = None,
     rank: int = 2,
-    parent: nn.Module | None = None,
 ) -> Attention:
     """The block of four projections: ``wo(attention(wq(x), wk(x), wv(x)))``, heads beside each other in their rows.
 
-    In Llama they are ``q_proj, k_proj, v_proj, o_proj``. What is around them in such models (a norm, a residual, a
-    rotation of queries and keys) is not part of the block: give their ``parent``, and it is refused. There is no layer
-    to compare the block with, so the projections have to be plain.
+    In Llama they are ``q_proj, k_proj, v_proj, o_proj``. What is around them in such models, a norm, a residual, a
+    rotation of queries and keys, is not part of the block. There is no layer to compare the block with, so the
+    projections have to be plain.
 
     Args:
         wq: projection of queries, an ``nn.Linear`` or a 1×1 convolution, to ``num_heads · key_dim`` rows.
@@ -138,7 +146,6 @@ def from_linear_projections(
         num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row; ``num_heads`` if None.
         scale: factor on the logits; ``key_dim ** -0.5`` when None.
         rank: axes of the maps that the block is for: 1, 2 or 3.
-        parent: the module that they are of, refused where it does more with them than attention.
 
     Returns:
         :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights and
@@ -155,8 +162,6 @@ def from_linear_projections(
     check_rank(rank)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_projections({"wq": wq, "wk": wk, "wv": wv, "wo": wo}, num_heads, num_kv_heads)
-    if parent is not None:
-        check_parent(parent, wq, wk, wv, wo)
     with torch.inference_mode(False), torch.enable_grad():
         weights = {**input_projections(rows_of(wq), rows_of(wk), rows_of(wv)), "proj": rows_of(wo)}
         block = block_of(rank, weights, scale=scale, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -188,22 +193,6 @@ def check_projections(layers: dict[str, Any], num_heads: int, num_kv_heads: int)
                 f"{name}.weight must be of shape {expected} with {num_heads} heads of queries and {num_kv_heads} of "
                 f"keys, of wq {shapes['wq']} and wv {shapes['wv']}; got {shapes[name]}"
             )
-
-
-def check_parent(parent: Any, *layers: nn.Module) -> None:
-    """Refuse a module that has other parts than these projections, or is told positions by its call."""
-    known = {part for layer in layers for part in layer.modules()} | {parent}
-    around = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    others = [name for name, part in parent.named_modules() if part not in known and not isinstance(part, around)]
-    others += [name for name, _ in parent.named_parameters(recurse=False)]
-    others += [
-        name for name in signature(parent.forward).parameters if re.search("rope|rotary|position_emb|freqs", name)
-    ]
-    if others:
-        raise ValueError(
-            f"{type(parent).__name__} does more than its projections say: a block has nothing for its "
-            f"{', '.join(others)}; give no parent, and do around the block what they do"
-        )
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------

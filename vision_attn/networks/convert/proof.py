@@ -55,19 +55,12 @@ def check_source(module: nn.Module) -> None:
     for name, part in module.named_modules():
         where = f"{kind}.{name}" if name else kind
         if any(getattr(part, hooks) for hooks in HOOKS):
-            raise ValueError(
-                f"{where} has hooks, which a block would not run: remove them, and register them on the block"
-            )
+            raise ValueError(f"{where} has hooks, which a block would not run: remove them, and put them on the block")
         if is_parametrized(part):
-            raise ValueError(
-                f"{where} has parametrizations, which a block would not have: call torch.nn.utils.parametrize."
-                "remove_parametrizations(…, leave_parametrized=True) on it first"
-            )
+            raise ValueError(f"{where} has parametrizations: call torch.nn.utils.parametrize.remove_parametrizations")
         if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
-            raise ValueError(
-                f"the block has one mode; got {kind} with training={module.training} and {where} with "
-                f"training={part.training}: call .train() or .eval() on all of it first"
-            )
+            modes = f"{kind} with training={module.training} and {where} with training={part.training}"
+            raise ValueError(f"the block has one mode; got {modes}: call .train() or .eval() on all of it first")
 
 
 def check_without(module: object, remedies: Mapping[str, str]) -> None:
@@ -155,11 +148,11 @@ def off_by(source: nn.Module, expected: Tensor, got: Tensor) -> float:
 
 
 @contextmanager
-def explained(source: nn.Module, what: str, *known: type[Exception]) -> Iterator[None]:
+def explained(source: nn.Module, what: str, known: type[Exception] = ConversionError) -> Iterator[None]:
     """Any error in it, but for those that are known, is a reason why the layer cannot be proven."""
     try:
         yield
-    except (ConversionError, *known):
+    except (ConversionError, known):
         raise
     except Exception as error:
         kind = type(source).__name__

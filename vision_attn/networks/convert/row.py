@@ -209,6 +209,9 @@ def residual(attn: Attention, norm: Any = None) -> AttentionBlock:
 class PaddedAttention2d(Attention2d):
     """Attention in windows that pads its map with zeros, as far as the windows reach, and attends to them."""
 
+    #: whether what it was made of pads after it has shifted, which this does not
+    rolls_first = False
+
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         if isinstance(x, torch.fx.Proxy):
             return super().forward(x, mask, context)
@@ -226,24 +229,17 @@ class PaddedAttention2d(Attention2d):
         below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
         if not below and not right:
             return x
-        if mask is not None or context is not None:
-            raise ValueError(
-                f"mask and context must be None for a map of {x.shape[-2]}×{x.shape[-1]}, which is padded to whole "
-                f"windows of {rows}×{columns}: pad all of them yourself"
-            )
+        if mask is not None or context is not None or self.rolls_first:
+            what = "x must be of" if self.rolls_first else "with a mask or a context x must be of"
+            got = f"{x.shape[-2]}×{x.shape[-1]}"
+            raise ValueError(f"{what} whole windows of {rows}×{columns}; got {got}: pad it yourself")
         return F.pad(x, (0, right, 0, below))
 
 
 class WholeWindows2d(PaddedAttention2d):
     """For a layer whose network rolls its map before it pads it."""
 
-    def padded(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
-        if super().padded(x, None, None) is not x:
-            raise ValueError(
-                f"x must be of whole windows, {self.pattern}, since the network that this block's layer is of pads "
-                f"other maps after they are rolled; got {x.shape[-2]}×{x.shape[-1]}: pad it yourself"
-            )
-        return x
+    rolls_first = True
 
 
 # --- the row ----------------------------------------------------------------------------------------------------------
@@ -271,8 +267,8 @@ class Row:
     drops: tuple[str, str] = ("attn_drop", "proj_drop")
     #: parts and settings that no block has, with a remedy
     refuses: Mapping[str, str] = field(default_factory=dict)
-    #: those that ``swap_`` serves, since the layer stays around the block, and a block alone does not
-    around: Mapping[str, str] = field(default_factory=dict)
+    #: those that the layer does around the block when it is swapped, and a block alone does not
+    around: tuple[str, ...] = ()
     #: ``(layer, x, *args)`` to what a call adds to the logits, or :data:`OWN`; ``x`` has its channels first
     bias: Callable[..., Any] = unbiased
     #: ``(layer, attend, *args)`` to what the layer gives, or :data:`OWN`, if that is more than ``attend(x, bias)``
@@ -285,8 +281,8 @@ class Row:
     example: Callable[[Any], tuple[Any, ...]] | None = None
     #: ``(layer, pattern)`` to options of the block, for a layer that is given the groups of a map
     groups: Callable[..., dict[str, Any]] | None = None
-    #: ``(row, layer, rank)`` to a module with more than attention, for ``from_layer`` alone
-    whole: Callable[[Row, Any, int], nn.Module] | None = None
+    #: ``(row, layer, rank)`` to a module with more than attention, for ``from_layer`` alone; None for the block
+    whole: Callable[[Row, Any, int], nn.Module | None] = lambda row, layer, rank: None
     #: gives a copy of the layer, with other weights, to be run
     twin: Callable[[Any], AbstractContextManager[Any]] = random_twin
     #: what a call of it is told beside these arguments
@@ -295,8 +291,6 @@ class Row:
     mode: Callable[[Any], bool] = lambda layer: layer.training
     #: whether ``swap_`` is for it
     swaps: bool = True
-    #: what a user has to know of the block
-    note: str = ""
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class SwappedModule:
     #: what attends in its place; empty if it is left as it is
     block: str = ""
     #: the greatest difference of the two on random weights, in parts of the largest value
-    difference: float | None = None
+    difference: float = 0.0
     #: why it is left as it is
     reason: str = ""
 
@@ -90,10 +90,8 @@ class SwapReport(Report):
     def parts(self) -> list[str | Table]:
         found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
-            measured = any(x.difference is not None for x in self.swapped)
-            head = ("where", "module", "attended to by", *["difference"] * measured)
-            rows = [(x.path, x.kind, x.block, *[f"{x.difference:.1e}"] * measured) for x in self.swapped]
-            found.append(Table([head, *rows], left=(0, 1, 2)))
+            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
+            found.append(Table([("where", "module", "attended to by", "difference"), *rows], left=(0, 1, 2)))
         if self.left:
             found.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
             for reason in dict.fromkeys(x.reason for x in self.left):
@@ -154,19 +152,23 @@ def swap_(
     lines, swaps = [], {}
     for name, module in inside.items():
         try:
-            swaps[name], off = swap_for(module)
+            swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
+            lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         except (ValueError, ConversionError, AttributeError) as error:  # the last of a subclass without some part
-            lines.append(SwappedModule(name, class_name(module), reason=str(error)))
-            continue
-        note_place(swaps[name], module, [modules[outer] for outer in around(name)])
-        lines.append(SwappedModule(name, class_name(module), str(swaps[name]), off))
+            lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     own = {line.kind: swaps[line.path].row.serves_itself for line in lines if line.path in swaps}
     notes = [f"{kind} does by itself, as before: {calls}" for kind, calls in own.items() if calls]
     if copy and swaps:
         notes.append("The modules are copies: make optimizers now, one that was made before does not train them.")
     if not dry_run:
         for name, swap in swaps.items():
-            put_in(model, modules[name], swap, copied=copy)
+            module = modules[name]
+            if copy:
+                swap.original, module = module, deepcopy(module)
+                swap.traits = traits_of(module)
+                place(model, swap.original, module)
+            vars(module)[EXCHANGED] = swap
+            module.__class__ = swapped_class(type(module))
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped", tuple(notes))
 
 
@@ -184,10 +186,10 @@ def swap_back_(model: nn.Module) -> SwapReport:
     >>> model = nn.TransformerEncoderLayer(8, 2)
     >>> attention = model.self_attn
     >>> report = swap_(model)
-    >>> print(swap_back_(model))
+    >>> print(swap_back_(model))  # doctest: +ELLIPSIS
     1 module swapped back
-    where      module              attended to by
-    self_attn  MultiheadAttention  Attention1d, pattern='full'
+    where      module              attended to by               difference
+    self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
     >>> model.self_attn is attention, type(attention).__name__
     (True, 'MultiheadAttention')
     """
@@ -197,7 +199,7 @@ def swap_back_(model: nn.Module) -> SwapReport:
         if not isinstance(module, Swapped):
             continue
         swap: Swap = vars(module).pop(EXCHANGED)
-        lines.append(SwappedModule(name, class_name(module), str(swap)))
+        lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         module.__class__ = original_class(module)  # type: ignore[assignment]
         if swap.original is not None:
             now = next(module.parameters())
@@ -257,6 +259,8 @@ class Swap:
     cut: Window | Grid | None = None
     #: class and register tokens before those of the map, if it takes tokens; None where that is not known
     prefix: int | None = None
+    #: the greatest difference of the two in the proof
+    difference: float = 0.0
     #: the module whose place it has, if it is a copy
     original: nn.Module | None = None
 
@@ -290,9 +294,8 @@ class Swap:
             size = token_grid(window[0] - prefix, *image_size)
             pattern: AnyPattern = resolve_pattern("full")
         else:
-            window = (
-                window if len(window) == 2 else pair(self.cut.size)
-            )  # which may be another than when it was swapped
+            # The windows may be others than when it was swapped.
+            window = window if len(window) == 2 else pair(self.cut.size)
             pattern = replace(self.cut, size=window)
             groups, (rows, columns) = len(x) // images, image_size
             tiles = (1, 1) if groups == 1 else token_grid(groups, rows * window[1], columns * window[0])
@@ -328,22 +331,13 @@ class Swapped(nn.Module):
         return (empty, (original_class(self),), *rest)
 
 
-#: By the class of the module.
-CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def swapped_class(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in CLASSES:
-        CLASSES[kind] = type(f"Swapped{kind.__name__}", (Swapped, kind), {"__module__": __name__})
-    return CLASSES[kind]
+    return type(f"Swapped{kind.__name__}", (Swapped, kind), {"__module__": __name__})
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, Swapped) else type(module)
-
-
-def class_name(module: nn.Module) -> str:
-    return original_class(module).__name__
 
 
 def empty(kind: type[nn.Module]) -> nn.Module:
@@ -363,8 +357,8 @@ def traits_of(module: nn.Module) -> tuple[Any, ...]:
     return parts, hooked, drops, settings
 
 
-def swap_for(module: nn.Module) -> tuple[Swap, float]:
-    """What stands for a module, and the difference of the two on random weights; refused where nothing does."""
+def swap_for(module: nn.Module, outers: list[nn.Module]) -> Swap:
+    """What stands for a module, proven on random weights; refused where nothing does."""
     if isinstance(module, Swapped):
         raise ValueError("it is swapped already")
     path, kind, row = row_of(module)
@@ -377,19 +371,14 @@ def swap_for(module: nn.Module) -> tuple[Swap, float]:
         raise ValueError(f"{path_of(type(module))} is a subclass of {kind.__name__} with a forward of its own")
     with torch.inference_mode(False):
         swap = Swap(path, row.empty_block(module, row.weights(module)).eval(), traits_of(module))
-    off = difference(bare, lambda twin, *args: row.forward(twin, partial(swap.attend, twin), *args), row.arguments)
+
+    def compute(twin: Any, *args: Any) -> Any:
+        return row.forward(twin, partial(swap.attend, twin), *args)
+
+    swap.difference = difference(bare, compute, row.arguments)
     swap.block.train(module.training)
-    return swap, off
-
-
-def put_in(model: nn.Module, module: nn.Module, swap: Swap, copied: bool = False) -> None:
-    """Let a module, or a copy of it in its place, attend by a block."""
-    if copied:
-        new = deepcopy(module)
-        place(model, module, new)
-        swap.original, swap.traits, module = module, traits_of(new), new
-    vars(module)[EXCHANGED] = swap
-    module.__class__ = swapped_class(type(module))
+    note_place(swap, module, outers)
+    return swap
 
 
 def place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -153,8 +153,6 @@ MULTIHEAD = Row(
     call=attend_multihead,
     example=example_multihead,
     serves_itself="calls with a mask, with need_weights, or with values that are not the keys",
-    note="Give `~mask`: torch's bool mask says where not to look. With `kdim` and `vdim` it is `block(x, context=y)`; "
-    "if they differ, `y` holds the channels of the keys, then those of the values.",
 )
 TABLE |= {
     "torch.nn.modules.activation.MultiheadAttention": MULTIHEAD,
@@ -165,7 +163,6 @@ TABLE |= {
         whole=encoder_layer,
         twin=batch_first_twin,
         swaps=False,
-        note="Becomes a `TransformerBlock2d`; with `relu` or `gelu`, its norms first or last.",
     ),
 }
 
@@ -237,40 +234,35 @@ def attend_pool(layer: Any, attend: Attend, x: Tensor, pre_logits: bool = False)
     return attend(tokens)[..., 1:].unflatten(2, x.shape[2:])
 
 
-AROUND = "the block has none: let swap_ run it in its network, which keeps what is around the block"
-PARTS = ("rel_pos", "relative_position_bias_table", "sr", "attention_biases", "pos_embed")
-VIT = Row(
-    weights=vit_weights,
-    axes="b t c",
-    around=dict.fromkeys(PARTS, AROUND),
-)
+VIT = Row(weights=vit_weights, axes="b t c")
+RELATIVE_POSITIONS = replace(VIT, bias=relative_bias, size=relative_size, around=("rel_pos",))
 MAPS = replace(VIT, axes="b c h w")
-MASKED = replace(
-    VIT,
-    refuses={"norm": "the block has no norm before its output: make the layer without scale_norm"},
-    bias=vit_bias,
-    serves_itself="causal calls",
-    note="`gated` becomes the output gate.",
-)
+MASKED = replace(VIT, bias=vit_bias, serves_itself="causal calls")
 TABLE |= {
     "timm.layers.attention.Attention": MASKED,
     "timm.models.vision_transformer.Attention": MASKED,  # in older versions
     "timm.models.metaformer.Attention": VIT,
     "timm.models.fastvit.Attention": MAPS,
     "timm.models.visformer.Attention": MAPS,
-    "timm.models.beit.Attention": replace(VIT, bias=beit_bias, size=beit_size),
-    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, size=lambda layer: (8,)),
-    "timm.models.vision_transformer_relpos.RelPosAttention": replace(VIT, bias=relative_bias, size=relative_size),
+    "timm.models.beit.Attention": replace(
+        VIT, bias=beit_bias, size=beit_size, around=("relative_position_bias_table",)
+    ),
+    "timm.models.nextvit.EfficientAttention": replace(
+        VIT, call=attend_strided, size=lambda layer: (8,), around=("sr",)
+    ),
+    "timm.models.vision_transformer_relpos.RelPosAttention": RELATIVE_POSITIONS,
     "timm.models.efficientformer.Attention": replace(
         VIT,
         weights=efficientformer_weights,
         bias=efficientformer_bias,
         size=lambda layer: (layer.attention_biases.shape[1],),
+        around=("attention_biases",),
     ),
     "timm.layers.attention_pool2d.AttentionPool2d": replace(
         VIT,
         call=attend_pool,
         example=lambda layer: (random_map(2, layer.pos_embed.shape[1], *layer.feat_size),),
+        around=("pos_embed",),
         serves_itself="maps of another size, and calls before the logits",
     ),
 }
@@ -318,8 +310,6 @@ def non_local(row: Row, layer: Any, rank: int) -> nn.Module:
 
 
 POOLED = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
-STRIDED = "the block has no stride: set pool to nn.Identity(), convert, and put nn.AvgPool2d(2, 2) behind the block"
-IDENTITY = "It has no output projection: the block's is the identity and is not trained."
 RELATIVE = {"num_heads": "num_heads", "value_dim": "dim_head_v"}
 MULTI_QUERY = {"num_heads": "num_heads", "num_kv_heads": lambda layer: 1}
 TABLE |= {
@@ -337,10 +327,9 @@ TABLE |= {
     "timm.layers.bottleneck_attn.BottleneckAttn": Row(
         weights=lambda layer: {"qkv": rows_of(layer.qkv), **tables(layer)},
         options=RELATIVE | {"position": lambda layer: RelPosDecomposed(feat_size=map_size(layer))},
-        around={"pool": STRIDED},
+        around=("pool",),
         size=map_size,
         call=attend_map,
-        note=IDENTITY,
     ),
     "timm.layers.halo_attn.HaloAttn": Row(
         weights=halo_weights,
@@ -350,18 +339,16 @@ TABLE |= {
             "position": lambda layer: RelPosDecomposed(),
         },
         refuses={"block_stride": "the block has no stride: use avg_down=True"},
-        around={"pool": STRIDED},
+        around=("pool",),
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
         call=attend_blocks,
         serves_itself="maps that are not of whole blocks",
-        note=IDENTITY,
     ),
     "timm.layers.non_local_attn.NonLocalAttn": Row(
         weights=named("t p g", "z"),
         options={"num_heads": lambda layer: 1, "scale": "scale"},
         call=lambda layer, attend, x: layer.norm(attend(x)) + x,
         whole=non_local,
-        note="Becomes an `AttentionBlock2d`: the batch norm, in evaluation mode, becomes part of the projection.",
     ),
 }
 
@@ -440,18 +427,14 @@ def groups_of_maxvit(layer: Any, pattern: Any) -> dict[str, Any]:
     return {"pattern": pattern or "full"}
 
 
-CUT = "Say by `pattern=` whether its network cuts the map by a `Window` or a `Grid`."
-PADS = "Pads maps with zeros to whole windows and attends to them. Version 2: its biases become a table."
-SHIFTS = "Say by `pattern=va.Window(7, shift=3)` if its network shifts the windows: then maps are of whole windows."
 MAXXVIT = Row(
     weights=maxxvit_weights,
     options={"num_heads": "num_heads", "position": maxxvit_position},
-    around={"rel_pos.mlp": "the block has a counterpart of RelPosBias and RelPosBiasTf"},
+    around=("rel_pos.mlp",),
     bias=maxxvit_bias,
     size=maxxvit_size,
     serves_itself="calls with shared relative positions",
     groups=groups_of_maxvit,
-    note=CUT,
 )
 TORCHVISION_SWIN = Row(
     weights=torchvision_swin_weights,
@@ -464,7 +447,6 @@ TORCHVISION_SWIN = Row(
     axes="b h w c",
     drops=("attention_dropout", "dropout"),
     size=lambda layer: (max(1, 2 * layer.window_size[0] - 1), 2 * layer.window_size[1] + 1),
-    note=PADS,
 )
 TIMM_SWIN = Row(
     weights=swin_weights,
@@ -472,7 +454,6 @@ TIMM_SWIN = Row(
     call=attend_window,
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
     groups=windows_of_swin,
-    note=f"{SHIFTS} {PADS}",
 )
 TORCHVISION_MAXVIT = Row(
     weights=maxvit_weights,
@@ -484,7 +465,6 @@ TORCHVISION_MAXVIT = Row(
     call=attend_maxvit,
     example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
     groups=groups_of_maxvit,
-    note=CUT,
 )
 TABLE |= {
     "timm.models.maxxvit.Attention2d": MAXXVIT,
@@ -553,13 +533,11 @@ TABLE |= {
         axes="b t c",
         drops=("", "to_out.1"),
         refuses=dict.fromkeys(ABSENT, "the block has no such part: only layers without it are converted"),
-        around={"rescale_output_factor": "let swap_ run it in its network, which divides as it does"},
+        around=("rescale_output_factor",),
         call=attend_diffusers,
         example=example_diffusers,
         whole=with_input,
         serves_itself="calls with a mask or further arguments, and all while it has another processor",
-        note="Becomes an `AttentionBlock2d`, with its group norm, where it adds its input. With a context of other "
-        "channels it is `block(x, context=y)`.",
     ),
     "natten.modules.NeighborhoodAttention1D": NATTEN,
     "natten.modules.NeighborhoodAttention2D": replace(NATTEN, axes="b h w c"),
@@ -648,8 +626,6 @@ KERAS = Row(
     told={"training": False, "return_attention_scores": True},  # as the fused kernel rounds to float32
     mode=lambda layer: False,
     swaps=False,
-    note="A layer that is built, on torch. `attention_axes` becomes the pattern, `use_gate` the output gate; the block "
-    "is in evaluation mode: call `.train()` to train it.",
 )
 TABLE |= {
     "keras.src.layers.attention.multi_head_attention.MultiHeadAttention": KERAS,
