@@ -20,13 +20,6 @@ __all__ = ["from_layer", "from_linear_projections", "table_of_layers", "to_timm_
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
-#: What a projection computes by, if it is none that does more.
-PLAIN = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
-
-#: What a convolution has that looks at one position at a time.
-ONES, ZEROS = (1, (1,), (1, 1), (1, 1, 1)), ((0,), (0, 0), (0, 0, 0), "same", "valid")
-POINTWISE: dict[str, tuple[Any, ...]] = {"kernel_size": ONES, "stride": ONES, "groups": ONES, "padding": ZEROS}
-
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
     """The block that does on a map what another library's attention layer does, with copies of its weights.
@@ -174,25 +167,26 @@ def check_projections(layers: dict[str, Any], num_heads: int, num_kv_heads: int)
     check_count("num_kv_heads", num_kv_heads)
     check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
     for name, layer in layers.items():
-        plain = type(layer).forward in PLAIN if isinstance(layer, nn.Module) else False
-        if not plain or any(getattr(layer, key, usual[0]) not in usual for key, usual in POINTWISE.items()):
+        if not is_plain(layer):
             raise ValueError(f"{name} must be an nn.Linear or a 1×1 convolution, and plain; got {layer}")
         check_source(layer)
-    shapes = {name: tuple(rows_of(layer).weight.shape) for name, layer in layers.items()}
-    d, e = shapes["wq"][0] // num_heads, shapes["wv"][0] // num_kv_heads
-    context = shapes["wk"][1]
-    fitting = {
-        "wq": (num_heads * d, shapes["wq"][1]),
-        "wk": (num_kv_heads * d, context),
-        "wv": (num_kv_heads * e, context),
-        "wo": (shapes["wo"][0], num_heads * e),
-    }
-    for name, expected in fitting.items():
-        if shapes[name] != expected:
-            raise ValueError(
-                f"{name}.weight must be of shape {expected} with {num_heads} heads of queries and {num_kv_heads} of "
-                f"keys, of wq {shapes['wq']} and wv {shapes['wv']}; got {shapes[name]}"
-            )
+    shapes = [tuple(rows_of(layer).weight.shape) for layer in layers.values()]
+    (rows, channels), (_, context), (values, _), (out, _) = shapes
+    d, e = rows // num_heads, values // num_kv_heads
+    fitting = (num_heads * d, channels), (num_kv_heads * d, context), (num_kv_heads * e, context), (out, num_heads * e)
+    for name, shape, expected in zip(layers, shapes, fitting, strict=True):
+        if shape != expected:
+            heads = f"{num_heads} heads of {d} for queries and {num_kv_heads} of {e} for values"
+            raise ValueError(f"{name}.weight must be of shape {expected}, with {heads}; got {shape}")
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether it computes a matrix product at each position and nothing else."""
+    if type(layer) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    sides = {*layer.kernel_size, *layer.stride, layer.groups}
+    pads = layer.padding not in ("same", "valid") and any(layer.padding)  # of which one position needs nothing
+    return sides == {1} and not pads
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------
@@ -215,16 +209,13 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     >>> layer(*[torch.randn(2, 140, 64)] * 3)[0].shape
     torch.Size([2, 140, 64])
     """
-    check_plain(block)
-    if (block.qkv.bias is None) != (block.proj.bias is None):
-        raise ValueError("block must have both biases, of qkv and of proj, or none; give it one of zeros")
 
-    def convert(block: Attention) -> nn.MultiheadAttention:
-        options = {"dropout": block.attn_drop, "bias": block.qkv.bias is not None, "batch_first": True}
-        layer = nn.MultiheadAttention(block.channels, block.num_heads, device="meta", **options)
-        return layer_filled(layer, block, {"in_proj_": "qkv", "out_proj.": "proj"})
+    def make(block: Attention) -> nn.MultiheadAttention:
+        bias = block.qkv.bias is not None
+        options = {"dropout": block.attn_drop, "bias": bias, "batch_first": True, "device": "meta"}
+        return nn.MultiheadAttention(block.channels, block.num_heads, **options)
 
-    return proven(block, convert)
+    return taken_back(block, make, {"in_proj_": "qkv", "out_proj.": "proj"})
 
 
 def to_timm_attention(block: Attention) -> nn.Module:
@@ -243,11 +234,9 @@ def to_timm_attention(block: Attention) -> nn.Module:
     >>> to_timm_attention(Attention2d(64, 4))(torch.randn(2, 140, 64)).shape
     torch.Size([2, 140, 64])
     """
-    check_plain(block, "key_dim", "value_dim", "proj_drop")
+    from timm.layers import Attention as TimmAttention
 
-    def convert(block: Attention) -> nn.Module:
-        from timm.layers import Attention as TimmAttention
-
+    def make(block: Attention) -> nn.Module:
         layer = TimmAttention(
             block.channels,
             block.num_heads,
@@ -261,15 +250,19 @@ def to_timm_attention(block: Attention) -> nn.Module:
             device="meta",
         )
         for name in ("q_norm", "k_norm"):
-            if isinstance(ours := getattr(block, name), nn.LayerNorm):
-                getattr(layer, name).eps = ours.eps
-        return layer_filled(layer, block, {f"{name}.": name for name in ("qkv", "proj", "q_norm", "k_norm")})
+            if isinstance(norm := getattr(block, name), nn.LayerNorm):
+                getattr(layer, name).eps = norm.eps
+        return layer
 
-    return proven(block, convert)
+    names = {f"{name}.": name for name in ("qkv", "proj", "q_norm", "k_norm")}
+    return taken_back(block, make, names, "key_dim", "value_dim", "proj_drop")
 
 
-def check_plain(block: Attention, *carried: str) -> None:
-    """Refuse by name what a block does more; what has no name here the proof finds."""
+def taken_back(block: Attention, make: Callable[[Attention], Layer], names: dict[str, str], *carried: str) -> Layer:
+    """The layer with the block's weights, by the names that the layer has for them, proven on a copy of the block.
+
+    What the layer does not carry over is refused, by name where the proof on a small map would not find it.
+    """
     if not isinstance(block, Attention):
         raise ValueError(f"block must be an Attention1d, Attention2d or Attention3d; got {type(block).__name__}")
     own = {name: value for name, value in block.specification().items() if name not in ("num_heads", *carried)}
@@ -278,21 +271,14 @@ def check_plain(block: Attention, *carried: str) -> None:
             f"block must be plain attention of the whole map, which is all that the layer does; got {block}"
         )
 
-
-def layer_filled(layer: Layer, block: Attention, names: dict[str, str]) -> Layer:
-    """The layer with copies of the block's parameters, convolutions as matrices; names are its own to the block's."""
-    parameters = dict(block.named_parameters())
-    tensors = {
-        f"{theirs}{key}": x.flatten(1) if x.dim() > 1 else x
-        for theirs, ours in names.items()
-        for key in ("weight", "bias")
-        if (x := parameters.get(f"{ours}.{key}")) is not None
-    }
-    return filled(layer, tensors, training=block.training)
-
-
-def proven(block: Attention, convert: Callable[[Attention], Layer]) -> Layer:
-    """The layer, after a copy of the block with random weights was seen to compute the same."""
+    def convert(block: Attention) -> Layer:
+        tensors = {
+            f"{theirs}{key.removeprefix(f'{name}.')}": x.flatten(1) if x.dim() > 1 else x
+            for theirs, name in names.items()
+            for key, x in block.named_parameters()
+            if key.startswith(f"{name}.")
+        }
+        return filled(make(block), tensors, training=block.training)
 
     def compute(twin: Attention, x: Tensor) -> Tensor:
         layer, tokens = convert(twin), x.flatten(2).mT

@@ -20,7 +20,7 @@ from vision_attn.attention.equations import attention_pattern
 from vision_attn.attention.patterns import Halo, Neighborhood, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
 from vision_attn.networks.convert import row as ours
-from vision_attn.networks.convert.proof import check_without, drop_of, path_of, random_like, random_map, random_twin
+from vision_attn.networks.convert.proof import check_without, drop_of, path_of, random_like, random_map
 from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, heads_first, named, rows_of, side_by_side
 
 __all__ = ["TABLE", "known_class", "row_of"]
@@ -55,7 +55,7 @@ def row_of(module: object) -> tuple[str, Any, Row]:
     """The path of the class that a layer is known by, the class, and its row; refused with a reason."""
     path = path_of(kind := known_class(module) or type(module))
     if path not in TABLE:
-        raise ValueError(NO_BLOCK.get(path, f"no row of the table is for {path}; if it wraps a layer, give the layer"))
+        raise ValueError(NO_BLOCK.get(path, f"no row of the table is for {path}"))
     return path, kind, TABLE[path]
 
 
@@ -132,15 +132,9 @@ def encoder_layer(row: Row, layer: Any, rank: int) -> TransformerBlock2d:
     return ours.filled(block, {**norms, **ours.parameters_of(projections, 2)}, training=layer.training)
 
 
-@contextmanager
-def batch_first_twin(layer: Any) -> Iterator[Any]:
-    with random_twin(layer) as twin:
-        twin.self_attn.batch_first = True  # type: ignore[union-attr]
-        yield twin
-
-
 def example_encoder(layer: Any) -> tuple[Any, ...]:
     """A gradient is asked for, else torch computes the layer at once from its weights, whatever its parts do."""
+    layer.self_attn.batch_first = True  # of the copy, so that its layout is known
     return (random_map(2, 5, layer.self_attn.embed_dim).requires_grad_(),)
 
 
@@ -161,7 +155,6 @@ TABLE |= {
         axes="b t c",
         example=example_encoder,
         whole=encoder_layer,
-        twin=batch_first_twin,
         swaps=False,
     ),
 }
