@@ -162,13 +162,14 @@ def swap_(
         notes.append("The modules are copies: make optimizers now, one that was made before does not train them.")
     if not dry_run:
         for name, swap in swaps.items():
-            module = modules[name]
+            target: Any = modules[name]
+            kind: Any = type(target)
             if copy:
-                swap.original, module = module, deepcopy(module)
-                swap.traits = traits_of(module)
-                place(model, swap.original, module)
-            vars(module)[EXCHANGED] = swap
-            module.__class__ = swapped_class(type(module))
+                swap.original, target = target, deepcopy(target)
+                swap.traits = traits_of(target)
+                place(model, modules[name], target)
+            vars(target).update({EXCHANGED: swap})
+            target.__class__ = swapped_class(kind)
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped", tuple(notes))
 
 

@@ -112,7 +112,7 @@ class Swapped(nn.Module):
 
 
 @cache
-def swapped_class(kind: type[nn.Module]) -> type[nn.Module]:
+def swapped_class(kind: Any) -> Any:
     return type(f"Swapped{kind.__name__}", (Swapped, kind), {"__module__": __name__})
 
 
@@ -120,7 +120,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__bases__[1] if isinstance(module, Swapped) else type(module)
 
 
-def empty(kind: type[nn.Module]) -> nn.Module:
+def empty(kind: Any) -> Any:
     """For copies and pickles: a swapped module of this class, before it has anything."""
     made = swapped_class(kind)
     return made.__new__(made)

@@ -152,7 +152,7 @@ TABLE |= {
     "torch.nn.modules.activation.MultiheadAttention": MULTIHEAD,
     "torch.nn.modules.transformer.TransformerEncoderLayer": Row(
         weights=multihead_weights,
-        axes="b t c",
+        axes="t b c",
         example=example_encoder,
         whole=encoder_layer,
         swaps=False,
