@@ -19,7 +19,6 @@ SHOWN = (
         "docs/explorer/*",
         "docs/api/*.md",
         "tests/reach.*",
-        "tests/families.*",
     ),
     *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attention/attend/implementations.py"),

@@ -428,7 +428,7 @@ figure
 # %% [markdown]
 # ## From the layer to the block
 #
-# `va.convert.from_keras_mha` does this with a layer of Keras that is built: it reads out the kernels, arranges them as
+# `va.convert.from_layer` does this with a layer of Keras that is built: it reads out the kernels, arranges them as
 # above, and takes the pattern from `attention_axes`. Masks mean the same on both sides: True is *may attend*. Keras's
 # mask has the axes of its logits without heads, here `(b, h, w, h, w)`; ours counts the positions of a map in a row.
 
@@ -437,14 +437,14 @@ if keras is not None:
     for name, axes in [("map", None), ("map", (1,)), ("map", (-2,)), ("volume", (2, 3))]:
         x = inputs[name]
         layer = keras_layer(axes, x.shape)
-        block = va.convert.from_keras_mha(layer)
+        block = va.convert.from_layer(layer)
         assert_close(block.state_dict(), state_dict_of(parameters, positions=x.dim() - 2), rtol=0, atol=0)
         assert block.pattern == attention_pattern(axes, rank=x.dim())
         assert_close(run(block, x), layer(x, x))
 
     x, mask = inputs["map"], torch.rand(2, 4, 5, 4, 5) < 0.5
     layer = keras_layer(None, x.shape)
-    block = va.convert.from_keras_mha(layer)
+    block = va.convert.from_layer(layer)
     y = block(x.movedim(-1, 1), mask=mask.view(2, 1, 20, 20)).movedim(1, -1)
     assert_close(y, layer(x, x, attention_mask=mask))
     print("layers of Keras as blocks: the same weights, patterns and outputs, and the same with a mask")

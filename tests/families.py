@@ -1,10 +1,9 @@
-"""Whose attention `va.swap_` exchanges, and what it changes: a model of each family of timm, torchvision, diffusers.
+"""Whose attention `va.swap_` runs, and how well it agrees: a model of each family of timm, torchvision, diffusers.
 
-    python tests/families.py                      # agreement: writes tests/families.md, times of before are kept
-    python tests/families.py --time               # and time and memory, on a machine that is idle
+    python tests/families.py                      # writes docs/families.md
     python tests/families.py --only maxvit swin   # prints these families' rows
 
-Each row is made by doing it: the model and a copy of it that is exchanged run side by side, outputs and all gradients.
+Each row is made by doing it: the model and a copy of it that is swapped run side by side, outputs and all gradients.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ from torch import Tensor, nn
 import vision_attn as va
 from vision_attn.attention.blocks import EXCHANGED
 
-TABLE = Path(__file__).with_suffix(".md")
+TABLE = Path(__file__).parents[1] / "docs/families.md"
 
 HEAD = """# Families
 
-What `va.swap_` exchanges in the smallest model of each family, as `python tests/families.py` found it with
+What `va.swap_` swaps in the smallest model of each family, as `python tests/families.py` found it with
 {versions}. A cell of *float32* or *float64* is the greatest difference of
-the exchanged model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
+the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
-those in float64 where that is more than 1e-5. *Time* and *memory* are those of the exchanged model in parts
-of the model's, forward and with gradients, where modules that would be slower are left (`example_input=`): by
-`python tests/families.py --time`, four images on one thread of a CPU, modules chosen by their time in evaluation; two
-numbers are of two measurements; — was not measured.
+those in float64 where that is more than 1e-5.
 
 {table}
 """
@@ -125,7 +121,6 @@ ENTRIES = (
 )  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-TIMES = ("time, forward", "time, gradients", "memory, forward", "memory, gradients")
 
 
 def limit(dtype: str, rounding: float = 0.0) -> float:
@@ -142,12 +137,11 @@ class Row:
     differences: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: likewise what the model itself differs by in the two types, where float32 differs by more than it should
     rounding: float = 0.0
-    #: whether every block ran in every forward, and taking the exchange back left every module and key as it was
+    #: whether every block ran in every forward, and swapping back left every module and key as it was
     served: bool = True
     restored: bool = True
-    times: tuple[str, ...] = ("—",) * len(TIMES)  # was not measured
 
-    HEADER = ("library", "family", "model", "sizes", "exchanged", "float32", "float64", *TIMES, "left")
+    HEADER = ("library", "family", "model", "sizes", "swapped", "float32", "float64", "left")
 
     @property
     def agrees(self) -> bool:
@@ -169,7 +163,7 @@ class Row:
         model = f"`{self.entry.model}`"
         single, double = difference
         why = "; ".join(reasons)
-        return [self.entry.library, self.entry.family, model, sizes, count, single + own, double, *self.times, why]
+        return [self.entry.library, self.entry.family, model, sizes, count, single + own, double, why]
 
 
 def without_drops(model: nn.Module) -> nn.Module:
@@ -205,7 +199,7 @@ def compared(model: nn.Module, twin: nn.Module, sizes: tuple[tuple[int, int], ..
     return worst[0], worst[1]
 
 
-def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES), time: bool = False) -> Row:
+def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
     model = without_drops(entry.make())
     as_after_training(model)
     report = va.swap_(twin := copy.deepcopy(model))
@@ -225,33 +219,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES), time: bool = 
     row.restored = [*map(type, twin.modules())] == [*map(type, model.modules())] and list(twin.state_dict()) == list(
         model.state_dict()
     )
-    if time and entry.library != "diffusers":
-        row.times = timed(entry)
     return row
-
-
-def timed(entry: Entry) -> tuple[str, ...]:
-    """As `vision-attn bench --swap` measures it, on images of the model's own size."""
-    from vision_attn.tools.benchmark.plan import Plan
-    from vision_attn.tools.benchmark.run import run_benchmark
-
-    config = getattr(timm.create_model(entry.model), "pretrained_cfg", {}) if entry.library == "timm" else {}
-    side = config.get("input_size", (3, 224, 224))[-1]
-    name = entry.model if entry.library == "timm" else f"torchvision:{entry.model}"
-    plan = Plan(swap=(name,), shapes=((4, 3, side, side),), threads=1, device="cpu", rounds=7)
-    rows = run_benchmark(plan, say=lambda text: None)[0].rows
-    ours, theirs = rows["exchanged"], rows["as it was"]
-    time = [theirs[f"{what} ratio"][1] for what in ("forward", "gradients")]
-    memory = [ours[f"{what} MiB"] / theirs[f"{what} MiB"] for what in ("forward", "gradients")]
-    return tuple(f"{value:.2f}" for value in (*time, *memory))
-
-
-def kept_times() -> dict[str, tuple[str, ...]]:
-    """What the table says of time and memory, by model."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    first = Row.HEADER.index(TIMES[0])
-    return {row[2].strip("`"): tuple(row[first : first + len(TIMES)]) for row in rows}
 
 
 def table(rows: list[Row]) -> str:
@@ -262,19 +230,16 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="families to measure; the rows are then printed, not written")
-    parser.add_argument("--time", action="store_true", help="measure time and memory, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # small maps
-    rows, before = [], kept_times()
+    rows = []
     for entry in ENTRIES:
         if (options.only and entry.family not in options.only) or not find_spec(entry.library):
             continue
         try:
-            rows.append(measure(entry, time=options.time))
+            rows.append(measure(entry))
         except Exception as error:
             raise RuntimeError(f"{entry.library} {entry.family}") from error
-        if not options.time:
-            rows[-1].times = before.get(entry.model, rows[-1].times)
         print(*rows[-1].cells(), sep="  ", flush=True)
     if not options.only:
         names = ("torch", "timm", "torchvision", "diffusers")

@@ -72,11 +72,11 @@ class ConversionError(VisionAttnError, RuntimeError):
     """The converted layer does not compute what the original computes, or this cannot be checked.
 
     >>> from torch import nn
-    >>> from vision_attn.networks.convert import from_torch_mha
+    >>> from vision_attn.networks.convert import from_layer
     >>> class Halved(nn.MultiheadAttention):
     ...     def forward(self, *args, **kwargs):
     ...         return super().forward(*args, **kwargs)[0] / 2, None
-    >>> from_torch_mha(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
+    >>> from_layer(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
     ConversionError: what was made of this Halved does not compute what it does
     """

@@ -1,0 +1,187 @@
+"""A swapped module: the object that it was, of a class whose forward hands the map to a block.
+
+Its parameters, children and hooks stay, so that checkpoints, optimizers and wrappers know nothing of it. The block has
+no weights: each forward lends it those that the module has then. What a block does not do, the module does as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from vision_attn.attention.blocks import EXCHANGED, Attention
+from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
+from vision_attn.networks.convert.proof import HOOKS, path_of
+from vision_attn.networks.convert.row import OWN, Row
+from vision_attn.networks.convert.table import TABLE
+from vision_attn.networks.insertion.maps import token_grid
+
+__all__ = ["Swap", "Swapped", "note_place", "original_class", "place", "swapped_class", "traits_of"]
+
+
+@dataclass
+class Swap:
+    """What a swapped module keeps, beside what it had."""
+
+    #: the path of the class that it is known by
+    family: str
+    #: without weights
+    block: Attention
+    #: what the block was made by, of the module as it was
+    traits: tuple[Any, ...]
+    #: how the network cuts its map before the module sees it; None where it does not
+    cut: Window | Grid | None = None
+    #: class and register tokens before those of the map, if it takes tokens; None where that is not known
+    prefix: int | None = None
+    #: the greatest difference of the two in the proof
+    difference: float = 0.0
+    #: the module whose place it has, if it is a copy
+    original: nn.Module | None = None
+
+    @property
+    def row(self) -> Row:
+        return TABLE[self.family]
+
+    def __str__(self) -> str:
+        how = f"pattern={self.block.pattern!r}" if self.cut is None else f"on a map cut by {self.cut!r}"
+        return f"{type(self.block).__name__}, {how}"
+
+    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        weights = self.row.parameters(self.row.weights(module), self.block)
+        y: Tensor = torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
+        return y
+
+    @property
+    def sees(self) -> str:
+        """What the block is given: ``"maps"``, ``"groups"`` of maps that are cut, ``"tokens"``, or ``"unknown"``."""
+        if self.cut is not None:
+            return "groups"
+        return "maps" if self.block.rank == 2 else "unknown" if self.prefix is None else "tokens"
+
+    def placed(self, x: Tensor, images: int, image_size: tuple[int, int]) -> tuple[Partition, int] | None:
+        """How the groups or tokens that the block is given lie on the maps of so many images of a size.
+
+        With it comes how many tokens there are before those of the map. None: they lie on no map of that aspect.
+        """
+        window, prefix = tuple(x.shape[2:]), self.prefix or 0
+        if self.cut is None:
+            size = token_grid(window[0] - prefix, *image_size)
+            pattern: AnyPattern = resolve_pattern("full")
+        else:
+            # The windows may be others than when it was swapped.
+            window = window if len(window) == 2 else pair(self.cut.size)
+            pattern = replace(self.cut, size=window)
+            groups, (rows, columns) = len(x) // images, image_size
+            tiles = (1, 1) if groups == 1 else token_grid(groups, rows * window[1], columns * window[0])
+            size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
+        if size is None:
+            return None
+        return partition_of(pattern.partitioner(2), x.new_empty(1, 1, *size)), prefix
+
+
+class Swapped(nn.Module):
+    """What the class of a swapped module has before its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
+        if proxy is not None:  # one node of the graph, as of a block
+            return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
+        swap: Swap = vars(self)[EXCHANGED]
+        if traits_of(self) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
+            y = swap.row.forward(self, partial(swap.attend, self), *args, **kwargs)
+            if y is not OWN:
+                return y
+        return super().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        vars(self)[EXCHANGED].block.train(mode)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"by {vars(self)[EXCHANGED]}")))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made here, and is in no module
+        _, _, *rest = tuple(super().__reduce_ex__(2))
+        return (empty, (original_class(self),), *rest)
+
+
+@cache
+def swapped_class(kind: Any) -> Any:
+    return type(f"Swapped{kind.__name__}", (Swapped, kind), {"__module__": __name__})
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    return type(module).__bases__[1] if isinstance(module, Swapped) else type(module)
+
+
+def empty(kind: Any) -> Any:
+    """For copies and pickles: a swapped module of this class, before it has anything."""
+    made = swapped_class(kind)
+    return made.__new__(made)
+
+
+def traits_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a block was made by: parts and their hooks, dropouts and their modes, and settings."""
+    parts = [*module.modules()][1:]
+    hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)
+    drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
+    public = {name for name in vars(module) if not name.startswith("_")} - {"training"}
+    settings = [x for name, x in vars(module).items() if isinstance(x, (int, float, list, tuple)) and name in public]
+    return parts, hooked, drops, settings
+
+
+def place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module wherever in the model another one is."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            model.set_submodule(name, new)
+
+
+# --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
+
+
+def note_place(swap: Swap, module: nn.Module, outers: list[nn.Module]) -> None:
+    """Note how what the module is given lies on the map, as the modules around it say, the innermost last."""
+    for outer in outers:
+        if (path := path_of(type(outer))) in CUTS:
+            windows, size, shift = CUTS[path](outer, module)
+            swap.cut = Window(pair(size), pair(shift)) if windows else Grid(pair(size))
+        count = getattr(outer, "num_prefix_tokens", None)  # of timm's; torchvision's have one
+        if isinstance(count, int):
+            swap.prefix = count
+        elif isinstance(getattr(outer, "class_token", None), nn.Parameter):
+            swap.prefix = 1
+
+
+def pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def cut_of_timm(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
+    by_windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
+    return by_windows, outer.partition_size, 0
+
+
+def cut_of_swin(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
+    return True, outer.window_size, outer.shift_size
+
+
+def cut_of_torchvision(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
+    return outer.partition_type == "window", module.size, 0
+
+
+#: How a module around cuts the map, by the path of its class: in windows rather than a grid, their size, their shift.
+CUTS: dict[str, Callable[[Any, Any], tuple[bool, Any, Any]]] = {
+    "timm.models.maxxvit.PartitionAttentionCl": cut_of_timm,
+    "timm.models.maxxvit.PartitionAttention2d": cut_of_timm,
+    "timm.models.maxxvit.ParallelPartitionAttention": cut_of_timm,
+    "timm.models.swin_transformer.SwinTransformerBlock": cut_of_swin,
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": cut_of_swin,
+    "torchvision.models.maxvit.PartitionAttentionLayer": cut_of_torchvision,
+}
