@@ -289,7 +289,9 @@ class Workers:
             for images, labels in loader:
                 yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         except DataError as error:  # torch puts the traceback of the worker before its last line
-            raise DataError(str(error).strip().splitlines()[-1].removeprefix("vision_attn.errors.DataError: ")) from None
+            raise DataError(
+                str(error).strip().splitlines()[-1].removeprefix("vision_attn.errors.DataError: ")
+            ) from None
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise

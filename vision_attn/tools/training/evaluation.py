@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,9 @@ from tqdm import tqdm
 from vision_attn.networks.contribution import closed, measured, share
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import InMemory, Workers
+from vision_attn.tools.training.folder import write_classes
 
-__all__ = ["Disabled", "Normalize", "Scores", "evaluate", "without_blocks"]
+__all__ = ["Disabled", "Evaluation", "Normalize", "Scores"]
 
 
 @dataclass(frozen=True)
@@ -83,41 +85,53 @@ class Normalize(nn.Module):
         return (images.float() / 255 - self.mean) / self.std
 
 
-def evaluate(
-    model: nn.Module, normalize: nn.Module, data: InMemory | Workers, accelerator: Accelerator, batch_size: int
-) -> tuple[Scores, Tensor]:
-    """The scores over a whole data set, and ``(2, images)``: class and prediction of each image of this process."""
-    process, processes = accelerator.process_index, accelerator.num_processes
-    if processes > 1:  # each has seen other images; what is evaluated and saved are the batch norms of the first
-        for buffer in model.buffers():
-            broadcast(buffer)
-    classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-    seen = [torch.empty(2, 0, dtype=torch.long, device=accelerator.device)]
-    mine = torch.arange(process, len(data), processes).split(batch_size)
-    with quiet_eval(model), accelerator.autocast(), measured(model) as branches:
-        for images, labels in tqdm(data.batches(mine), "evaluate", len(mine), leave=False, disable=None):
-            logits = model(normalize(images)).float()
-            classes = logits.shape[1]
-            choices = logits.topk(min(5, classes)).indices
-            right = choices == labels[:, None]
-            seen.append(torch.stack([labels, choices[:, 0]]))
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
-    squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
-    everything = accelerator.reduce(torch.cat([totals, *squares]))
-    loss, top1, top5 = (everything[:3] / len(data)).tolist()
-    size = share(everything[3:].view(-1, 2).T).mean().item() if squares else None
-    return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen, 1)
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates networks on one set of images, by all processes together."""
 
+    accelerator: Accelerator
+    #: bytes to network input
+    normalize: nn.Module
+    data: InMemory | Workers
+    #: images that go through a network at a time, in each process
+    batch_size: int
 
-def without_blocks(
-    model: nn.Module, normalize: nn.Module, data: InMemory | Workers, accelerator: Accelerator, batch_size: int,
-    whole: Scores, seen: Tensor,
-) -> Disabled | None:  # fmt: skip
-    """What the blocks are worth, beside what :func:`evaluate` gave with them; None where there are none."""
-    if whole.branch_share is None:
-        return None
-    with closed(model):
-        without, others = evaluate(model, normalize, data, accelerator, batch_size)
-    changed = int(accelerator.reduce((seen[1] != others[1]).sum()))
-    return Disabled(whole, without, changed, len(data))
+    def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
+        """The scores over the whole set, and ``(2, images)``: class and prediction of each image of this process."""
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        if processes > 1:  # each has seen other images; what is evaluated and saved are the batch norms of the first
+            for buffer in model.buffers():
+                broadcast(buffer)
+        classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
+        seen = [torch.empty(2, 0, dtype=torch.long, device=self.accelerator.device)]
+        mine = torch.arange(process, len(self.data), processes).split(self.batch_size)
+        with quiet_eval(model), self.accelerator.autocast(), measured(model) as branches:
+            for images, labels in tqdm(self.data.batches(mine), "evaluate", len(mine), leave=False, disable=None):
+                logits = model(self.normalize(images)).float()
+                classes = logits.shape[1]
+                choices = logits.topk(min(5, classes)).indices
+                right = choices == labels[:, None]
+                seen.append(torch.stack([labels, choices[:, 0]]))
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+                totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+        squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
+        everything = self.accelerator.reduce(torch.cat([totals, *squares]))
+        loss, top1, top5 = (everything[:3] / len(self.data)).tolist()
+        size = share(everything[3:].view(-1, 2).T).mean().item() if squares else None
+        return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen, 1)
+
+    def without_blocks(self, model: nn.Module, whole: Scores, seen: Tensor) -> Disabled | None:
+        """What the blocks are worth, beside what an evaluation gave with them; None where there are none."""
+        if whole.branch_share is None:
+            return None
+        with closed(model):
+            without, others = self(model)
+        changed = int(self.accelerator.reduce((seen[1] != others[1]).sum()))
+        return Disabled(whole, without, changed, len(self.data))
+
+    def report_classes(self, folder: Path, seen: Tensor, classes: Sequence[str]) -> None:
+        """Write how many images of each class were taken for which, of what all processes saw."""
+        count = len(classes)
+        confusions = self.accelerator.reduce(torch.bincount(seen[0] * count + seen[1], minlength=count**2))
+        if self.accelerator.is_main_process:
+            write_classes(folder, confusions.view(count, count).cpu(), classes)

@@ -76,7 +76,9 @@ class Settings:
     train_split: str = "train"  # part of a data set of timm's that is trained on
     val_split: str = "validation"  # part of it that is evaluated
     val_share: Part | None = None  # share of each class's training images to evaluate on instead (without val/: 0.1)
-    img_size: Annotated[int, Field(ge=1, le=65_536)] | None = None  # side in pixels (default: the data's or the model's)
+    img_size: Annotated[int, Field(ge=1, le=65_536)] | None = (
+        None  # side in pixels (default: the data's or the model's)
+    )
     mean: tuple[float, ...] | None = None  # of each channel, of pixels in 0…1 (default: the model's)
     std: tuple[Rate, ...] | None = None  # standard deviation of each channel (default: the model's)
     crop: Literal["pad", "resized"] | None = None  # random crops of the padded image, or of any size (photographs)
@@ -192,10 +194,10 @@ def write_settings(settings: Settings) -> bytes:
     return yaml.safe_dump(settings.as_dict(), sort_keys=False, allow_unicode=True).encode()
 
 
-def read_settings(path: Path, given: Mapping[str, Any] | None = None) -> Settings:
+def read_settings(path: Path, given: Mapping[str, Any] | None = None, *, trusted: bool = False) -> Settings:
     """The settings of another run, and those that are given in the place of its own.
 
-    A file may come from anyone: that data is fetched, or a class imported, has to be given beside it.
+    A file may come from anyone: what is fetched or imported by them is given too, unless the file is ``trusted``.
 
     Raises:
         ValueError: the file is not one of settings that this version knows, or names what has to be given.
@@ -213,7 +215,7 @@ def read_settings(path: Path, given: Mapping[str, Any] | None = None) -> Setting
         raise ValueError(f"{path}: there is no setting {', '.join(unknown[:6])}: see vision-attn train --help")
     kept = {name: value for name, value in values.items() if name not in OF_CALL and name != "download"}
     for name, mark in (("dataset", "hfds/"), ("block", ":")):
-        if mark in str(kept.get(name, "")) and name not in given:
+        if mark in str(kept.get(name, "")) and name not in given and not trusted:
             raise ValueError(
                 f"{path} names {name} {kept[name]!r}, which is fetched or run: give --{name} too if you trust it"
             )
