@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor, nn
+from torchvision.transforms import v2
 from tqdm import tqdm
 
 from vision_attn.networks.contribution import closed, measured, share
@@ -18,7 +20,7 @@ from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import InMemory, Workers
 from vision_attn.tools.training.folder import write_classes
 
-__all__ = ["Disabled", "Evaluation", "Normalize", "Scores"]
+__all__ = ["Disabled", "Evaluation", "Scores", "normalization"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,6 @@ class Disabled:
     images: int
 
     def __str__(self) -> str:
-        if not self.changed:
-            return (
-                f"disabling the blocks changes none of {self.images} predictions: they have learned nothing here; train "
-                "longer or with a higher --attention-lr, or insert them elsewhere"
-            )
         top1, loss = self.without.top1 - self.whole.top1, self.without.loss - self.whole.loss
         return (
             f"with the blocks disabled: top-1 {self.without.top1:.2f} % ({top1:+.2f}), loss {self.without.loss:.4f} "
@@ -66,23 +63,9 @@ class Disabled:
         )
 
 
-class Normalize(nn.Module):
-    """Bytes to what a network expects: ``(x / 255 - mean) / std`` in each channel.
-
-    >>> Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape
-    torch.Size([2, 3, 8, 8])
-    """
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(tuple(mean)).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(tuple(std)).view(-1, 1, 1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return (images.float() / 255 - self.mean) / self.std
+def normalization(config: Mapping[str, Any]) -> v2.Transform:
+    """From bytes to what a network of this configuration takes: ``(x / 255 - mean) / std`` in each channel."""
+    return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])])
 
 
 @dataclass(frozen=True)
@@ -91,22 +74,24 @@ class Evaluation:
 
     accelerator: Accelerator
     #: bytes to network input
-    normalize: nn.Module
+    normalize: v2.Transform
     data: InMemory | Workers
-    #: images that go through a network at a time, in each process
+    #: images that go through a network at a time, over all processes
     batch_size: int
 
     def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
         """The scores over the whole set, and ``(2, images)``: class and prediction of each image of this process."""
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        accelerator, count = self.accelerator, len(self.data.labels)
+        process, processes = accelerator.process_index, accelerator.num_processes
         if processes > 1:  # each has seen other images; what is evaluated and saved are the batch norms of the first
             for buffer in model.buffers():
                 broadcast(buffer)
-        classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
-        seen = [torch.empty(2, 0, dtype=torch.long, device=self.accelerator.device)]
-        mine = torch.arange(process, len(self.data), processes).split(self.batch_size)
-        with quiet_eval(model), self.accelerator.autocast(), measured(model) as branches:
-            for images, labels in tqdm(self.data.batches(mine), "evaluate", len(mine), leave=False, disable=None):
+        classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+        seen = [torch.empty(2, 0, dtype=torch.long, device=accelerator.device)]
+        rows = torch.arange(process, count, processes).split(self.batch_size // processes)
+        with quiet_eval(model), accelerator.autocast(), measured(model) as branches:
+            for batch in tqdm(self.data.batches(rows), "evaluate", len(rows), leave=False, disable=None):
+                images, labels = (part.to(accelerator.device, non_blocking=True) for part in batch)
                 logits = model(self.normalize(images)).float()
                 classes = logits.shape[1]
                 choices = logits.topk(min(5, classes)).indices
@@ -115,8 +100,8 @@ class Evaluation:
                 loss = F.cross_entropy(logits, labels, reduction="sum")
                 totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
         squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
-        everything = self.accelerator.reduce(torch.cat([totals, *squares]))
-        loss, top1, top5 = (everything[:3] / len(self.data)).tolist()
+        everything = accelerator.reduce(torch.cat([totals, *squares]))
+        loss, top1, top5 = (everything[:3] / count).tolist()
         size = share(everything[3:].view(-1, 2).T).mean().item() if squares else None
         return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen, 1)
 
@@ -127,7 +112,7 @@ class Evaluation:
         with closed(model):
             without, others = self(model)
         changed = int(self.accelerator.reduce((seen[1] != others[1]).sum()))
-        return Disabled(whole, without, changed, len(self.data))
+        return Disabled(whole, without, changed, len(self.data.labels))
 
     def report_classes(self, folder: Path, seen: Tensor, classes: Sequence[str]) -> None:
         """Write how many images of each class were taken for which, of what all processes saw."""

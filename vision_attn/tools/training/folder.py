@@ -6,12 +6,11 @@ import csv
 import io
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -19,60 +18,22 @@ from vision_attn.networks.figures import save_figure
 from vision_attn.networks.safe import write_atomically
 from vision_attn.tools.training.settings import Settings, read_settings
 
-__all__ = [
-    "alone_in",
-    "clear",
-    "newest_state",
-    "numbered_folder",
-    "refuse_another_run",
-    "refuse_old_run",
-    "settings_of_run",
-    "write_classes",
-    "write_rows",
-]
-
-#: What a run leaves, beside ``.lock``, which is held while it goes on.
-FILES = {
-    "settings.yaml": "the settings of the run",
-    "inserted.txt": "what was inserted where, and its cost",
-    "first_batch.png": "images of the first step, as the network got them",
-    "metrics.csv": "a row for each epoch",
-    "curves.png": "loss, accuracy, rate and size of the blocks' branches against epochs",
-    "model": "the network of the epoch with the highest accuracy, ready for load_model",
-    "adapter.safetensors": "of that epoch the blocks alone, and a new head, where the backbone is frozen",
-    "classes.csv": "of that epoch the accuracy of each class, on request",
-    "confusion.csv": "how many images of each class were taken for which, on request",
-    "state": "all that is needed to go on, from the middle of an epoch too",
-    "logs": "what trackers write",
-}
-#: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
-PATIENCE = 10.0
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder for one run; another that is still at work in it is waited for a moment, and then refused."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", timeout=PATIENCE)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"output: another run is at work in {folder}: wait for its end, or choose another --output"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+#: What a run leaves. The network of the epoch with the highest top-1 is in ``model``, ready for ``load_model``; where
+#: the backbone is frozen, its blocks alone, and a new head, in ``adapter.safetensors``; all that is needed to go on,
+#: from the middle of an epoch too, in ``state``; what trackers write in ``logs``.
+FILES = (
+    "settings.yaml", "inserted.txt", "first_batch.png", "metrics.csv", "curves.png", "model", "adapter.safetensors",
+    "classes.csv", "confusion.csv", "state", "logs",
+)  # fmt: skip
 
 
 def clear(folder: Path) -> None:
     """Remove what another run left."""
-    for name in FILES:
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
+    for path in (folder / name for name in FILES):
+        if path.is_dir():
+            shutil.rmtree(path)
         else:
-            (folder / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def newest_state(folder: Path) -> Path | None:
@@ -82,22 +43,11 @@ def newest_state(folder: Path) -> Path | None:
 
 def refuse_old_run(path: Path) -> None:
     """Refuse a run, or a checkpoint of a run, as versions before 0.1.0 left them."""
-    for name in ("last.pth", "best.pth"):
-        if path.name == name or ((path / name).exists() and not (path / "model").exists()):
-            file = path if path.name == name else path / name
-            raise ValueError(
-                f"{file} is a checkpoint of an earlier version, which this one cannot go on from or open by itself: begin "
-                f"from its weights, with --weights {file.with_name('best.pth')} and --model and --insert as it was made"
-            )
-
-
-def refuse_another_run(folder: Path) -> None:
-    """Refuse a folder that holds a run."""
-    refuse_old_run(folder)
-    if newest_state(folder):
+    folder = path.parent if path.name in ("last.pth", "best.pth") else path
+    if path != folder or ((folder / "best.pth").exists() and not (folder / "model").exists()):
         raise ValueError(
-            f"output: {folder} holds a run already: choose another --output, go on with it by --resume {folder}, or "
-            "begin anew with --overwrite"
+            f"{path} is of an earlier version, from which none can go on: begin from its weights, with --weights "
+            f"{folder / 'best.pth'} and the --model and --insert that it was made with"
         )
 
 
@@ -127,10 +77,9 @@ def write_table(path: Path, lines: Iterable[Iterable[object]]) -> None:
 
 
 def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``metrics.csv`` and ``curves.png``, once there is a row for them."""
-    if rows:
-        write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
-        save_figure(curves_figure(rows), folder / "curves.png")
+    """Write ``metrics.csv`` and ``curves.png``."""
+    write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
+    save_figure(curves_figure(rows), folder / "curves.png")
 
 
 def write_classes(folder: Path, confusions: Tensor, classes: Sequence[str]) -> None:
@@ -144,11 +93,9 @@ def write_classes(folder: Path, confusions: Tensor, classes: Sequence[str]) -> N
 
 def curves_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Loss of training and evaluation, top-1, rate, and with blocks the size of their branches, one above the other."""
-    panels = {
-        "loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "rate": ("lr",),
-        "branch/stream": ("branch_share",),
-    }  # fmt: skip
-    panels = {label: columns for label, columns in panels.items() if rows[0][columns[0]] is not None}
+    panels = {"loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "rate": ("lr",)}
+    if rows[0]["branch_share"] is not None:
+        panels["branch/stream"] = ("branch_share",)
     figure = Figure(figsize=(6, 2 * len(panels)), layout="constrained")
     epochs = [row["epoch"] for row in rows]
     for axis, (label, columns) in zip(figure.subplots(len(panels), sharex=True), panels.items(), strict=True):

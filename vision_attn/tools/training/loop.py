@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
-from timm.optim import create_optimizer_v2, get_optimizer_info
+from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -37,12 +37,12 @@ from vision_attn.networks.insertion import freeze_backbone_, inserted, parameter
 from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe import written_folder
 from vision_attn.tools.training.data import InMemory, Workers, crop_of, seed_all
-from vision_attn.tools.training.evaluation import Evaluation, Normalize, Scores
+from vision_attn.tools.training.evaluation import Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, write_rows
 from vision_attn.tools.training.network import Network
 from vision_attn.tools.training.settings import Settings
 
-__all__ = ["Progress", "Trainer", "check_optimizer_settings"]
+__all__ = ["Progress", "Trainer"]
 
 #: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
 LOOK_EVERY = 10
@@ -54,9 +54,6 @@ PICTURED = 32
 class Progress:
     """How far a run has come, as ``progress.json`` of a state has it."""
 
-    #: the data: names of the classes, and how many training images there are
-    classes: list[str]
-    images: int
     #: epochs that are over, and steps of the one under way
     epoch: int = 0
     step: int = 0
@@ -74,29 +71,13 @@ class Progress:
         return max(range(len(self.rows)), key=lambda place: self.rows[place]["eval_top1"])
 
 
-def check_optimizer_settings(settings: Settings) -> None:
-    """Refuse an optimizer that timm does not know, and what does not go with it, before anything long is done."""
-    info = get_optimizer_info(settings.opt)
-    if info.second_order:
-        raise ValueError(f"opt: {info.name!r} needs second derivatives, which the training step does not make")
-    if settings.momentum != Settings.momentum and not info.has_momentum:
-        raise ValueError(f"momentum applies to optimizers such as sgd; {info.name!r} has none that is set by it")
-    if settings.min_lr > settings.base_lr:
-        raise ValueError(f"min_lr must be at most lr={settings.base_lr}, which falls to it; got {settings.min_lr}")
-
-
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """The optimizer of all parameters that are trained, in groups whose rates keep their ratio throughout."""
     # timm's schedules begin and end at the same rate for every group, and then multiply it by the group's own
     # lr_scale: in that, not in their rate, these groups differ.
     rate = settings.base_lr
-    groups: list[dict[str, Any]] = parameter_groups(
-        model,
-        rate,
-        weight_decay=settings.weight_decay,
-        attention_lr=settings.attention_lr,
-        layer_decay=settings.layer_decay,
-    )
+    how = {name: getattr(settings, name) for name in ("weight_decay", "attention_lr", "layer_decay")}
+    groups: list[dict[str, Any]] = parameter_groups(model, rate, **how)
     scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
     return create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
 
@@ -104,23 +85,15 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
     """timm's schedule by its name; it has no state, as it goes by the number of the step."""
     warmup, decays = round(settings.warmup_epochs * steps), [epoch * steps for epoch in sorted(settings.decay_epochs)]
-    stepped = settings.sched in ("step", "multistep")  # whose epochs are those of the run
     schedule, _ = create_scheduler_v2(
-        optimizer,
-        settings.sched,
+        optimizer, settings.sched,
         num_epochs=max(1, settings.epochs * steps - warmup),  # all of these are steps
-        decay_epochs=decays[0] if decays else 1,
-        decay_milestones=decays,
-        decay_rate=settings.decay_rate,
-        min_lr=settings.min_lr,
-        warmup_lr=settings.base_lr / 100,
-        warmup_epochs=warmup,
-        warmup_prefix=not stepped,
-        step_on_epochs=False,
-        updates_per_epoch=1,
-    )
-    if schedule is None:
-        raise ValueError(f"sched: this version of timm knows no {settings.sched!r}: upgrade it, or choose another")
+        decay_epochs=decays[0] if decays else 1, decay_milestones=decays, decay_rate=settings.decay_rate,
+        min_lr=settings.min_lr, warmup_lr=settings.base_lr / 100, warmup_epochs=warmup,
+        warmup_prefix=settings.sched not in ("step", "multistep"),  # whose epochs are those of the run
+        step_on_epochs=False, updates_per_epoch=1,
+    )  # fmt: skip
+    assert schedule is not None
     return schedule
 
 
@@ -140,55 +113,56 @@ class Trainer:
 
     def __init__(
         self, settings: Settings, accelerator: Accelerator, say: Callable[[str], None], network: Network, folder: Path,
-        classes: tuple[str, ...], train_data: InMemory | Workers, eval_data: InMemory | Workers,
+        classes: tuple[str, ...], data: InMemory | Workers, evaluation: Evaluation,
     ) -> None:  # fmt: skip
-        self.settings, self.accelerator, self.say, self.network, self.folder = (
-            settings, accelerator, say, network, folder,
-        )  # fmt: skip
-        self.train_data = train_data
-        self.steps = len(train_data) // settings.batch_size
-        self.progress = Progress(list(classes), len(train_data))
-        #: a signal that came; 0 where none did
-        self.signal = 0
-        self.frozen = False
-        self.model = model = network.model
+        self.settings, self.accelerator, self.say, self.network = settings, accelerator, say, network
+        self.folder, self.classes, self.data, self.evaluation = folder, classes, data, evaluation
+        self.steps = len(data.labels) // settings.batch_size
+        self.progress = Progress()
+        self.frozen, self.signal = False, 0
+        self.model = model = network.model.to(accelerator.device)
         #: without what lets a network run in half precision and on several processes: what is saved
         self.plain = copy.deepcopy(model).cpu().eval()
-        self.normalize = Normalize(network.config["mean"], network.config["std"]).to(accelerator.device)
-        at_once = settings.batch_size // accelerator.num_processes
-        self.evaluation = Evaluation(accelerator, self.normalize, eval_data, at_once)
+        if settings.channels_last:
+            model.to(memory_format=torch.channels_last)
         optimizer = make_optimizer(model, settings)
         self.schedule = make_schedule(optimizer, settings, self.steps)
         self.ema = None if settings.ema is None else ModelEmaV3(model, settings.ema, use_warmup=True)
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        #: the weights that count: the moving average where there is one
+        self.evaluated: nn.Module = model
         if self.ema is not None:
-            accelerator.prepare_model(self.ema.module, evaluation_mode=True)  # so that the state has it
+            self.evaluated = accelerator.prepare_model(self.ema.module, evaluation_mode=True)  # so the state has it
         self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
         self.padding = settings.crop_padding if crop_of(settings, network.config) == "pad" else 0
         self.erase = RandomErasing(settings.reprob, mode="pixel", device=accelerator.device)
         self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(classes))
         self.class_weights: Tensor | None = None
         if settings.class_weights:
-            counts = train_data.labels.bincount(minlength=len(classes)).to(accelerator.device)
-            self.class_weights = len(train_data) / (len(classes) * counts.clamp(min=1))
+            counts = data.labels.bincount(minlength=len(classes)).to(accelerator.device)
+            self.class_weights = len(data.labels) / (len(classes) * counts.clamp(min=1))
 
     @property
-    def evaluated(self) -> nn.Module:
-        """The weights that count: the moving average where there is one."""
-        module: nn.Module = self.model if self.ema is None else self.ema.module
-        return module
+    def rate(self) -> float:
+        """The rate of a group that has no other: what the schedule makes of ``lr``."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["lr_scale"])
+
+    @property
+    def place(self) -> str:
+        """How far the run has come, in words."""
+        return f"step {self.progress.step} of {self.steps} of epoch {self.progress.epoch + 1}"
 
     def save(self) -> None:
         """Write all that is needed to go on from here: aside, and renamed when it is whole."""
         if not all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
-            self.refuse_to_go_on("a weight is not finite")
+            self.refuse_to_go_on("a weight")
         accelerator, progress = self.accelerator, self.progress
-        new = self.folder / "state" / f"{progress.epoch:05}-{progress.step:07}"
+        new = self.folder.resolve() / "state" / f"{progress.epoch:05}-{progress.step:07}"
         try:
             with written_folder(new) if accelerator.is_main_process else nullcontext():
                 accelerator.wait_for_everyone()
-                aside = new.resolve().with_name(f".{new.name}.new")
-                accelerator.save_state(str(aside))
+                accelerator.save_state(str(aside := new.with_name(f".{new.name}.new")))
                 accelerator.wait_for_everyone()
                 if accelerator.is_main_process:
                     (aside / "progress.json").write_text(json.dumps(asdict(progress)))
@@ -199,7 +173,7 @@ class Trainer:
             ) from error
         if accelerator.is_main_process:
             for other in new.parent.iterdir():
-                if other.name != new.name:
+                if other != new:
                     shutil.rmtree(other)
         accelerator.wait_for_everyone()
 
@@ -208,21 +182,11 @@ class Trainer:
         found = newest_state(self.folder)
         assert found is not None
         try:
-            progress = Progress(**json.loads((found / "progress.json").read_bytes()))
-            if (progress.classes, progress.images) != (self.progress.classes, self.progress.images):
-                raise ValueError(
-                    f"resume goes on with the same run, but the data of {self.folder} had {progress.images} training "
-                    f"images of {', '.join(progress.classes)}: give the same, or begin a new run from its weights"
-                )
+            self.progress = progress = Progress(**json.loads((found / "progress.json").read_bytes()))
             self.accelerator.load_state(str(found))
-        except ValueError:
-            raise
         except Exception as error:  # what is damaged can fail in any way; nothing of it is run
             raise CheckpointError(f"{found} is damaged, and nothing can go on from it: {error}") from error
-        self.progress = progress
-        middle = f" and step {progress.step} of the next" if progress.step else ""
-        ahead = f"{self.settings.epochs - progress.epoch} of {self.settings.epochs} epochs are ahead"
-        self.say(f"resumed after epoch {progress.epoch}{middle} from {found}: {ahead}")
+        self.say(f"resumed after epoch {progress.epoch} and step {progress.step} of the next from {found}")
 
     def train(self) -> tuple[Scores, Tensor]:
         """Train from where the run is to its end; the scores of the last epoch, and what this process saw of them."""
@@ -232,80 +196,65 @@ class Trainer:
             self.say(f"before epoch {progress.epoch + 1}: {final}")
             while progress.epoch < settings.epochs and not self.out_of_patience():
                 if self.frozen != (frozen := progress.epoch < settings.freeze_epochs):
-                    self.freeze(frozen)
-                loss = self.train_epoch()
-                raw = self.evaluation(self.model)[0] if self.ema else None
+                    self.frozen = frozen
+                    count = freeze_backbone_(self.model, frozen, also_train=self.network.new_head if frozen else ())
+                    self.say(f"the backbone is {'frozen' if frozen else 'thawed'}: {count:,} parameters are trained")
+                self.train_epoch()
                 final, seen = self.evaluation(self.evaluated)
-                self.close_epoch(loss, final, seen, raw)
+                self.close_epoch(final, seen)
         return final, seen
-
-    def freeze(self, frozen: bool) -> None:
-        """Let the blocks, and a new head, train alone; or thaw all."""
-        self.frozen = frozen
-        count = freeze_backbone_(self.model, frozen, also_train=self.network.new_head if frozen else ())
-        self.say(f"{'the backbone is frozen' if frozen else 'all is thawed'}: {count:,} parameters are trained")
 
     def out_of_patience(self) -> bool:
         """Whether the last epochs, as many as early stopping has patience with, were no better than one before."""
-        rows, patience = self.progress.rows, self.settings.early_stopping
+        rows = self.progress.rows
         worse = len(rows) - 1 - self.progress.best if rows else 0
-        over = patience is not None and worse >= patience
+        over = self.settings.early_stopping is not None and worse >= self.settings.early_stopping
         if over:
             self.say(f"stopped early: {worse} epochs have not surpassed the top-1 of epoch {len(rows) - worse}")
         return over
 
-    def train_epoch(self) -> float:
-        """Train on every image once, but for those at the end that are too few for a step; returns the mean loss."""
+    def train_epoch(self) -> None:
+        """Train on every image once, but for those at the end that are too few for a step."""
         settings, progress, accelerator = self.settings, self.progress, self.accelerator
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.epoch)
-        order = torch.randperm(len(self.train_data), generator=generator)[: self.steps * settings.batch_size]
+        order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch_size]
         rows = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
         self.model.train()
         total = torch.tensor(progress.loss, device=accelerator.device)
         begin = time.perf_counter() - progress.epoch_seconds
-        batches = self.train_data.batches(list(rows), progress.epoch)
-        with tqdm(
-            batches, f"epoch {progress.epoch + 1}/{settings.epochs}", self.steps, initial=progress.step, leave=False,
-            disable=None if accelerator.is_main_process else True,
-        ) as bar:  # fmt: skip
-            for step, (images, labels) in enumerate(bar, progress.step + 1):
-                total += self.step(images, labels, progress.epoch, step - 1)
-                due = step == self.steps or (settings.save_every and step % settings.save_every == 0)
-                if due or step % (1 if accelerator.device.type == "cpu" else LOOK_EVERY) == 0:
-                    progress.step, progress.epoch_seconds = step, time.perf_counter() - begin
-                    self.look(total, bool(due))
-                    bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
-        return progress.loss / self.steps
+        name, hidden = f"epoch {progress.epoch + 1}/{settings.epochs}", None if accelerator.is_main_process else True
+        batches = self.data.batches(list(rows), progress.epoch)
+        bar = tqdm(batches, name, self.steps, initial=progress.step, leave=False, disable=hidden)
+        for step, (images, labels) in enumerate(bar, progress.step + 1):
+            total += self.step(images, labels, progress.epoch, step - 1)
+            due = step == self.steps or (settings.save_every and step % settings.save_every == 0)
+            if due or step % LOOK_EVERY == 0 or accelerator.device.type == "cpu":
+                progress.step, progress.epoch_seconds = step, time.perf_counter() - begin
+                self.look(total, bool(due))
+                bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
 
     def look(self, total: Tensor, due: bool) -> None:
         """Save where that is due, or where any process got a signal; stop where a loss is not finite."""
         stop, broken = self.accelerator.reduce(torch.stack([total.new_tensor(self.signal > 0), ~total.isfinite()]))
         if broken:
-            self.refuse_to_go_on("the loss is not finite")
+            self.refuse_to_go_on("the loss")
         if due or stop:
             total.copy_(self.accelerator.reduce(total, "mean"))
             self.progress.loss = total.item()
             self.save()
         if stop:
-            self.leave()
+            said = f"interrupted; saved after {self.place} in {self.folder}: go on with --resume {self.folder}"
+            raise Interrupted(self.signal or signal.SIGTERM, said if self.accelerator.is_main_process else "")
 
-    def leave(self) -> None:
-        """End, after a signal."""
-        where = f"step {self.progress.step} of {self.steps} of epoch {self.progress.epoch + 1}"
-        said = f"interrupted; saved after {where} in {self.folder}: go on with --resume {self.folder}"
-        raise Interrupted(self.signal or signal.SIGTERM, said if self.accelerator.is_main_process else "")
-
-    def refuse_to_go_on(self, why: str) -> None:
-        progress, rate = self.progress, self.optimizer.param_groups[0]
+    def refuse_to_go_on(self, what: str) -> None:
         raise TrainingError(
-            f"{why} at step {progress.step} of {self.steps} of epoch {progress.epoch + 1}, at a learning rate of "
-            f"{rate['lr'] / rate['lr_scale']:.3g}: lower --lr, lengthen --warmup-epochs or set --clip-grad. The last "
-            f"good state is in {self.folder}"
+            f"{what} is not finite at {self.place}, at a learning rate of {self.rate:.3g}: lower --lr, lengthen "
+            f"--warmup-epochs or set --clip-grad. The last good state is in {self.folder}"
         )
 
     def vary(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """From bytes to what a network and its loss take, by chance."""
-        images = self.normalize(crop_and_flip(images, self.padding, self.settings.hflip))
+        images = self.evaluation.normalize(crop_and_flip(images, self.padding, self.settings.hflip))
         if self.settings.reprob:
             images = self.erase(images)
         if self.settings.mixup or self.settings.cutmix:
@@ -319,50 +268,46 @@ class Trainer:
         number = epoch * self.steps + step
         seed_all(settings.seed, epoch, step, accelerator.process_index)
         self.schedule.step_update(number)
-        images, labels = self.vary(images, labels)
+        images, labels = self.vary(*(part.to(accelerator.device, non_blocking=True) for part in (images, labels)))
         if number == 0 and accelerator.is_main_process:
-            pixels = images[:PICTURED] * self.normalize.std + self.normalize.mean
-            save_image(pixels.clamp(0, 1), self.folder / "first_batch.png")
+            save_image(images[:PICTURED], self.folder / "first_batch.png", normalize=True)
         mean = torch.zeros((), device=images.device)
         for some_images, some_labels in zip(images.chunk(parts), labels.chunk(parts), strict=True):
             # Accelerate divides the gradients by the number of parts, and lets the last part alone make the step.
             with accelerator.accumulate(self.wrapped):
                 logits = self.forward(some_images).float()
                 # With weights the mean is over images: over their weights, parts of a batch would not count the same.
-                loss = F.cross_entropy(
+                each = F.cross_entropy(
                     logits, some_labels, self.class_weights, label_smoothing=settings.label_smoothing, reduction="none"
-                ).mean()
-                accelerator.backward(loss)
+                )
+                accelerator.backward(each.mean())
                 if accelerator.sync_gradients and settings.clip_grad is not None:
                     accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            mean += loss.detach() / parts
+            mean += each.detach().mean() / parts
         if self.ema is not None:
             self.ema.update(self.model, step=number)
         return mean
 
-    def close_epoch(self, loss: float, score: Scores, seen: Tensor, raw: Scores | None) -> None:
+    def close_epoch(self, score: Scores, seen: Tensor) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
-        progress, seconds, rate = self.progress, self.progress.epoch_seconds, self.optimizer.param_groups[0]
-        progress.epoch, progress.step, progress.loss = progress.epoch + 1, 0, 0.0
-        progress.seconds, progress.epoch_seconds = progress.seconds + seconds, 0.0
+        progress, seconds, loss = self.progress, self.progress.epoch_seconds, self.progress.loss / self.steps
         speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
+        progress.epoch, progress.seconds = progress.epoch + 1, progress.seconds + seconds
+        progress.step, progress.loss, progress.epoch_seconds = 0, 0.0, 0.0
         row = {
-            "epoch": progress.epoch, "lr": rate["lr"] / rate["lr_scale"], "train_loss": loss, "eval_loss": score.loss,
+            "epoch": progress.epoch, "lr": self.rate, "train_loss": loss, "eval_loss": score.loss,
             "eval_top1": score.top1, "eval_top5": score.top5, "branch_share": score.branch_share, "seconds": seconds,
-            "images_per_second": round(speed), "raw_loss": raw and raw.loss, "raw_top1": raw and raw.top1,
+            "images_per_second": round(speed),
         }  # fmt: skip
         progress.rows.append(row)
-        averaged = f" (not averaged: top-1 {raw.top1:.2f} %, loss {raw.loss:.4f})" if raw else ""
-        self.say(
-            f"epoch {progress.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}{averaged}, "
-            f"{seconds:.0f} s, {speed:.0f} images/s"
-        )
+        done = f"epoch {progress.epoch}/{self.settings.epochs}"
+        self.say(f"{done}: train loss {loss:.4f}, {score}, {seconds:.0f} s, {speed:.0f} images/s")
         self.accelerator.log({key: value for key, value in row.items() if value is not None}, step=progress.epoch)
         improved = progress.best == len(progress.rows) - 1
         if improved and self.settings.report_classes:
-            self.evaluation.report_classes(self.folder, seen, progress.classes)
+            self.evaluation.report_classes(self.folder, seen, self.classes)
         if self.accelerator.is_main_process:
             if improved:
                 self.save_best()
@@ -376,12 +321,12 @@ class Trainer:
 
     def save_best(self) -> None:
         """Write the network, and the blocks by themselves where all else is as it came."""
-        model, classes = self.network_now(), self.progress.classes
-        channels = self.network.config["input_size"][0]
-        arguments = {} if channels == 3 or self.settings.dataset == "digit-pairs" else {"in_chans": channels}
-        save_model(model, self.folder / "model", classes=classes, model_args=arguments)
+        model, about = self.network_now(), {key: self.network.config[key] for key in ("input_size", "mean", "std")}
+        channels = about["input_size"][0]
+        arguments = {} if channels == 3 else {"in_chans": channels}
+        save_model(model, self.folder / "model", classes=self.classes, model_args=arguments)
         if self.settings.freeze_backbone and inserted(model):
-            about = {"classes": classes, **{key: self.network.config[key] for key in ("input_size", "mean", "std")}}
+            about = {"classes": list(self.classes), **about}
             save_adapter(model, self.folder / "adapter.safetensors", also=self.network.new_head, about=about)
 
     @contextmanager
