@@ -16,7 +16,6 @@ from torch import Tensor
 
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.safe import write_atomically
-from vision_attn.tools.training.settings import Settings, read_settings
 
 #: What a run leaves. The network of the epoch with the highest top-1 is in ``model``, ready for ``load_model``; where
 #: the backbone is frozen, its blocks alone, and a new head, in ``adapter.safetensors``; all that is needed to go on,
@@ -39,24 +38,6 @@ def clear(folder: Path) -> None:
 def newest_state(folder: Path) -> Path | None:
     """The folder of the newest state of a run, ``state/EPOCH-STEP``; each was written aside and renamed when whole."""
     return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
-
-
-def refuse_old_run(path: Path) -> None:
-    """Refuse a run, or a checkpoint of a run, as versions before 0.1.0 left them."""
-    folder = path.parent if path.name in ("last.pth", "best.pth") else path
-    if path != folder or ((folder / "best.pth").exists() and not (folder / "model").exists()):
-        raise ValueError(
-            f"{path} is of an earlier version, from which none can go on: begin from its weights, with --weights "
-            f"{folder / 'best.pth'} and the --model and --insert that it was made with"
-        )
-
-
-def settings_of_run(folder: Path, given: Mapping[str, Any] | None = None, *, trusted: bool = False) -> Settings:
-    """The settings of the run in a folder, and those that are given in the place of its own."""
-    refuse_old_run(folder)
-    if not (folder / "settings.yaml").is_file():
-        raise FileNotFoundError(f"{folder} is no folder of a run: there is no {folder / 'settings.yaml'}")
-    return read_settings(folder / "settings.yaml", given, trusted=trusted)
 
 
 def numbered_folder(root: Path = Path("runs")) -> Path:

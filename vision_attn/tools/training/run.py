@@ -23,10 +23,10 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
 from vision_attn.tools.training.data import Source, open_data, open_images
 from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores, normalization
-from vision_attn.tools.training.folder import clear, newest_state, numbered_folder, refuse_old_run, settings_of_run
+from vision_attn.tools.training.folder import clear, newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Network, block_class, build_network, prepare_network
-from vision_attn.tools.training.settings import Settings, differences, write_settings
+from vision_attn.tools.training.settings import Settings, differences, read_settings, refuse_old_run, write_settings
 
 __all__ = ["Result", "evaluate", "train"]
 
@@ -224,7 +224,7 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
         raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
     if not settings.resume or not there:
         return settings, False
-    before = settings_of_run(folder, trusted=True)
+    before = read_settings(folder, given=("dataset", "block"))
     differing = differences(settings, before)
     if "epochs" in differing and settings.epochs > before.epochs:
         differing.remove("epochs")  # more extend a run; its rates so far were not those of a shorter one

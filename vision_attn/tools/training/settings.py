@@ -6,7 +6,7 @@ Their names are those of timm's and torchvision's scripts. This file imports nei
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-__all__ = ["Settings", "differences", "read_settings", "write_settings"]
+__all__ = ["Settings", "changed", "differences", "read_settings", "refuse_old_run", "write_settings"]
 
 #: The rates that work for most networks, of the optimizers that have one.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
@@ -30,6 +30,8 @@ def as_words(value: Any) -> Any:
     return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
+#: What data sets are called.
+DATASETS = r"^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$"
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
@@ -71,7 +73,9 @@ class Settings:
     # --- data
 
     data: Path | None = None  # folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of the data set
-    dataset: str = "folder"  # folder, cifar10, cifar100, digit-pairs, or timm's name: torch/…, hfds/…
+    dataset: Annotated[str, Field(pattern=DATASETS)] = (
+        "folder"  # folder, cifar10, cifar100, digit-pairs, or timm's name: torch/…, hfds/…
+    )
     download: bool = False  # fetch a data set of torchvision's that is not in --data
     train_split: str = "train"  # part of a data set of timm's that is trained on
     val_split: str = "validation"  # part of it that is evaluated
@@ -189,37 +193,54 @@ def differences(one: Settings, other: Settings) -> list[str]:
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
+def changed(settings: Settings) -> dict[str, Any]:
+    """The settings that are not as by default."""
+    default = Settings()
+    names = [field.name for field in fields(Settings)]
+    return {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(default, name)}
+
+
 def write_settings(settings: Settings) -> bytes:
     """What ``settings.yaml`` holds."""
     return yaml.safe_dump(settings.as_dict(), sort_keys=False, allow_unicode=True).encode()
 
 
-def read_settings(path: Path, given: Mapping[str, Any] | None = None, *, trusted: bool = False) -> Settings:
-    """The settings of another run, and those that are given in the place of its own.
+def read_settings(path: Path, given: Collection[str]) -> Settings:
+    """The settings of another run, by its folder or file, without those that each call has of its own.
 
-    A file may come from anyone: what is fetched or imported by them is given too, unless the file is ``trusted``.
+    Args:
+        path: of the folder of the run, or of a file of settings.
+        given: names of settings that the caller gives. A file may come from anyone: it fetches no data and imports no
+            class unless the caller names them too.
 
     Raises:
-        ValueError: the file is not one of settings that this version knows, or names what has to be given.
+        FileNotFoundError: there is no such file.
+        ValueError: it is not one of settings that this version knows, or names what has to be given.
     """
-    given = dict(given or {})
+    if path.is_dir() or path.suffix == ".pth":
+        refuse_old_run(path)
+        path = path / "settings.yaml"
     try:
         values = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is no file of settings: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings, each a name with a value; got {type(values).__name__}")
-    names = {field.name for field in fields(Settings)}
-    unknown = [str(name) for name in values if name not in names]
-    if unknown:
-        raise ValueError(f"{path}: there is no setting {', '.join(unknown[:6])}: see vision-attn train --help")
-    kept = {name: value for name, value in values.items() if name not in OF_CALL and name != "download"}
+    kept = {str(name): value for name, value in values.items() if name not in OF_CALL | {"download"}}
     for name, mark in (("dataset", "hfds/"), ("block", ":")):
-        if mark in str(kept.get(name, "")) and name not in given and not trusted:
-            raise ValueError(
-                f"{path} names {name} {kept[name]!r}, which is fetched or run: give --{name} too if you trust it"
-            )
+        if mark in str(kept.get(name)) and name not in given:
+            raise ValueError(f"{path} has {name} {kept[name]!r}, which fetches or runs code: give it too to trust it")
     try:
-        return Settings(**{**kept, **given})
+        return Settings(**kept)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def refuse_old_run(path: Path) -> None:
+    """Refuse a run, or a checkpoint of a run, as versions before 0.1.0 left them."""
+    folder = path.parent if path.name in ("last.pth", "best.pth") else path
+    if path != folder or ((folder / "best.pth").exists() and not (folder / "model").exists()):
+        raise ValueError(
+            f"{path} is of an earlier version, from which none can go on: begin from its weights, with --weights "
+            f"{folder / 'best.pth'} and the --model and --insert that it was made with"
+        )
