@@ -111,5 +111,5 @@ from .networks.inspection import Inspection as Inspection
 from .networks.inspection import inspect_model as inspect_model
 from .networks.models.folder import load_model as load_model
 from .networks.models.folder import save_model as save_model
-from .tools import training as training
 from .tools.explorer import explore as explore
+from .tools.training.run import train as train

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from timm.data import create_dataset, create_transform
+from timm.data import auto_augment, create_dataset, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -225,15 +225,24 @@ class Workers:
         )
         try:
             yield from loader
-        except RuntimeError as error:  # torch puts the traceback of the worker before its last line
-            reason = str(error).strip().splitlines()[-1].removeprefix("vision_attn.errors.DataError: ")
-            hint = ", often for want of memory: give fewer --workers" if reason.startswith("DataLoader worker") else ""
-            raise DataError(f"{reason}{hint}") from error
+        except (EOFError, OSError, RuntimeError) as error:
+            died = "a worker process ended, often for want of memory: give fewer --workers "
+            why = str(error).strip().rpartition("\n")[2]  # torch puts the traceback of the worker before its last line
+            known = "" if isinstance(error, DataError) else died
+            raise DataError(f"{known}{why.removeprefix('vision_attn.errors.DataError: ')}") from error
 
 
 def ignore_ctrl_c(worker: int) -> None:
     """Ctrl-C reaches every process of a terminal; what comes of it is decided by the one that trains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """As timm's, which fails where it draws no bits at all, since Pillow 13 refuses these: then all is black."""
+    return image.point(lambda value: value & (256 - 2 ** (8 - min(bits, 8))))
+
+
+auto_augment.NAME_TO_OP |= dict.fromkeys(("Posterize", "PosterizeIncreasing", "PosterizeOriginal"), posterize)
 
 
 def crop_of(settings: Settings, config: Mapping[str, Any]) -> str:
