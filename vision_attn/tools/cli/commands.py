@@ -116,9 +116,12 @@ def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> 
         normalize: let the graph normalise pixels in 0…1 itself
     """
     from vision_attn.tools.cli.looking import open_network
+
+    model = open_network(run)
+
     from vision_attn.tools.export.export import export_model
 
-    say(export_model(open_network(run), output, normalize=normalize))
+    say(export_model(model, output, normalize=normalize))
 
 
 def bench(

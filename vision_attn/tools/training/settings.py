@@ -42,6 +42,7 @@ DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(t
 Side = Annotated[int, Field(ge=1, le=65_536)]
 Several = Annotated[int, Field(ge=2, le=1_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Crop = Literal["pad", "resized"]
 Output = Annotated[Path | None, arg(aliases=("-o",))]
 
 
@@ -85,9 +86,7 @@ class Settings:
     img_size: Side | None = None  # side in pixels; None: the data's, or the model's
     mean: tuple[float, ...] | None = None  # of each channel, of pixels in 0…1; None: the model's
     std: tuple[Rate, ...] | None = None  # standard deviation of each channel; None: the model's
-    crop: Literal["pad", "resized"] | None = (
-        None  # random crops: of the padded image (None: up to 64 pixels), or resized
-    )
+    crop: Crop | None = None  # random crops of the padded image (by default up to 64 pixels), or of any size
     crop_padding: Whole = 4  # pixels on each side, of crops of the padded image
     crop_scale: Part = 0.08  # least share of an image that a resized crop has
     aa: str | None = None  # augmentation of timm's: rand-m9-mstd0.5-inc1, augmix-m5-w4, …
