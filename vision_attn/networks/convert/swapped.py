@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import EXCHANGED, Attention
-from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
 from vision_attn.networks.convert.proof import HOOKS, path_of
 from vision_attn.networks.convert.row import OWN, Row
 from vision_attn.networks.convert.table import TABLE
-from vision_attn.networks.insertion.maps import token_grid
+from vision_attn.networks.insertion.record import token_grid
 
 __all__ = ["Swap", "Swapped", "note_place", "original_class", "place", "swapped_class", "traits_of"]
 
@@ -82,7 +82,7 @@ class Swap:
             size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
         if size is None:
             return None
-        return partition_of(pattern.partitioner(2), x.new_empty(1, 1, *size)), prefix
+        return Partition(pattern.partitioner(2), size, size, x.device), prefix
 
 
 class Swapped(nn.Module):
