@@ -22,7 +22,7 @@ import torch
 
 from vision_attn.errors import CheckpointError, DataError, Interrupted, TrainingError
 from vision_attn.networks.checkpoints import read_checkpoint
-from vision_attn.networks.checkpoints.read import read_file
+from vision_attn.networks.safe import read_file
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.training import run_folder

@@ -56,12 +56,9 @@ from .networks import models as models
 from .networks.capture import AttentionMap as AttentionMap
 from .networks.capture import capture as capture
 from .networks.capture import rollout as rollout
-from .networks.checkpoints import AdapterReport as AdapterReport
-from .networks.checkpoints import LoadReport as LoadReport
 from .networks.checkpoints import load_adapter_ as load_adapter_
 from .networks.checkpoints import load_checkpoint as load_checkpoint
 from .networks.checkpoints import save_adapter as save_adapter
-from .networks.checkpoints import set_adapter as set_adapter
 from .networks.contribution import Contribution as Contribution
 from .networks.contribution import closed as closed
 from .networks.contribution import contribution as contribution
@@ -116,5 +113,3 @@ from .networks.models.folder import load_model as load_model
 from .networks.models.folder import save_model as save_model
 from .tools import training as training
 from .tools.explorer import explore as explore
-from .tools.export.classifier import Classifier as Classifier
-from .tools.export.classifier import load_run as load_run

@@ -5,8 +5,8 @@ from vision_attn.networks.checkpoints.adapter import AdapterReport, load_adapter
 from vision_attn.networks.checkpoints.adapters import set_adapter
 from vision_attn.networks.checkpoints.load import load_checkpoint
 from vision_attn.networks.checkpoints.load_report import LoadReport
-from vision_attn.networks.checkpoints.read import read_checkpoint
-from vision_attn.networks.checkpoints.write import save_weights, write_atomically
+from vision_attn.networks.checkpoints.weights import save_weights
+from vision_attn.networks.safe import read_checkpoint, write_atomically
 
 __all__ = [
     "AdapterReport",

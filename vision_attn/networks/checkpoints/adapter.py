@@ -15,7 +15,7 @@ from vision_attn.networks.checkpoints.adapter_file import Adapter, fingerprint, 
 from vision_attn.networks.checkpoints.adapters import ADAPTERS, named_adapters, set_adapter
 from vision_attn.networks.checkpoints.load import matching, refuse_without_values
 from vision_attn.networks.checkpoints.placements import makers_of, place, placements_of
-from vision_attn.networks.checkpoints.write import copy_to_write
+from vision_attn.networks.safe import copy_to_write
 from vision_attn.networks.insertion import (
     InsertionReport,
     changeable,

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.placements import Placement, placements_in, said_of
-from vision_attn.networks.checkpoints.read import read_file
-from vision_attn.networks.checkpoints.write import write_atomically
+from vision_attn.networks.safe import read_file
+from vision_attn.networks.safe import write_atomically
 
 #: What in a file's metadata makes it an adapter.
 ENTRY = "vision_attn_adapter"

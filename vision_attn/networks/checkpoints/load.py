@@ -15,9 +15,10 @@ from vision_attn.checks import as_list, check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.adapter_file import ENTRY
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
-from vision_attn.networks.checkpoints.read import CheckpointFile, find_weights, read_file
 from vision_attn.networks.checkpoints.specification import blocks_of, other_blocks
+from vision_attn.networks.checkpoints.weights import find_weights
 from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.text import shorten
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.networks.checkpoints.read import AVERAGED
+from vision_attn.networks.checkpoints.weights import AVERAGED
 from vision_attn.networks.insertion import CHILD
 from vision_attn.text import Report, escaped, shorten
 

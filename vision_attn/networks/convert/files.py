@@ -16,9 +16,9 @@ from torch import Tensor
 
 from vision_attn.checks import check_counts, check_flags, check_type
 from vision_attn.errors import ConversionError
-from vision_attn.networks.checkpoints.read import find_entry, read_file
 from vision_attn.networks.checkpoints.specification import BLOCKS
-from vision_attn.networks.checkpoints.write import copy_to_write, write_atomically
+from vision_attn.networks.checkpoints.weights import find_entry
+from vision_attn.networks.safe import copy_to_write, read_file, write_atomically
 from vision_attn.networks.convert.diffusers_layers import diffusers_rows
 from vision_attn.networks.convert.keras_layers import keras_weights
 from vision_attn.networks.convert.repositories import guided_rows, latent_rows

@@ -21,9 +21,12 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import create_transform, resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
+from torchvision.transforms import Compose
+from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
@@ -38,11 +41,11 @@ from vision_attn.networks.checkpoints.placements import (
     placements_of,
     said_of,
 )
-from vision_attn.networks.checkpoints.read import find_weights, read_file
-from vision_attn.networks.checkpoints.write import put_in_place
+from vision_attn.networks.checkpoints.weights import find_weights
 from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.models.registry import config_of
-from vision_attn.text import shorten
+from vision_attn.networks.safe import finished_folder, read_file, written_folder
+from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
 __all__ = ["FILES", "load_model", "read_config", "save_model"]
@@ -51,6 +54,8 @@ __all__ = ["FILES", "load_model", "read_config", "save_model"]
 FILES = frozenset({"config.json", "model.safetensors", "README.md"})
 #: The section of our own in the configuration, and the version of its form.
 SECTION, FORMAT = "vision_attn", 1
+#: Where the folder of a training run keeps its best network.
+OF_RUN = "model"
 #: Bytes of the longest configuration.
 LARGEST = 2**20
 #: What of timm's configuration is taken from a folder: what says where weights are to be fetched is not.
@@ -78,8 +83,8 @@ tags: [image-classification, timm, vision-attn]
 {blocks}```python
 import vision_attn as va
 
-run = va.load_run("FOLDER")  # of these files
-logits = run.model(run.transform(image)[None])
+model = va.load_model("FOLDER")  # of these files
+logits = model(model.transform(image)[None])
 ```
 """
 
@@ -101,7 +106,7 @@ def save_model(
     Args:
         model: what ``timm.create_model`` made, blocks inserted or not, in any wrapper.
         folder: where it goes; its ``config.json`` and ``model.safetensors`` are written anew, other files stay.
-        classes: name of each class.
+        classes: name of each class; by default ``model.classes``, which :func:`load_model` sets.
         architecture: the name under which timm makes the network; by default the one it was made under.
         model_args: what else it was made with, where timm does not know it any more.
         push_to_hub: repository of the Hugging Face Hub, ``"user/name"``, that the folder is uploaded to as well.
@@ -130,29 +135,26 @@ def save_model(
         )
     check_type("classes", () if classes is None else classes, (list, tuple), "a list of names")
     check_type("model_args", {} if model_args is None else model_args, Mapping, "a mapping of arguments")
+    if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
+        classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
     blocks = said_of(placements_of(model))
     config = {
-        "pretrained_cfg": {"architecture": architecture},
+        # All of it, since a timm before 1.0.31 takes this in the place of the model's.
+        "pretrained_cfg": {
+            **filter_pretrained_cfg(config_of(model), remove_source=True, remove_null=True),
+            "architecture": architecture,
+        },
         **({"label_names": list(classes)} if classes else {}),
         SECTION: {"format": FORMAT, "library": __version__, "blocks": blocks},
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
-        made = Path(aside) / "model"
-        made.mkdir()
-        path = made / "config.json"
-        save_config_for_hf(model, path, config, model_args=dict(model_args or {}))
-        said = json.loads(path.read_bytes())
-        if "input_size" not in said["pretrained_cfg"]:  # an older timm puts ours in the place of the model's
-            said["pretrained_cfg"] = filter_pretrained_cfg(config_of(model), remove_source=True, remove_null=True)
-            path.write_text(json.dumps({**said, "architecture": architecture}, indent=2))
-        save_weights(model, made / "model.safetensors")
-        if not (folder / "README.md").exists():
-            (made / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
-        verify(model, made, architecture)
-        put_in_place(made, folder)
+    with written_folder(folder) as new:
+        save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+        save_weights(model, new / "model.safetensors")
+        if not (new / "README.md").exists():
+            (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
+        verify(model, new, architecture)
     if push_to_hub:
         from huggingface_hub import HfApi
 
@@ -163,27 +165,31 @@ def save_model(
 
 
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
-    """The network of a folder that :func:`save_model` wrote, or timm without blocks, in evaluation mode on the CPU.
+    """A trained network, ready to use: in evaluation mode on the CPU, with its classes and what prepares its images.
 
     Args:
-        folder: with ``config.json`` and ``model.safetensors``.
+        folder: what :func:`save_model` wrote, or timm for a network without blocks; or the folder of a training run,
+            of which the best network is taken.
         block: the class of the inserted blocks, where it is none of this library's.
 
     Returns:
-        The network with its blocks and weights; ``pretrained_cfg`` says how its images are prepared, and its classes
-        under ``label_names``.
+        The network with its blocks and weights. ``model.classes`` is a tuple of names, or None where the folder has
+        none; ``model.transform`` makes an input ``(c, h, w)`` of an image of Pillow's, as timm prepares images for
+        evaluation. Nothing of the files is run, and nothing that they name is fetched.
 
     Raises:
         FileNotFoundError: there is no such folder, or not both files in it.
-        CheckpointError: it is damaged, names what timm does not know, or its weights are of another network.
+        CheckpointError: it is damaged, names a network that timm does not know, or its weights are of another network.
 
-    >>> import vision_attn as va
+    >>> from PIL import Image
     >>> from vision_attn.networks.models.registry import weights_folder
-    >>> model = load_model(weights_folder() / "digit_pairs_attention")
-    >>> list(va.inserted(model)), model.training
-    (['stage3.1.2'], False)
+    >>> model = load_model(weights_folder() / "resnet20_attention_cifar100")
+    >>> model.classes[:2], model(model.transform(Image.new("RGB", (60, 40)))[None]).shape
+    (('apple', 'aquarium_fish'), torch.Size([1, 100]))
     """
-    folder = Path(folder)
+    folder = finished_folder(Path(folder))
+    if not (folder / "config.json").is_file():
+        folder = finished_folder(folder / OF_RUN)
     config = read_config(folder)
     file = read_file(folder / "model.safetensors")
     weights = find_weights(file).tensors
@@ -203,7 +209,8 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
         if other:
             raise CheckpointError(f"{folder}: its weights are of another network than it names: {shorten(other)}")
-        model = made()
+        with torch.random.fork_rng(devices=[]):
+            model = made()
     except CheckpointError:
         raise
     except Exception as error:  # a network whose arguments make no sense can fail in any way
@@ -212,12 +219,24 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     if len(kinds) == 1:
         model.to(kinds.pop())
     load_file(model, file)
+    classes = config.get("label_names")
+    vars(model).update(classes=tuple(classes) if classes else None, transform=transform_of(model))
     return model.eval()
+
+
+def transform_of(model: nn.Module) -> Compose:
+    """What timm prepares images with for the evaluation of a network, whatever kind of image they are."""
+    config = resolve_data_config(pretrained_cfg=config_of(model))
+    return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a folder, in which each part that is used is what it must be."""
     path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote, or that of a run"
+        )
     with open(path, "rb") as file:
         text = file.read(LARGEST + 1)
     try:

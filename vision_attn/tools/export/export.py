@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import torch
 
 from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
-from vision_attn.networks.checkpoints.write import put_in_place
 from vision_attn.networks.models.folder import FILES
+from vision_attn.networks.safe import write_atomically, written_folder
 from vision_attn.text import shorten
 from vision_attn.tools.export.classifier import Classifier
 from vision_attn.tools.export.formats import FORMATS, Format
@@ -91,7 +92,11 @@ def export_classifier(
         path = Path(aside) / f"network{form.ending}"
         difference, largest = write_and_compare(form, classifier, normalize, path)
         size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))
-        put_in_place(path, output)
+        if path.is_dir():
+            with written_folder(output) as new:
+                shutil.copytree(path, new, dirs_exist_ok=True)
+        else:
+            write_atomically(output, path.read_bytes())
     return ExportReport(
         output, name, classifier.input_size, normalize, len(classifier.classes), size, difference, largest
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import save_adapter
-from vision_attn.networks.checkpoints.read import CheckpointFile
+from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.insertion import plain_network
 from vision_attn.tools.training.evaluation import Evaluation
 from vision_attn.tools.training.network import Network

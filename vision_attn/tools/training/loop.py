@@ -18,7 +18,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 
 from vision_attn.errors import DataError, Interrupted, TrainingError
-from vision_attn.networks.checkpoints.read import CheckpointFile
+from vision_attn.networks.safe import CheckpointFile
 from vision_attn.tools.training.augmentation import Augmentation, share
 from vision_attn.tools.training.checkpoint import Checkpoints
 from vision_attn.tools.training.evaluation import (

@@ -17,7 +17,7 @@ from torch import nn
 from vision_attn.attention.blocks import AttentionBlock2d
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.load import load_file
-from vision_attn.networks.checkpoints.read import CheckpointFile, read_file
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.networks.models.registry import config_of, create_model

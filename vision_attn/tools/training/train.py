@@ -19,7 +19,7 @@ from accelerate.utils import (
 )
 
 from vision_attn.errors import DataError
-from vision_attn.networks.checkpoints.read import read_file
+from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
 from vision_attn.tools.training.checkpoint import checkpoint_to_resume
 from vision_attn.tools.training.data import Source, open_data, open_images, varied

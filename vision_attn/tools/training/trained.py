@@ -15,7 +15,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import load_adapter_, load_checkpoint
 from vision_attn.networks.checkpoints.adapter_file import ENTRY, read_adapter
 from vision_attn.networks.checkpoints.placements import LARGEST_IMAGES
-from vision_attn.networks.checkpoints.read import CheckpointFile, read_file
+from vision_attn.networks.safe import CheckpointFile, read_file
 from vision_attn.networks.models.registry import create_model
 from vision_attn.tools.training.data import Source
 from vision_attn.tools.training.network import BLOCKS, NOTES, Network, build_network

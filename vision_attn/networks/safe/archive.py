@@ -11,7 +11,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from vision_attn.networks.checkpoints.pickled import NotAllowedError, PickleReader, as_key
+from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
 
 #: Bytes of the longest list of what a file holds: that of 80,000 tensors or so.
 LONGEST_LIST = 2**23

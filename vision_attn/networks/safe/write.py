@@ -1,0 +1,110 @@
+"""Files and folders that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+__all__ = ["copy_to_write", "finished_folder", "write_atomically", "write_tensors", "written_folder"]
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that at every moment it is either the old one or the new one, on disk and whole.
+
+    Args:
+        path: the file.
+        content: all of it.
+
+    Raises:
+        OSError: the folder cannot be written; the old file, if any, is untouched.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "results.json"
+    >>> write_atomically(file, b"{}")
+    >>> [entry.name for entry in file.parent.iterdir()]
+    ['results.json']
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``folder`` once the block ends without an error.
+
+    It begins as a copy of what is in ``folder``. At every moment the old folder or the new one is there as a whole: for
+    an instant under the name that :func:`finished_folder` knows.
+
+    Raises:
+        ValueError: the folder cannot be replaced, since it is the current one, above it, or a mounted one.
+        OSError: it cannot be written; the old folder, if any, is untouched.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "net"
+    >>> with written_folder(folder) as new:
+    ...     write_atomically(new / "config.json", b"{}")
+    >>> [entry.name for entry in folder.iterdir()]
+    ['config.json']
+    """
+    folder = folder.resolve()
+    if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
+        raise ValueError(
+            f"folder must be one that can be replaced as a whole, and the current folder or a mounted one cannot: name "
+            f"a new folder inside it; got {str(folder)!r}"
+        )
+    new, old = (folder.with_name(f".{folder.name}.{part}") for part in ("new", "old"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    if old.exists():
+        if folder.exists():
+            shutil.rmtree(old)
+        else:
+            os.replace(old, folder)
+    try:
+        if folder.exists():
+            shutil.copytree(folder, new, symlinks=True)
+        else:
+            new.mkdir()
+        yield new
+        for file in new.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(new, folder)
+    finally:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        for rest in (new, old):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def finished_folder(folder: Path) -> Path:
+    """Where such a folder is to be read: if the process that replaced it was killed right then, the old one."""
+    old = folder.with_name(f".{folder.name}.old")
+    return old if old.is_dir() and not folder.exists() else folder
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a ``.safetensors`` file. The same content with one entry of metadata is the same file."""
+    write_atomically(path, save({key: copy_to_write(value) for key, value in tensors.items()}, dict(metadata)))
+
+
+def copy_to_write(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in a storage of its own, since safetensors takes no two names of one storage."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
