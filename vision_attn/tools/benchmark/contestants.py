@@ -24,7 +24,7 @@ from vision_attn.attention.position import ConditionalPos, RelPosDecomposed, Rel
 from vision_attn.networks.convert import from_layer
 from vision_attn.networks.insertion import insert_
 
-__all__ = ["CONTESTANTS", "LAYOUTS", "ROWS", "Maker", "Row", "Shape"]
+__all__ = ["LAYOUTS", "ROWS", "Maker", "Row", "Shape"]
 
 #: Batch, channels, height and width of maps.
 Shape = tuple[int, int, int, int]
@@ -40,22 +40,29 @@ class OnMaps(nn.Module):
         super().__init__()
         self.layer = layer
 
+    def run(self, y: Tensor) -> Tensor:
+        found: Tensor = self.layer(y)
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
         layout = "channels-last" if x.is_contiguous(memory_format=torch.channels_last) else "nchw"
-        y: Tensor = self.layer(x.movedim(1, -1))
-        return y.movedim(-1, 1).contiguous(memory_format=LAYOUTS[layout])
+        return self.run(x.movedim(1, -1)).movedim(-1, 1).contiguous(memory_format=LAYOUTS[layout])
 
 
-class TorchAttention(nn.Module):
-    """torch's layer on ``(b, h, w, c)``."""
+class TorchOnMaps(OnMaps):
+    """torch's layer: in evaluation mode and without gradients it runs a kernel of its own that makes all weights."""
 
-    def __init__(self, channels: int, num_heads: int) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(channels, num_heads, batch_first=True)
+    def run(self, y: Tensor) -> Tensor:
+        tokens = y.flatten(1, 2)
+        return self.layer(tokens, tokens, tokens, need_weights=False)[0].unflatten(1, y.shape[1:3])
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(1, 2)
-        return self.mha(tokens, tokens, tokens, need_weights=False)[0].unflatten(1, x.shape[1:3])
+
+class FusedTorchOnMaps(TorchOnMaps):
+    """The same in training mode, which here has no dropout and runs the fused kernel."""
+
+    def run(self, y: Tensor) -> Tensor:
+        self.layer.train()
+        return super().run(y)
 
 
 class Floor(nn.Module):
@@ -70,7 +77,17 @@ class Floor(nn.Module):
             qkv = F.linear(tokens, state["qkv.weight"], state["qkv.bias"])
             q, k, v = qkv.unflatten(2, (3, ours.num_heads, -1)).permute(2, 0, 3, 1, 4)
             joined = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        leaves = (tokens, state["qkv.weight"], state["qkv.bias"], q, k, v, joined, state["proj.weight"], state["proj.bias"])
+        leaves = (
+            tokens,
+            state["qkv.weight"],
+            state["qkv.bias"],
+            q,
+            k,
+            v,
+            joined,
+            state["proj.weight"],
+            state["proj.bias"],
+        )
         self.leaves = nn.ParameterList(leaf.contiguous() for leaf in leaves)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -78,24 +95,6 @@ class Floor(nn.Module):
         projected = F.linear(tokens, weight, bias)
         attended = F.scaled_dot_product_attention(q, k, v)
         return projected, attended, F.linear(joined, proj_weight, proj_bias).mT.unflatten(2, self.size)
-
-
-class WrittenOut(nn.Module):
-    """Attention as it is usually written by hand."""
-
-    def __init__(self, channels: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, c, h, w = x.shape
-        n, d = self.num_heads, c // self.num_heads
-        qkv = self.qkv(x).view(b, 3, n, d, h * w).permute(1, 0, 2, 4, 3).contiguous()
-        q, k, v = qkv.view(3, b * n, h * w, d).unbind()
-        weights = torch.softmax(torch.bmm(q, k.transpose(1, 2)) * d**-0.5, dim=-1)
-        y = torch.bmm(weights, v).view(b, n, h * w, d).permute(0, 1, 3, 2).contiguous()
-        return self.proj(y.view(b, c, h, w))
 
 
 class ByHand(nn.Module):
@@ -115,29 +114,9 @@ def ours(**options: Any) -> Maker:
     return lambda x, n: Attention2d(x.shape[1], n, **options)
 
 
-def by_another_impl(impl: str) -> Maker:
-    def make(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-        block, twin = Attention2d(x.shape[1], n, impl=impl), Attention2d(x.shape[1], n, impl="sdpa")
-        block.load_state_dict(twin.state_dict())
-        return block, twin
-
-    return make
-
-
 def with_position(kind: Callable[..., Any]) -> Maker:
     """A position that is made for the size of the map."""
     return lambda x, n: Attention2d(x.shape[1], n, position=kind(feat_size=tuple(x.shape[2:])))
-
-
-def without_projection(make: Maker) -> Maker:
-    """A block that leaves out its last projection, as timm's BottleneckAttn does."""
-
-    def made(x: Tensor, n: int) -> nn.Module:
-        block: Any = make(x, n)
-        block.proj = nn.Identity()
-        return block
-
-    return made
 
 
 def floor(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
@@ -145,48 +124,38 @@ def floor(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
     return Floor(twin, x), twin
 
 
-def written_out(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-    module, twin = WrittenOut(x.shape[1], n), Attention2d(x.shape[1], n)
-    module.load_state_dict(twin.state_dict())
-    return module, twin
-
-
-def timm_layers(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-    layer = TimmAttention2d(x.shape[1], num_heads=n)
-    return layer, from_layer(layer)
-
-
-def timm_maxxvit(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-    layer = MaxxVitAttention2d(x.shape[1], dim_head=x.shape[1] // n)
-    return layer, from_layer(layer)
-
-
-def torch_attention(*, training: bool) -> Maker:
-    """torch has two ways: in evaluation without gradients a kernel that makes all weights, in training the fused one."""
+def theirs(make_layer: Callable[[int, int], nn.Module], wrapped: Callable[..., nn.Module] = lambda y: y) -> Maker:
+    """A layer of another library by channels and heads, and what makes it one on maps."""
 
     def make(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-        layer = TorchAttention(x.shape[1], n)
-        if training:
-            layer.mha.eval = lambda: layer.mha  # type: ignore[method-assign] # which has no dropout
-        return OnMaps(layer), from_layer(layer.mha)
+        layer = make_layer(x.shape[1], n)
+        return wrapped(layer), from_layer(layer)
+
+    return make
+
+
+def torch_layer(c: int, n: int) -> nn.Module:
+    return nn.MultiheadAttention(c, n, batch_first=True)
+
+
+def windows(shift: int) -> Callable[[int, int], nn.Module]:
+    def make(c: int, n: int) -> nn.Module:
+        layer = ShiftedWindowAttention(c, [7, 7], [shift, shift], n)
+        nn.init.normal_(layer.relative_position_bias_table, std=0.5)  # so large that leaving it out shows
+        return layer
 
     return make
 
 
 def bottleneck(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-    layer = BottleneckAttn(x.shape[1], feat_size=tuple(x.shape[2:]), num_heads=n, dim_head=x.shape[1] // n)
+    """timm's has no projection at its end: here one follows it."""
+    c, h, w = x.shape[1:]
+    layer, proj = BottleneckAttn(c, feat_size=(h, w), num_heads=n, dim_head=c // n), nn.Conv2d(c, c, 1)
     for table in (layer.pos_embed.height_rel, layer.pos_embed.width_rel):
-        nn.init.normal_(table, std=0.5)  # so large that leaving them out shows
-    return layer, without_projection(lambda x, n: from_layer(layer))(x, n)
-
-
-def torchvision_windows(shift: int) -> Maker:
-    def make(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-        layer = ShiftedWindowAttention(x.shape[1], [7, 7], [shift, shift], n)
-        nn.init.normal_(layer.relative_position_bias_table, std=0.5)
-        return OnMaps(layer), from_layer(layer)
-
-    return make
+        nn.init.normal_(table, std=0.5)
+    twin: Any = from_layer(layer)
+    twin.proj = copy.deepcopy(proj)
+    return nn.Sequential(layer, proj), twin
 
 
 def resnet(x: Tensor, n: int) -> nn.Module:
@@ -213,21 +182,18 @@ def resnet_by_hand(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
 
 #: Everybody, by name.
 CONTESTANTS: dict[str, Maker] = {
-    "ours sdpa": ours(impl="sdpa"),
-    **{f"ours {impl}": by_another_impl(impl) for impl in IMPLS if impl != "sdpa"},
+    **{f"ours {impl}": ours(impl=impl) for impl in IMPLS},
     "floor": floor,
-    "written out, bmm": written_out,
-    "timm layers Attention2d": timm_layers,
-    "timm maxxvit Attention2d": timm_maxxvit,
-    "torch MHA": torch_attention(training=False),
-    "torch MHA, training mode": torch_attention(training=True),
-    "ours RelPosDecomposed, no projection": without_projection(with_position(RelPosDecomposed)),
+    "timm layers Attention2d": theirs(lambda c, n: TimmAttention2d(c, num_heads=n)),
+    "timm maxxvit Attention2d": theirs(lambda c, n: MaxxVitAttention2d(c, dim_head=c // n)),
+    "torch MHA": theirs(torch_layer, TorchOnMaps),
+    "torch MHA, training mode": theirs(torch_layer, FusedTorchOnMaps),
+    "ours RelPosDecomposed": with_position(RelPosDecomposed),
     "timm BottleneckAttn": bottleneck,
     "ours window": ours(pattern=Window(7), position=RelPosTable()),
-    "torchvision window": torchvision_windows(0),
+    "torchvision window": theirs(windows(0), OnMaps),
     "ours shifted window": ours(pattern=Window(7, shift=3), position=RelPosTable()),
-    "torchvision shifted window": torchvision_windows(3),
-    "ours RelPosDecomposed": with_position(RelPosDecomposed),
+    "torchvision shifted window": theirs(windows(3), OnMaps),
     "ours RelPosTable": with_position(RelPosTable),
     "ours Rope2d": ours(position=Rope2d()),
     "ours ConditionalPos": ours(position=ConditionalPos(3)),
@@ -243,10 +209,14 @@ class Row:
     """What ``--rows`` names: who runs, the first of whom is compared with the others, and on which maps."""
 
     text: str
-    contestants: tuple[str, ...]
-    #: heads by shape, where neither is given
+    contestants: Mapping[str, Maker]
+    #: where neither is given: heads by shape
     shapes: Mapping[Shape, int]
     layouts: tuple[str, ...] = ("nchw",)
+
+
+def among(*names: str) -> dict[str, Maker]:
+    return {name: CONTESTANTS[name] for name in names}
 
 
 SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
@@ -257,39 +227,39 @@ BOTH = tuple(LAYOUTS)
 
 ROWS = {
     "implementations": Row(
-        "every implementation, attention written out by hand, timm, torch and the floor",
-        (*IMPLEMENTATIONS, "written out, bmm", *LIBRARIES),
+        "every implementation, timm, torch and the floor",
+        among(*IMPLEMENTATIONS, *LIBRARIES),
         {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
     ),
     "attention": Row(
         "sdpa, timm, torch and the floor",
-        ("ours sdpa", *LIBRARIES),
+        among("ours sdpa", *LIBRARIES),
         {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
         BOTH,
     ),
     "backbone": Row(
         "two blocks in resnet50: inserted, and by hand with timm's layers",
-        ("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"),
+        among("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"),
         {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
     ),
     "positions": Row(
         "RelPosDecomposed and timm's BottleneckAttn",
-        ("ours RelPosDecomposed, no projection", "timm BottleneckAttn"),
+        among("ours RelPosDecomposed", "timm BottleneckAttn"),
         {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
     ),
     "windows": Row(
         "windows with a table, ours and torchvision's",
-        ("ours window", "torchvision window"),
+        among("ours window", "torchvision window"),
         {(2, 96, 56, 56): 3},
         BOTH,
     ),
     "shifted-windows": Row(
-        "the same, shifted", ("ours shifted window", "torchvision shifted window"), {(2, 96, 56, 56): 3}, BOTH
+        "the same, shifted", among("ours shifted window", "torchvision shifted window"), {(2, 96, 56, 56): 3}, BOTH
     ),
-    "einx": Row("einx and bmm", ("ours einx", "ours bmm"), SIZES),
+    "einx": Row("einx and bmm", among("ours einx", "ours bmm"), SIZES),
     "memory": Row(
         "positions and patterns of ours, with four times the tokens",
-        ("ours sdpa", *(f"ours {name}" for name in VARIANTS)),
+        among("ours sdpa", *(f"ours {name}" for name in VARIANTS)),
         {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
     ),
 }

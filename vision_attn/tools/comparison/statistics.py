@@ -21,9 +21,9 @@ CONFIDENCE = 0.95
 #: The columns of the table that hold words.
 WORDS = (0, 4)
 LEGEND = """\
-The verdict follows from the 95 % interval, by Games and Howell: each arm has its own spread over seeds, and the intervals
-of all pairs hold together: where all arms are equal, at most one table in twenty has a wrong verdict. The interval also
-says how large the difference may be."""
+The verdict follows from the 95 % interval, by Games and Howell: each arm has its own spread over seeds, and the
+intervals of all pairs hold together. Where all arms are equal, about one table in twenty has a wrong verdict. An
+interval also says how large the difference may be."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def difference_table(differences: Sequence[Difference]) -> str:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
         chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
         rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
-    unknown = "An arm with one seed, or the same score for all, has no spread to measure differences by: give more seeds."
+    unknown = (
+        "An arm with one seed, or the same score for all, has no spread to measure differences by: give more seeds."
+    )
     legend = f"{LEGEND} {unknown}" if any(one.low is None for one in differences) else LEGEND
     return f"{markdown(rows, WORDS)}\n\n{legend}"
 
