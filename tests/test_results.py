@@ -17,7 +17,7 @@ MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
 
 
 def comparisons(file):
-    """Of each comparison in a file the scores by arm, its differences, and with how many decimals the page says them."""
+    """Of each comparison in a file the scores by arm, its differences, and the decimals by which the page says them."""
     found = json.loads(file.read_text())
     if "arms" in found:
         yield {arm: [*one["scores"].values()] for arm, one in found["arms"].items()}, found["differences"], 1
@@ -65,8 +65,9 @@ def test_a_table_is_that_of_its_runs(title):
     table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
     text = " ".join(line for line in section.splitlines() if not line.startswith("|"))
     files = [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
-    means, seeds, signed, significant = (set().union(*parts) for parts in zip(*(from_file(f, True) for f in files)))
-    either = set().union(*(from_file(file, False)[2] for file in files))
+    parts = zip(*(from_file(file, last_alone=True) for file in files), strict=True)
+    means, seeds, signed, significant = (set().union(*part) for part in parts)
+    either = set().union(*(from_file(file, last_alone=False)[2] for file in files))
     assert set(re.findall(MEAN, table)) == means
     assert set(re.findall(r"\d+\.\d+(?:, \d+\.\d+)+", table)) <= seeds
     assert set(re.findall(INTERVAL, table)) <= signed
