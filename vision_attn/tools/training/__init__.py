@@ -1,1 +1,5 @@
-"""Training and evaluation of image classifiers, with or without attention in them. Heavy dependencies stay in here."""
+"""Training and evaluation of image classifiers, with attention in them or not: a loop around libraries.
+
+``settings`` says what a run does; ``run`` makes it: ``data``, ``network``, then the ``loop`` with its ``evaluation``,
+which leave a ``folder``.
+"""

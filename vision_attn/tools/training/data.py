@@ -1,307 +1,287 @@
-"""Data sets: what they are called, what they hold, and where their images are kept."""
+"""Images and their classes: folders, data sets of timm's, and digit pairs, in memory or decoded by worker processes."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from timm.data import IterableImageDataset, create_dataset
+from PIL import Image, ImageOps
+from timm.data import create_dataset, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
-from vision_attn.text import shorten
 from vision_attn.tools.training import digits
-from vision_attn.tools.training.images import (
-    Bar,
-    Decoder,
-    ImageLoader,
-    Images,
-    ImageSet,
-    ImageStream,
-    Vary,
-    centre,
-    open_image,
-    prepare,
-    refuse_other_labels,
-)
 from vision_attn.tools.training.settings import Settings
 
-__all__ = ["Source", "image_folder", "open_data", "open_images", "varied"]
-
-#: Bytes of images, at the network's size, up to which a set is kept in memory unasked, on the device that trains.
+#: Bytes up to which images that stay the same are kept in memory, on the device.
 SMALL = 2 * 2**30
-#: Worker processes that are not asked for: more seldom help, and each takes memory.
-MOST_WORKERS = 16
+#: Images to a worker process, and the most of these: more seldom help, and each takes memory.
+IMAGES_A_WORKER, MOST_WORKERS = 64, 16
+#: Longest side, in pixels, of images that are cropped after padding by default; larger ones are photographs.
+SMALL_SIDE = 64
 #: Names that the evaluation half of an image folder goes by.
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A half of a data set that is known but not yet read: what it holds, and how to read it."""
-
-    name: str
-    classes: tuple[str, ...]
-    channels: int
-    #: rows and columns of its images, where all have the same
-    size: tuple[int, int] | None
-    count: int
-    #: of torchvision's or timm's
-    dataset: Any = None
-    #: gives all images and their classes, where they come as tensors
-    tensors: Callable[[], tuple[Tensor, Tensor]] | None = None
-    #: whether a share of the images of one folder makes the evaluation half
-    held_out: bool = False
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, size: tuple[int, int]) -> ImageSet:
-        """All images at a size, in memory."""
-        if self.tensors is not None and size == self.size:
-            return ImageSet(*self.tensors())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-
-            def in_threads(*task: Any) -> Bar:
-                return Bar(pool.map(*task), "decode", self.count)
-
-            return ImageSet(*Decoder(self.dataset, size).decode(range(self.count), run=in_threads))
-
-
-def open_data(settings: Settings, *, train: bool) -> Source:
-    """The training or the evaluation half of the data that settings name; looks, but reads no image yet."""
-    if settings.hold_out is not None:
-        whole = open_data(replace(settings, hold_out=None), train=True)
-        return half_of_images(whole, settings, train, settings.hold_out)
-    if settings.dataset == "digit-pairs":
-        half, count = ("training", digits.TRAIN_CANVASES) if train else ("held-out", digits.EVAL_CANVASES)
-        tensors = partial(digits.digit_pairs, train)
-        return Source(f"digit pairs ({half} digits)", digits.CLASSES, 1, digits.CANVAS, count, tensors=tensors)
-    if settings.dataset == "folder":
-        return half_of_folder(settings, train)
-    return named(settings, train)
-
-
-def named(settings: Settings, train: bool) -> Source:
-    """A data set that timm opens by its name."""
-    name = settings.dataset if "/" in settings.dataset else f"torch/{settings.dataset}"
-    split = settings.train_split if train else settings.val_split
-    root = None if settings.data is None else str(Path(settings.data).expanduser())
-    try:
-        found = create_dataset(
-            name, root, split, is_training=train, download=settings.dataset_download, seed=settings.seed
-        )
-    except (AssertionError, ImportError, OSError, RuntimeError) as error:
-        fetch = ", or fetch it with --dataset-download" if name.startswith("torch/") else ""
-        raise DataError(
-            f"{settings.dataset} cannot be read in {root} ({error}): name the folder it is in{fetch}"
-        ) from error
-    reader: Any = getattr(found, "reader", None)
-    stream = isinstance(found, IterableImageDataset)
-    if stream and not train:  # each process evaluates its rows of the whole stream
-        reader.dist_rank, reader.dist_num_replicas = 0, 1
-    count = reader.num_samples if stream else len(found)
-    if not count:
-        raise DataError(f"{name} does not say how many images {split} has: give them as in 'val-{{0..9}}.tar|10000'")
-    classes = getattr(found, "classes", None) or list(getattr(reader, "class_to_idx", ()))
-    if not classes and settings.num_classes is None:
-        raise ValueError(f"num_classes must be given for {name}, which does not say what its classes are")
-    classes = [one if isinstance(one, str) else ", ".join(one) for one in classes]  # those of ImageNet have synonyms
-    pixels = getattr(found, "data", None)  # of CIFAR and MNIST
-    return Source(
-        f"{settings.dataset} ({split})",
-        tuple(classes or map(str, range(settings.num_classes or 0))),
-        3,
-        None if pixels is None else (pixels.shape[1], pixels.shape[2]),
-        count,
-        found,
-        None if pixels is None else partial(as_tensors, found),
-    )
-
-
-def as_tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    """The pixels that a data set of torchvision's holds: ``(b, h, w, 3)``, or ``(b, h, w)`` of grey."""
-    pixels = torch.as_tensor(dataset.data)
-    pixels = pixels[..., None].expand(-1, -1, -1, 3) if pixels.ndim == 3 else pixels
-    return pixels.permute(0, 3, 1, 2).contiguous(), torch.as_tensor(dataset.targets)
-
-
-def half_of_folder(settings: Settings, train: bool) -> Source:
-    """The training or the evaluation half of a folder; where it has but one, a share of each class is held out."""
-    assert settings.data is not None
-    root, asked = Path(settings.data).expanduser(), settings.val_split != Settings.val_split
-    if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder of images")
-    training = root / "train" if (root / "train").is_dir() else None
-    evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
-    if evaluation is not None:
-        if asked:
-            raise ValueError(f"val_split is for a folder without images to evaluate on, and there is {evaluation}")
-        if train and training is None:
-            raise DataError(f"{root} has no folder 'train': expected train/CLASS/IMAGE beside {evaluation.name}")
-        return image_folder(training if train and training else evaluation)
-    if training is None:
-        if settings.test_only and not asked:
-            return image_folder(root)
-        if any(one.is_dir() for one in root.glob("[!.]*/[!.]*")):
-            raise DataError(f"{root} has folders in class folders: expected CLASS/IMAGE, or train/CLASS/IMAGE, in it")
-    whole = image_folder(training or root)
-    return replace(half_of_images(whole, settings, train, settings.val_share), held_out=True)
-
-
-def half_of_images(source: Source, settings: Settings, train: bool, share: float) -> Source:
-    """All images but a share of each class, drawn by the seed, or that share."""
-    from sklearn.model_selection import train_test_split
-
-    dataset = source.dataset
-    images = next((name for name in ("samples", "data") if hasattr(dataset, name)), None)
-    if images is None or not hasattr(dataset, "targets"):
-        raise ValueError(f"hold_out: {source.name} does not say what the classes of its images are: leave it out")
-    try:
-        halves = train_test_split(
-            range(len(source)), test_size=share, stratify=dataset.targets, random_state=settings.seed
-        )
-    except ValueError as error:
-        raise DataError(
-            f"{source.name}: {share:g} of the images cannot be held out to evaluate on ({error}): give more images, or "
-            "another share, by --hold-out, or by --val-split where there is no folder val"
-        ) from error
-    rows = sorted(halves[0 if train else 1])
-    pixels = getattr(dataset, images)
-    setattr(dataset, images, [pixels[row] for row in rows] if isinstance(pixels, list) else pixels[rows])
-    dataset.targets = [dataset.targets[row] for row in rows]
-    what = "without those" if train else f"{100 * share:.3g} % of each class, held out by seed {settings.seed}"
-    return replace(source, name=f"{source.name}, {what}", count=len(rows))
-
-
-class Folder(ImageFolder):
-    """A folder of class folders; what has a name that begins with a dot is neither a class nor an image."""
-
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
-        if len(names) < 2:
-            raise DataError(f"{directory} has {len(names)} class folders: expected CLASS/IMAGE in it, of two or more")
-        return names, {name: label for label, name in enumerate(names)}
-
-    @staticmethod
-    def make_dataset(directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any) -> list[tuple[str, int]]:
-        """The images of each class, in torchvision's order: regular files, of each real folder once.
-
-        Links are followed last: one that leads back into a class, or out to a folder around it, adds nothing.
-        """
-        root = Path(directory).resolve()
-        samples, met = [], {root, *root.parents}
-        places = [(label, os.path.join(directory, name)) for name, label in class_to_idx.items()]
-        to_visit = [(os.path.islink(folder), label, folder) for label, folder in places]
-        heapq.heapify(to_visit)
-        while to_visit:
-            label, folder = heapq.heappop(to_visit)[1:]
-            if (real := Path(folder).resolve()) in met:
-                continue
-            met.add(real)
-            with os.scandir(folder) as found:
-                for entry in found:
-                    # Where a link leads in a circle, an entry raises an error, and a path says that nothing is there.
-                    one = Path(entry) if entry.is_symlink() else entry
-                    if entry.name.startswith("."):
-                        continue
-                    if one.is_dir():
-                        heapq.heappush(to_visit, (entry.is_symlink(), label, entry.path))
-                    elif entry.name.lower().endswith(IMG_EXTENSIONS) and (
-                        one.is_file() or not os.path.exists(entry)  # a link to nothing is a damaged image
-                    ):
-                        samples.append((entry.path, label))
-        filled = {label for _, label in samples}
-        empty = [name for name, label in class_to_idx.items() if label not in filled]
-        if empty:
-            raise DataError(
-                f"{directory} has no images of {shorten(empty)}, which end in {', '.join(IMG_EXTENSIONS)}: fill the "
-                "folders or remove them"
-            )
-        return sorted(samples, key=lambda one: (one[1], os.path.split(one[0])))
-
-
-def image_folder(folder: Path) -> Source:
-    """A folder of class folders, ``CLASS/IMAGE``."""
-    found = Folder(str(folder), loader=open_image)
-    return Source(str(folder), tuple(found.classes), 3, None, len(found), found)
-
-
-def varied(settings: Settings, size: tuple[int, int], mean: Sequence[float]) -> Vary | None:
-    """What training images go through while they are decoded, by chance: crops of any size, and what timm varies.
-
-    Args:
-        settings: say what.
-        size: rows and columns of the images that come out.
-        mean: of each channel in 0…1, a colour for what is empty where an image is turned or moved.
-    """
-    resized, timms = settings.train_crop == "resized", settings.aa or settings.color_jitter
-    if not (resized or timms):
-        return None
-    parts = [v2.RandomResizedCrop(size, (settings.crop_scale, 1.0)) if resized else partial(centre, size=size)]
-    if timms:
-        try:
-            _, between, _ = transforms_imagenet_train(
-                size, separate=True, auto_augment=settings.aa, color_jitter=settings.color_jitter or None,
-                force_color_jitter=True, interpolation="bilinear", mean=tuple(mean),
-            )  # fmt: skip
-        except (AssertionError, ValueError) as error:
-            raise ValueError(
-                f"aa: timm knows no {settings.aa!r} ({error}): give one such as rand-m9-mstd0.5"
-            ) from error
-        parts.append(between)
-    return v2.Compose(parts)
-
-
-def open_images(
-    source: Source,
-    size: tuple[int, int],
-    device: torch.device,
-    *,
-    workers: int | None = None,
-    cache: str = "auto",
-    vary: Vary | None = None,
-) -> Images:
-    """The images of a source at a size: in memory, decoded by worker processes in every epoch, or as a stream.
-
-    Args:
-        source: of what.
-        size: rows and columns, in pixels.
-        device: where batches are wanted.
-        workers: processes that decode, 0 for this one; where there are some, images are not kept in memory unasked.
-        cache: ``"ram"`` and ``"none"`` keep images in memory or do not; ``"auto"`` keeps what takes no more than
-            :data:`SMALL`.
-        vary: what each image goes through anew in each epoch, to that size; what is in memory stays as it is.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run on this machine, as torchrun says
-    decoding = max(1, min(MOST_WORKERS, cores() // processes)) if workers is None else workers
-    classes = len(source.classes)
-    if isinstance(source.dataset, IterableImageDataset):
-        if not decoding:
-            raise ValueError("workers must be at least 1 for a stream, which draws its order in processes of its own")
-        source.dataset.transform = partial(prepare, size=size, vary=vary)
-        return ImageStream(source.dataset, workers=decoding, device=device, classes=classes)
-    small = source.count * source.channels * math.prod(size) <= SMALL
-    keep = cache == "ram" or (cache == "auto" and small and not workers)
-    if source.dataset is not None and (vary is not None or not keep):
-        return ImageLoader(Decoder(source.dataset, size, vary), workers=decoding, device=device, classes=classes)
-    found, place = source.read(size), device if small else torch.device("cpu")
-    refuse_other_labels(found.labels, classes)
-    return ImageSet(found.images.to(place), found.labels.to(place), device)
+def seed_all(*numbers: int) -> None:
+    """What torch, NumPy and Python draw next follows from these numbers alone."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_image(file: Any) -> Image.Image:
+    """An image file in RGB, upright by its EXIF orientation; of 16 bits the upper 8."""
+    with Image.open(file) as image:
+        found = ImageOps.exif_transpose(image)
+        # Pillow has some formats of 16 bits in a mode of 32, and would clip 16 bits at 255.
+        if found.mode.startswith("I;16") or (found.mode == "I" and image.format in ("PNG", "PPM")):
+            found = Image.fromarray((np.asarray(found) // 256).astype(np.uint8))
+        if found.mode in ("I", "F"):
+            raise ValueError("pixels of 32 bits, whose range is not known")
+        return found.convert("RGBA" if "transparency" in found.info else "RGB").convert("RGB")
+
+
+def is_image(path: str) -> bool:
+    """Whether a file is an image by its ending, and not hidden by a dot before its name."""
+    return path.lower().endswith(IMG_EXTENSIONS) and not os.path.basename(path).startswith(".")
+
+
+class Folder(ImageFolder):
+    """A folder ``CLASS/IMAGE``; what has a name that begins with a dot is neither a class nor an image."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root), loader=open_image, is_valid_file=is_image)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names = sorted(found.name for found in Path(directory).glob("[!.]*") if found.is_dir())
+        if len(names) < 2:
+            raise DataError(f"{directory} has {len(names)} class folders: expected CLASS/IMAGE in it, of two or more")
+        return names, {name: label for label, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A half of a data set that is known but not yet decoded."""
+
+    name: str
+    classes: tuple[str, ...]
+    #: gives an image of Pillow's and its class by row; small ones have the pixels ``(b, h, w, c)`` of all as ``data``
+    dataset: Any
+    #: those that belong to this half
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def pixels(self) -> np.ndarray | None:
+        """Of all images, where they come like that."""
+        found = getattr(self.dataset, "data", None)
+        return found if isinstance(found, np.ndarray) and found.ndim == 4 else None
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each image, without decoding one."""
+        reader: Any = getattr(self.dataset, "reader", None)  # of Hugging Face's data sets
+        found = list(reader.dataset[reader.label_key]) if reader else self.dataset.targets
+        return torch.as_tensor(found)[list(self.rows)]
+
+
+def open_data(settings: Settings, *, train: bool) -> Source:
+    """The training or the evaluation half of the data that settings name; decodes no image yet."""
+    share, root = settings.val_share, settings.data and settings.data.expanduser()
+    whole = train or share is not None
+    if settings.dataset == "digit-pairs":
+        images, labels = digits.digit_pairs(train)
+        found = SimpleNamespace(data=images.permute(0, 2, 3, 1).numpy(), targets=labels)
+        name = f"digit pairs ({'training' if train else 'held-out'} digits)"
+        return Source(name, digits.CLASSES, found, range(len(labels)))
+    if root is None and not settings.dataset.startswith("hfds/"):
+        raise ValueError(f"data must name the folder of the data set {settings.dataset!r}: give --data")
+    if settings.dataset != "folder":
+        source = named(settings, settings.train_split if whole else settings.val_split)
+    else:
+        assert root is not None
+        if not root.is_dir():
+            raise DataError(f"{root}: there is no such folder of images")
+        training = root / "train" if (root / "train").is_dir() else root
+        evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
+        if evaluation and whole and training == root:
+            raise DataError(f"{root} has no folder 'train': expected train/CLASS/IMAGE beside {evaluation.name}")
+        share = share or (None if evaluation else 0.1)
+        folder = training if whole or evaluation is None else evaluation
+        dataset = Folder(folder)
+        source = Source(str(folder), tuple(dataset.classes), dataset, range(len(dataset)))
+    return source if share is None else part_of(source, settings, train, share)
+
+
+def named(settings: Settings, split: str) -> Source:
+    """A data set that timm opens by its name."""
+    name = settings.dataset if "/" in settings.dataset else f"torch/{settings.dataset}"
+    root = settings.data and str(settings.data.expanduser())
+    try:
+        found: Any = create_dataset(name, root, split, is_training=True, download=settings.download)
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+        raise DataError(
+            f"{settings.dataset} cannot be read in {root} ({error}): name its folder, or fetch it with --download"
+        ) from error
+    classes = getattr(found, "classes", None) or found.reader.class_to_idx
+    return Source(f"{settings.dataset} ({split})", tuple(map(str, classes)), found, range(len(found)))
+
+
+def part_of(source: Source, settings: Settings, train: bool, share: float) -> Source:
+    """All images but a share of each class, drawn by the seed, or that share."""
+    from sklearn.model_selection import train_test_split
+
+    how = {"test_size": share, "stratify": source.labels.tolist(), "random_state": settings.seed}
+    try:
+        halves = train_test_split(source.rows, **how)
+    except ValueError as error:
+        raise DataError(
+            f"{source.name}: {share:g} of the images cannot be held out to evaluate on ({error})"
+        ) from error
+    what = "without those" if train else f"{100 * share:.3g} % of each class, held out by seed {settings.seed}"
+    return replace(source, name=f"{source.name}, {what}", rows=sorted(halves[0 if train else 1]))
+
+
+class Decoded(Dataset[tuple[Tensor, int]]):
+    """The images of a source through a transform; what is random follows from the seed, the epoch and the row."""
+
+    def __init__(self, source: Source, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        row, dataset = self.source.rows[place], self.source.dataset
+        try:
+            # timm would put another image in the place of a damaged one.
+            image, label = dataset.reader[row] if hasattr(dataset, "reader") else dataset[row]
+            image = image.convert("RGB") if isinstance(image, Image.Image) else open_image(image)
+        except Exception as error:  # a decoder can fail in any way
+            name = dataset.samples[row][0] if hasattr(dataset, "samples") else f"image {row} of {self.source.name}"
+            reason = " ".join(str(error).split())
+            raise DataError(f"{name} is no image that can be read ({reason}): fetch it again or remove it") from error
+        seed_all(self.seed, int(self.epoch), row)
+        return self.transform(image), label
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Images as one tensor of bytes, on the device that trains."""
+
+    images: Tensor
+    labels: Tensor
+    kept = "in memory"
+
+    def batches(self, rows: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
+        for chosen in rows:
+            here = chosen.to(self.images.device)
+            yield [self.images[here], self.labels[here]]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Images that worker processes decode in every epoch, ahead of the device."""
+
+    dataset: Decoded
+    labels: Tensor
+    workers: int
+    kept = "decoded in every epoch"
+
+    def batches(self, rows: Sequence[Tensor], epoch: int = 0) -> Iterator[list[Tensor]]:
+        self.dataset.epoch.fill_(epoch)
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[chosen.tolist() for chosen in rows],
+            num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=ignore_ctrl_c,
+            generator=torch.Generator().manual_seed(0),  # or it draws from torch's own, on which dropout depends
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:  # torch puts the traceback of the worker before its last line
+            reason = str(error).strip().splitlines()[-1]
+            raise DataError(reason.removeprefix("vision_attn.errors.DataError: ")) from error
+
+
+def ignore_ctrl_c(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; what comes of it is decided by the one that trains."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def crop_of(settings: Settings, config: Mapping[str, Any]) -> str:
+    """Random resized crops for photographs; crops of the padded image for small ones, as CIFAR's."""
+    return settings.crop or ("pad" if max(config["input_size"][1:]) <= SMALL_SIDE else "resized")
+
+
+def varied(settings: Settings, config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor] | None:
+    """What training images go through while they are decoded: crops of any size, and what timm varies; or None."""
+    resized = crop_of(settings, config) == "resized"
+    if not (resized or settings.aa or settings.color_jitter):
+        return None
+    try:
+        crops, between, to_tensor = transforms_imagenet_train(
+            config["input_size"][1:], separate=True, normalize=False, hflip=0.0,
+            scale=(settings.crop_scale, 1.0), auto_augment=settings.aa, color_jitter=settings.color_jitter or None,
+            force_color_jitter=True, interpolation=config["interpolation"], mean=config["mean"],
+        )  # fmt: skip
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"aa: timm knows no {settings.aa!r} ({error}): give one such as rand-m9-mstd0.5") from error
+    return v2.Compose([crops if resized else v2.Compose(evaluated(config).transforms[:-1]), between, to_tensor])
+
+
+def evaluated(config: Mapping[str, Any]) -> Any:
+    """The transform of evaluation, by the network's own crop and interpolation: images to bytes ``(c, h, w)``."""
+    how = {key: config[key] for key in ("interpolation", "crop_pct", "crop_mode", "mean") if key in config}
+    return create_transform(config["input_size"], normalize=False, **how)
+
+
+def open_images(
+    source: Source, settings: Settings, config: Mapping[str, Any], device: torch.device, *, train: bool = False
+) -> InMemory | Workers:
+    """The images of a source as a network takes them, ``(b, c, h, w)`` of bytes: in memory where they stay the same.
+
+    Args:
+        source: of what.
+        settings: of the run: how training images are varied, and how many workers there are.
+        config: timm's of the network: ``input_size``, ``interpolation``, ``crop_pct``, ``crop_mode``, ``mean``.
+        device: where images in memory lie.
+        train: whether they are varied.
+    """
+    vary, pixels = varied(settings, config) if train else None, source.pixels
+    if pixels is not None and vary is None and pixels.shape[1:3] == tuple(config["input_size"][1:]):
+        images = torch.from_numpy(pixels[list(source.rows)]).permute(0, 3, 1, 2).contiguous()
+        return InMemory(images.to(device), source.labels.to(device))
+    if settings.dataset == "digit-pairs":
+        raise ValueError("img_size, crop, aa and color_jitter apply to image files, and digit pairs are none")
+    usual = min(MOST_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), len(source) // IMAGES_A_WORKER)
+    dataset = Decoded(source, vary or evaluated(config), settings.seed)
+    loader = Workers(dataset, source.labels, usual if settings.workers is None else settings.workers)
+    if vary is not None or len(source) * math.prod(config["input_size"]) > SMALL:
+        return loader
+    parts = list(loader.batches(torch.arange(len(source)).split(256)))
+    return InMemory(*(torch.cat(part).to(device) for part in zip(*parts, strict=True)))

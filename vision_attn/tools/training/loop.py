@@ -1,326 +1,344 @@
-"""The training loop: from a network and its images to a folder of results, on one process or many."""
+"""The training loop: from a network and its images to a folder of results, on one process or many.
+
+Everything random in a step follows from the seed, the epoch, the step and the process, and rates follow from the number
+of the step. So a run that is killed and resumed ends with the bits of one that was not.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from sklearn.utils.class_weight import compute_class_weight
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torchvision.utils import save_image
+from tqdm import tqdm
 
-from vision_attn.errors import DataError, Interrupted, TrainingError
-from vision_attn.networks.safe import CheckpointFile
-from vision_attn.tools.training.augmentation import Augmentation, share
-from vision_attn.tools.training.checkpoint import Checkpoints
-from vision_attn.tools.training.evaluation import (
-    Closed,
-    Evaluation,
-    Normalize,
-    evaluate,
-    evaluate_closed,
-    report_classes,
-)
-from vision_attn.tools.training.images import Bar, Images, lost_worker_named
-from vision_attn.tools.training.network import Network, lines_of
-from vision_attn.tools.training.run_folder import RunFolder, numbered_folder
+from vision_attn.errors import CheckpointError, Interrupted, TrainingError
+from vision_attn.networks.checkpoints import save_adapter
+from vision_attn.networks.insertion import freeze_backbone_, inserted, parameter_groups
+from vision_attn.networks.models.folder import save_model
+from vision_attn.networks.safe import written_folder
+from vision_attn.tools.training.data import InMemory, Workers, crop_of, seed_all
+from vision_attn.tools.training.evaluation import Evaluation, Scores
+from vision_attn.tools.training.folder import newest_state, write_rows
+from vision_attn.tools.training.network import Network
 from vision_attn.tools.training.settings import Settings
-from vision_attn.tools.training.step import TrainingStep
 
-__all__ = ["Result", "Trainer"]
+__all__ = ["Progress", "Trainer"]
 
 #: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
 LOOK_EVERY = 10
+#: Images in the picture of the first batch.
+PICTURED = 32
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to."""
+@dataclass
+class Progress:
+    """How far a run has come, as ``progress.json`` of a state has it."""
 
-    #: what was trained
-    network: Network
-    #: the network with the weights that were evaluated last: its own, or their moving average
-    model: nn.Module
-    #: pixels to network input
-    normalize: Normalize
-    #: after the last epoch, or of the weights as they were where nothing was trained
-    final: Evaluation
-    #: of the best epoch
-    best: Evaluation
-    #: with all blocks closed, where there are some
-    closed: Closed | None
-    #: wall-clock of training, without evaluation
-    seconds: float
+    #: epochs that are over, and steps of the one under way
+    epoch: int = 0
+    step: int = 0
+    #: sum of the losses of these steps
+    loss: float = 0.0
+    #: that they took, and the training in the epochs that are over
+    epoch_seconds: float = 0.0
+    seconds: float = 0.0
+    #: of ``metrics.csv``, one for each epoch that is over
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def best(self) -> int:
+        """The place in ``rows`` of the first epoch with the highest accuracy."""
+        return max(range(len(self.rows)), key=lambda place: self.rows[place]["eval_top1"])
 
 
-@dataclass(repr=False, eq=False)  # signal.signal asks for the representation of a handler, which is a method here
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer of all parameters that are trained, in groups whose rates keep their ratio throughout."""
+    # timm's schedules begin and end at the same rate for every group, and then multiply it by the group's own
+    # lr_scale: in that, not in their rate, these groups differ.
+    rate = settings.base_lr
+    how = {name: getattr(settings, name) for name in ("weight_decay", "attention_lr", "layer_decay")}
+    groups: list[dict[str, Any]] = parameter_groups(model, rate, **how)
+    scaled = [{**group, "lr": rate, "lr_scale": group["lr"] / rate} for group in groups]
+    return create_optimizer_v2(scaled, opt=settings.opt, lr=rate, momentum=settings.momentum)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps: int) -> Scheduler:
+    """timm's schedule by its name; it has no state, as it goes by the number of the step."""
+    warmup, decays = round(settings.warmup_epochs * steps), [epoch * steps for epoch in sorted(settings.decay_epochs)]
+    schedule, _ = create_scheduler_v2(
+        optimizer, settings.sched,
+        num_epochs=max(1, settings.epochs * steps - warmup),  # all of these are steps
+        decay_epochs=decays[0] if decays else 1, decay_milestones=decays, decay_rate=settings.decay_rate,
+        min_lr=settings.min_lr, warmup_lr=settings.base_lr / 100, warmup_epochs=warmup,
+        warmup_prefix=settings.sched not in ("step", "multistep"),  # whose epochs are those of the run
+        step_on_epochs=False, updates_per_epoch=1,
+    )  # fmt: skip
+    assert schedule is not None
+    return schedule
+
+
+def crop_and_flip(images: Tensor, padding: int, hflip: float) -> Tensor:
+    """Crop each image out of its zero-padded self and flip some left to right, in one gather."""
+    b, _, h, w = images.shape
+    device = images.device
+    y, x = (torch.randint(2 * padding + 1, (b, 1), device=device) + torch.arange(n, device=device) for n in (h, w))
+    x = torch.where(torch.rand(b, 1, device=device) < hflip, x.flip(1), x)
+    padded = F.pad(images, (padding,) * 4)
+    image = torch.arange(b, device=device)
+    return padded[image[:, None, None], :, y[:, :, None], x[:, None]].permute(0, 3, 1, 2)
+
+
 class Trainer:
     """One run of training, from its first or a later step to its last."""
 
-    settings: Settings
-    accelerator: Accelerator
-    #: told each line of the log
-    log: Callable[[str], None]
-    network: Network
-    normalize: Normalize
-    classes: tuple[str, ...]
-    train_data: Images
-    eval_data: Images
-
-    def __post_init__(self) -> None:
-        settings, network, normalize = self.settings, self.network, self.normalize
-        self.augmentation = Augmentation(settings, network.size)
-        self.steps = len(self.train_data) // settings.batch_size
-        self.step = TrainingStep(settings, self.accelerator, network, self.steps)
+    def __init__(
+        self, settings: Settings, accelerator: Accelerator, say: Callable[[str], None], network: Network, folder: Path,
+        classes: tuple[str, ...], data: InMemory | Workers, evaluation: Evaluation,
+    ) -> None:  # fmt: skip
+        self.settings, self.accelerator, self.say, self.network = settings, accelerator, say, network
+        self.folder, self.classes, self.data, self.evaluation = folder, classes, data, evaluation
+        self.steps = len(data.labels) // settings.batch_size
+        self.progress = Progress()
+        self.frozen, self.signal = False, 0
+        self.model = model = network.model.to(accelerator.device)
+        #: without what lets a network run in half precision and on several processes: what is saved
+        self.plain = copy.deepcopy(model).cpu().eval()
+        if settings.channels_last:
+            model.to(memory_format=torch.channels_last)
+        optimizer = make_optimizer(model, settings)
+        self.schedule = make_schedule(optimizer, settings, self.steps)
+        self.ema = None if settings.ema is None else ModelEmaV3(model, settings.ema, use_warmup=True)
+        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        #: the weights that count: the moving average where there is one
+        self.evaluated: nn.Module = model
+        if self.ema is not None:
+            self.evaluated = accelerator.prepare_model(self.ema.module, evaluation_mode=True)  # so the state has it
+        self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
+        self.padding = settings.crop_padding if crop_of(settings, network.config) == "pad" else 0
+        self.erase = RandomErasing(settings.reprob, mode="pixel", device=accelerator.device)
+        self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(classes))
+        self.class_weights: Tensor | None = None
         if settings.class_weights:
-            count, labels = np.arange(len(self.classes)), self.train_data.labels.cpu().numpy()
-            self.step.class_weights = normalize.mean.new_tensor(
-                compute_class_weight("balanced", classes=count, y=labels)
-            )
-        about = {
-            "classes": list(self.classes),
-            "train_images": len(self.train_data),
-            "input_size": [normalize.mean.numel(), *network.size],
-            "mean": normalize.mean.flatten().tolist(),
-            "std": normalize.std.flatten().tolist(),
-        }
-        if settings.numbered:  # now that nothing is refused any more
-            folder = str(numbered_folder()) if self.accelerator.is_main_process else None
-            self.settings = settings = replace(settings, output=broadcast_object_list([folder])[0])
-            self.accelerator.project_configuration.logging_dir = str(settings.folder / "logs")
-        self.folder = RunFolder(settings.folder)
-        self.checkpoints = Checkpoints(settings, self.folder, self.step, network, about)
-        self.look_every = 1 if self.accelerator.device.type == "cpu" else LOOK_EVERY
-        #: a signal that came; 0 where none did
-        self.signal = 0
-        at_once = settings.images_at_once(self.accelerator.num_processes)
-        self.how_to_evaluate = {"batch_size": at_once, "accelerator": self.accelerator, "between": self.between}
+            counts = data.labels.bincount(minlength=len(classes)).to(accelerator.device)
+            self.class_weights = len(data.labels) / (len(classes) * counts.clamp(min=1))
 
-    def train(self, checkpoint: CheckpointFile | None = None) -> Result:
-        """Train from the first step, or the one after an interruption, to the last, alone in the folder of the run."""
-        main = self.accelerator.is_main_process
-        with self.folder.alone() if main else nullcontext():
-            if main and checkpoint is None and not self.settings.overwrite:  # one may have ended here since then
-                self.folder.refuse_another_run()
-            return self.train_here(checkpoint)
+    @property
+    def rate(self) -> float:
+        """The rate of a group that has no other: what the schedule makes of ``lr``."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["lr_scale"])
 
-    def train_here(self, checkpoint: CheckpointFile | None) -> Result:
-        """:meth:`train`, in a folder that no other run writes to."""
-        settings, accelerator, main = self.settings, self.accelerator, self.accelerator.is_main_process
-        if checkpoint is not None:
-            self.checkpoints.restore(checkpoint)
-        progress = self.checkpoints.progress
-        if checkpoint is not None:
-            middle = f" and step {progress.step} of the next" if progress.step else ""
-            ahead = f"{settings.epochs - progress.epoch} of {settings.epochs} epochs are ahead"
-            self.log(f"resumed after epoch {progress.epoch}{middle} from {checkpoint.path}: {ahead}")
-        if main:
-            if checkpoint is None:  # once the folder can be written and has room, a run that lies there may go
-                self.checkpoints.save_last()
-            self.folder.open(settings, clear=checkpoint is None)
-            if self.network.inserted is not None:
-                self.folder.write("inserted.txt", f"{lines_of(self.network.inserted)}\n".encode())
-            self.folder.write_metrics(progress.rows)  # a run may be killed before its last one is written
+    @property
+    def place(self) -> str:
+        """How far the run has come, in words."""
+        return f"step {self.progress.step} of {self.steps} of epoch {self.progress.epoch + 1}"
+
+    def save(self) -> None:
+        """Write all that is needed to go on from here: aside, and renamed when it is whole."""
+        if not all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
+            self.refuse_to_go_on("a weight")
+        accelerator, progress = self.accelerator, self.progress
+        new = self.folder.resolve() / "state" / f"{progress.epoch:05}-{progress.step:07}"
+        try:
+            with written_folder(new) if accelerator.is_main_process else nullcontext():
+                accelerator.wait_for_everyone()
+                accelerator.save_state(str(aside := new.with_name(f".{new.name}.new")))
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:
+                    (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+        except Exception as error:  # a full disk is told by each library in its own way
+            raise TrainingError(
+                f"{self.folder} cannot be written ({' '.join(str(error).split())}); the state of before, if any, is "
+                f"whole: make room, and go on with --resume {self.folder}"
+            ) from error
+        if accelerator.is_main_process:
+            for other in new.parent.iterdir():
+                if other != new:
+                    shutil.rmtree(other)
         accelerator.wait_for_everyone()
-        config = {
-            name: str(value) if value is None or isinstance(value, list) else value
-            for name, value in settings.as_dict().items()
-        }
-        accelerator.init_trackers("vision_attn", config=config)
-        with self.signals_noted(), lost_worker_named():
-            final, seen = self.evaluate()
-            self.log(f"before epoch {progress.epoch + 1}: {final}")
+
+    def restore(self) -> None:
+        """Become what the newest state in the folder holds."""
+        found = newest_state(self.folder)
+        assert found is not None
+        try:
+            self.progress = progress = Progress(**json.loads((found / "progress.json").read_bytes()))
+            self.accelerator.load_state(str(found))
+        except Exception as error:  # what is damaged can fail in any way; nothing of it is run
+            raise CheckpointError(f"{found} is damaged, and nothing can go on from it: {error}") from error
+        self.say(f"resumed after epoch {progress.epoch} and step {progress.step} of the next from {found}")
+
+    def train(self) -> tuple[Scores, Tensor]:
+        """Train from where the run is to its end; the scores of the last epoch, and what this process saw of them."""
+        settings, progress = self.settings, self.progress
+        with self.signals_noted():
+            final, seen = self.evaluation(self.evaluated)
+            self.say(f"before epoch {progress.epoch + 1}: {final}")
             while progress.epoch < settings.epochs and not self.out_of_patience():
-                self.step.enter_epoch(progress.epoch, self.log)
-                loss = self.train_epoch()
-                raw = self.evaluate(self.step.model)[0] if self.step.ema else None
-                final, seen = self.evaluate()
-                self.close_epoch(loss, final, seen, raw)
-            evaluated = self.step.evaluated, self.normalize, self.eval_data
-            closed = evaluate_closed(*evaluated, final, seen, **self.how_to_evaluate)
-            if closed:
-                self.log(str(closed))
-            if self.asked_to_stop():
-                self.leave()
-        if main:
-            self.folder.write_metrics(progress.rows, at_end=True)
-        best = progress.best or final
-        self.log(f"best epoch: {best}, in {self.folder.path / 'best.pth'}")
-        self.step.unwrap()
-        return Result(self.network, self.step.evaluated, self.normalize, final, best, closed, progress.seconds)
+                if self.frozen != (frozen := progress.epoch < settings.freeze_epochs):
+                    self.frozen = frozen
+                    count = freeze_backbone_(self.model, frozen, also_train=self.network.new_head if frozen else ())
+                    self.say(f"the backbone is {'frozen' if frozen else 'thawed'}: {count:,} parameters are trained")
+                self.train_epoch()
+                final, seen = self.evaluation(self.evaluated)
+                self.close_epoch(final, seen)
+        return final, seen
 
     def out_of_patience(self) -> bool:
         """Whether the last epochs, as many as early stopping has patience with, were no better than one before."""
-        scores = [float(str(row["eval_top1"])) for row in self.checkpoints.progress.rows]
-        worse = len(scores) - 1 - scores.index(max(scores)) if scores else 0
+        rows = self.progress.rows
+        worse = len(rows) - 1 - self.progress.best if rows else 0
         over = self.settings.early_stopping is not None and worse >= self.settings.early_stopping
         if over:
-            self.log(f"stopped early: {worse} epochs have not surpassed the top-1 of epoch {len(scores) - worse}")
+            self.say(f"stopped early: {worse} epochs have not surpassed the top-1 of epoch {len(rows) - worse}")
         return over
 
-    def evaluate(self, model: nn.Module | None = None) -> tuple[Evaluation, Tensor]:
-        """How well a model, else the weights that count, does on the evaluation images; what this process saw."""
-        if self.accelerator.num_processes > 1:
-            # Each process has seen other images, and its batch norms have other statistics: those of the first, which
-            # are the ones that are saved, are the network's.
-            averages = self.step.ema.module.buffers() if self.step.ema else ()
-            for buffer in (*self.step.model.buffers(), *averages):
-                torch.distributed.broadcast(buffer, src=0)
-        return evaluate(model or self.step.evaluated, self.normalize, self.eval_data, **self.how_to_evaluate)
-
-    def train_epoch(self) -> float:
-        """Train on every image once, but for those at the end that are too few for a step; returns the mean loss."""
-        settings, accelerator, progress = self.settings, self.accelerator, self.checkpoints.progress
-        device, batch, done = accelerator.device, settings.batch_size, progress.step
-        mine = share(batch, accelerator.process_index, accelerator.num_processes)
-        seed = settings.seed * 1_000_003 + progress.epoch
-        order = torch.randperm(len(self.train_data), generator=torch.Generator().manual_seed(seed))
-        rows = order[: self.steps * batch].view(self.steps, batch)[:, mine]
-        # What was drawn for steps before an interruption is drawn again, and passed over.
-        choices = islice(self.augmentation.choices(batch, seed=seed, device=device), done, None)
-        mine = mine.to(device)
-
-        self.step.model.train()
-        total = torch.tensor(progress.loss, device=device)
+    def train_epoch(self) -> None:
+        """Train on every image once, but for those at the end that are too few for a step."""
+        settings, progress, accelerator = self.settings, self.progress, self.accelerator
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + progress.epoch)
+        order = torch.randperm(len(self.data.labels), generator=generator)[: self.steps * settings.batch_size]
+        rows = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
+        self.model.train()
+        total = torch.tensor(progress.loss, device=accelerator.device)
         begin = time.perf_counter() - progress.epoch_seconds
-        bar = Bar(
-            self.train_data.batches(rows[done:], seed=seed),
-            f"epoch {progress.epoch + 1}/{settings.epochs}",
-            self.steps,
-            initial=done,
-            hidden=not accelerator.is_main_process,
-        )
-        step = done
-        try:
-            for images, labels in bar:
-                # The choices are made for the whole batch on every process, which then takes its share.
-                images, labels = self.augmentation.apply(
-                    images, labels, next(choices)[mine], normalize=self.normalize, classes=len(self.classes)
-                )
-                total += self.step(images, labels, progress.epoch, step)
-                step += 1
-                if step % self.look_every == 0 or step == self.steps:
-                    self.look(total, step, time.perf_counter() - begin)
-                    bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
-        except DataError:  # in this process alone: the others cannot be waited for
-            progress.reached(step, total.item(), time.perf_counter() - begin)
-            if accelerator.is_main_process and self.is_finite(total):
-                self.checkpoints.save_last()
-            raise
-        progress.reached(self.steps, accelerator.reduce(total, "mean").item(), time.perf_counter() - begin)
-        return progress.loss / self.steps
+        name, hidden = f"epoch {progress.epoch + 1}/{settings.epochs}", None if accelerator.is_main_process else True
+        batches = self.data.batches(list(rows), progress.epoch)
+        bar = tqdm(batches, name, self.steps, initial=progress.step, leave=False, disable=hidden)
+        for step, (images, labels) in enumerate(bar, progress.step + 1):
+            total += self.step(images, labels, progress.epoch, step - 1)
+            due = step == self.steps or (settings.save_every and step % settings.save_every == 0)
+            if due or step % LOOK_EVERY == 0 or accelerator.device.type == "cpu":
+                progress.step, progress.epoch_seconds = step, time.perf_counter() - begin
+                self.look(total, bool(due))
+                bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
 
-    def close_epoch(self, loss: float, score: Evaluation, seen: Tensor, raw: Evaluation | None) -> None:
-        """Log an epoch that is over, and save what is needed to go on from here."""
-        progress, seconds = self.checkpoints.progress, self.checkpoints.progress.epoch_seconds
-        images = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
-        progress.epoch += 1
-        progress.seconds += seconds
-        progress.reached(0, 0.0, 0.0)
-        row = {
-            "epoch": progress.epoch,
-            "lr": f"{self.step.rate:.6g}",
-            "train_loss": f"{loss:.6f}",
-            "eval_loss": f"{score.loss:.6f}",
-            "eval_top1": f"{score.top1:.4f}",
-            "eval_top5": "" if score.top5 is None else f"{score.top5:.4f}",
-            "branch_share": "" if score.branch_share is None else f"{score.branch_share:.6f}",
-            "seconds": f"{seconds:.2f}",
-            "images_per_second": f"{images:.0f}",
-            "raw_loss": "" if raw is None else f"{raw.loss:.6f}",
-            "raw_top1": "" if raw is None else f"{raw.top1:.4f}",
-        }
-        progress.rows.append(row)
-        averaged = "" if raw is None else f" (not averaged: top-1 {raw.top1:.2f} %, loss {raw.loss:.4f})"
-        self.log(
-            f"epoch {progress.epoch}/{self.settings.epochs}: train loss {loss:.4f}, {score}{averaged}, "
-            f"{seconds:.0f} s, {images:.0f} images/s"
+    def look(self, total: Tensor, due: bool) -> None:
+        """Save where that is due, or where any process got a signal; stop where a loss is not finite."""
+        stop, broken = self.accelerator.reduce(torch.stack([total.new_tensor(self.signal > 0), ~total.isfinite()]))
+        if broken:
+            self.refuse_to_go_on("the loss")
+        if due or stop:
+            total.copy_(self.accelerator.reduce(total, "mean"))
+            self.progress.loss = total.item()
+            self.save()
+        if stop:
+            said = f"interrupted; saved after {self.place} in {self.folder}: go on with --resume {self.folder}"
+            raise Interrupted(self.signal or signal.SIGTERM, said if self.accelerator.is_main_process else "")
+
+    def refuse_to_go_on(self, what: str) -> None:
+        raise TrainingError(
+            f"{what} is not finite at {self.place}, at a learning rate of {self.rate:.3g}: lower --lr, lengthen "
+            f"--warmup-epochs or set --clip-grad. The last good state is in {self.folder}"
         )
-        self.accelerator.log({key: float(str(value)) for key, value in row.items() if value != ""}, step=progress.epoch)
-        improved = progress.best is None or score.top1 > progress.best.top1
-        if improved:
-            progress.best = score
-            if self.settings.report_classes:
-                report_classes(self.folder, seen, self.classes, self.accelerator)
+
+    def vary(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """From bytes to what a network and its loss take, by chance."""
+        images = self.evaluation.normalize(crop_and_flip(images, self.padding, self.settings.hflip))
+        if self.settings.reprob:
+            images = self.erase(images)
+        if self.settings.mixup or self.settings.cutmix:
+            images, labels = self.mixup(images, labels)
+        layout = torch.channels_last if self.settings.channels_last else torch.contiguous_format
+        return images.contiguous(memory_format=layout), labels
+
+    def step(self, images: Tensor, labels: Tensor, epoch: int, step: int) -> Tensor:
+        """Make a step; returns its loss, the mean over the images of this process."""
+        settings, accelerator, parts = self.settings, self.accelerator, self.settings.grad_accum_steps
+        number = epoch * self.steps + step
+        seed_all(settings.seed, epoch, step, accelerator.process_index)
+        self.schedule.step_update(number)
+        images, labels = self.vary(*(part.to(accelerator.device, non_blocking=True) for part in (images, labels)))
+        if number == 0 and accelerator.is_main_process:
+            save_image(images[:PICTURED], self.folder / "first_batch.png", normalize=True)
+        mean = torch.zeros((), device=images.device)
+        for some_images, some_labels in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+            # Accelerate divides the gradients by the number of parts, and lets the last part alone make the step.
+            with accelerator.accumulate(self.wrapped):
+                logits = self.forward(some_images).float()
+                # With weights the mean is over images: over their weights, parts of a batch would not count the same.
+                each = F.cross_entropy(
+                    logits, some_labels, self.class_weights, label_smoothing=settings.label_smoothing, reduction="none"
+                )
+                accelerator.backward(each.mean())
+                if accelerator.sync_gradients and settings.clip_grad is not None:
+                    accelerator.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            mean += each.detach().mean() / parts
+        if self.ema is not None:
+            self.ema.update(self.model, step=number)
+        return mean
+
+    def close_epoch(self, score: Scores, seen: Tensor) -> None:
+        """Log an epoch that is over, and save what is needed to go on from here."""
+        progress, seconds, loss = self.progress, self.progress.epoch_seconds, self.progress.loss / self.steps
+        speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
+        progress.epoch, progress.seconds = progress.epoch + 1, progress.seconds + seconds
+        progress.step, progress.loss, progress.epoch_seconds = 0, 0.0, 0.0
+        row = {
+            "epoch": progress.epoch, "lr": self.rate, "train_loss": loss, "eval_loss": score.loss,
+            "eval_top1": score.top1, "eval_top5": score.top5, "branch_share": score.branch_share, "seconds": seconds,
+            "images_per_second": round(speed),
+        }  # fmt: skip
+        progress.rows.append(row)
+        done = f"epoch {progress.epoch}/{self.settings.epochs}"
+        self.say(f"{done}: train loss {loss:.4f}, {score}, {seconds:.0f} s, {speed:.0f} images/s")
+        self.accelerator.log({key: value for key, value in row.items() if value is not None}, step=progress.epoch)
+        improved = progress.best == len(progress.rows) - 1
+        if improved and self.settings.report_classes:
+            self.evaluation.report_classes(self.folder, seen, self.classes)
         if self.accelerator.is_main_process:
             if improved:
-                self.checkpoints.save_best()
-            self.checkpoints.save_last()
-            self.folder.write_metrics(progress.rows)
+                self.save_best()
+            write_rows(self.folder, progress.rows)
+        self.save()
+
+    def network_now(self) -> nn.Module:
+        """The network with the weights that count, plain, on the CPU, in evaluation mode."""
+        self.plain.load_state_dict(self.evaluated.state_dict())
+        return self.plain
+
+    def save_best(self) -> None:
+        """Write the network, and the blocks by themselves where all else is as it came."""
+        model, about = self.network_now(), {key: self.network.config[key] for key in ("input_size", "mean", "std")}
+        channels = about["input_size"][0]
+        arguments = {} if channels == 3 else {"in_chans": channels}
+        save_model(model, self.folder / "model", classes=self.classes, model_args=arguments)
+        if self.settings.freeze_backbone and inserted(model):
+            about = {"classes": list(self.classes), **about}
+            save_adapter(model, self.folder / "adapter.safetensors", also=self.network.new_head, about=about)
 
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
-        """Note the first Ctrl-C or SIGTERM inside; Ctrl-C after it leaves at once, saving nothing.
-
-        What the process ignores, as one in the background of a shell ignores Ctrl-C, stays ignored. Python takes
-        signals in its main thread: a run in another one is left to them as ever.
-        """
+        """Note Ctrl-C and SIGTERM inside, so that a run ends after a step; what the process ignores stays ignored."""
         before = {}
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # Python takes signals there
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, self.note_signal)
+                    before[number] = signal.signal(number, lambda number, frame: setattr(self, "signal", number))
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def note_signal(self, number: int, frame: object) -> None:
-        """The handler."""
-        if self.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = self.signal or number
-
-    def is_finite(self, total: Tensor) -> bool:
-        """Whether a loss and all weights are finite."""
-        return bool(total.isfinite()) and all(bool(p.isfinite().all()) for p in self.step.model.parameters())
-
-    def asked_to_stop(self, *, broken: bool = False) -> bool:
-        """Whether any process got a signal, or is broken; all of them ask at the same place."""
-        if self.signal or broken:
-            self.accelerator.set_trigger()
-        stop: bool = self.accelerator.check_trigger()
-        return stop
-
-    def between(self, batch: int) -> None:
-        """Leave between two batches of an evaluation where a signal asked to."""
-        if batch % self.look_every == 0 and self.asked_to_stop():
-            self.leave()
-
-    def look(self, total: Tensor, step: int, seconds: float) -> None:
-        """Stop after a step where a process was asked to, or where a loss or weight is not finite."""
-        progress = self.checkpoints.progress
-        finite = self.is_finite(total) if step == self.steps else bool(total.isfinite())
-        if not self.asked_to_stop(broken=not finite):
-            return
-        total = self.accelerator.reduce(total, "mean")
-        # What is saved is whole: the loss of a step is of the weights before it.
-        if not self.is_finite(total):
-            raise TrainingError(
-                f"the loss ({total.item()}) or a weight is not finite at step {step} of {self.steps} of epoch "
-                f"{progress.epoch + 1}, at a learning rate of {self.step.rate:.3g}: lower --lr, lengthen "
-                f"--warmup-epochs or set --clip-grad. The last good checkpoint is {self.checkpoints.last}"
-            )
-        progress.reached(step, total.item(), seconds)
-        self.leave()
-
-    def leave(self) -> None:
-        """Save the run as far as it has come, and end."""
-        progress, last, message = self.checkpoints.progress, self.checkpoints.last, ""
-        if self.accelerator.is_main_process:
-            self.checkpoints.save_last()
-            message = (
-                f"interrupted; saved after step {progress.step} of {self.steps} of epoch {progress.epoch + 1} in "
-                f"{last}: go on with the same settings and --resume {last}"
-            )
-        self.accelerator.wait_for_everyone()
-        raise Interrupted(self.signal or signal.SIGTERM, message)
