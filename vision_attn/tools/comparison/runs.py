@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import multiprocessing
 import os
@@ -21,15 +20,14 @@ import numpy as np
 import torch
 
 from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.insertion import count_multiply_adds
+from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_table
 from vision_attn.tools.training.data import cores
-from vision_attn.tools.training.network import add_block
-from vision_attn.tools.training.settings import Settings
-from vision_attn.tools.training.train import train
+from vision_attn.tools.training.run import train
+from vision_attn.tools.training.settings import Settings, differences
 from vision_attn.version import __version__
 
 __all__ = ["Comparison", "Outcome", "compare"]
@@ -112,7 +110,7 @@ def compare(
     # Seed by seed: cut short, there are as many of each arm.
     folders = {Path(output) / f"{arm}-{seed}": (arm, seed) for seed in seeds for arm in arms}
     runs = [
-        Settings(**{**arms[arm], "seed": seed, "output": str(folder), "resume": "auto"})
+        Settings(**{**arms[arm], "seed": seed, "output": folder, "resume": "auto"})
         for folder, (arm, seed) in folders.items()
     ]
     outcomes: dict[str, dict[int, Outcome]] = {arm: {} for arm in arms}
@@ -120,7 +118,7 @@ def compare(
 
     def done(settings: Settings, outcome: Outcome) -> None:
         nonlocal found
-        arm, seed = folders[settings.folder]
+        arm, seed = folders[folder_of(settings)]
         outcomes[arm] = dict(sorted([*outcomes[arm].items(), (seed, outcome)]))
         count = sum(map(len, outcomes.values()))
         print(f"{arm}, seed {seed}: top-1 {outcome.top1:.2f} % ({count} of {len(runs)} runs)", flush=True)
@@ -151,15 +149,15 @@ def summary(outcomes: Mapping[str, Mapping[int, Outcome]], command: str, setting
         cost = f"{first.parameters:,}", f"{first.multiply_adds:,}", time
         rows.append((arm, *cost, changed, f"{np.mean(scores[arm]):.2f}{spread}", seeds))
     machine = torch.cuda.get_device_name() if settings.device != "cpu" and torch.cuda.is_available() else "a CPU"
-    held_out = " on held-out training images" if settings.hold_out is not None else ""
+    held_out = " on held-out training images" if settings.val_share is not None else ""
     note = (
         f"Top-1 after the last epoch{held_out}, mean ± standard deviation; {machine}, torch {torch.__version__}, "
         f"vision_attn {__version__}."
     )
     note = f"{note} `{command}`" if command else note
-    differences = compare_scores(scores)
-    text = "\n\n".join([markdown(rows, WORDS), note, difference_table(differences)])
-    return Comparison(outcomes, differences, f"{text}\n")
+    compared = compare_scores(scores)
+    text = "\n\n".join([markdown(rows, WORDS), note, difference_table(compared)])
+    return Comparison(outcomes, compared, f"{text}\n")
 
 
 def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
@@ -176,7 +174,7 @@ def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path
 
 
 def carry_out(runs: Sequence[Settings], jobs: int | None, done: Callable[[Settings, Outcome], None]) -> None:
-    """Make what is not complete yet complete, and tell of each run what it came to."""
+    """Make the runs that are not complete yet, and hand over the outcome of each."""
     found = {settings: outcome_of(settings) for settings in runs}
     todo = [settings for settings, outcome in found.items() if outcome is None]
     gpus = torch.cuda.device_count() if runs[0].device != "cpu" else 0
@@ -195,45 +193,48 @@ def carry_out(runs: Sequence[Settings], jobs: int | None, done: Callable[[Settin
 
 
 def outcome_of(settings: Settings) -> Outcome | None:
-    """What a run came to that is complete already."""
-    path = settings.folder / OUTCOME
+    """The outcome of a run that is complete already."""
+    path = folder_of(settings) / OUTCOME
     if not path.exists():
         return None
     try:
         found = json.loads(path.read_text())
-        differing, outcome = settings.differences(found["settings"]), Outcome(**found["outcome"])
+        differing, outcome = differences(settings, Settings(**found["settings"])), Outcome(**found["outcome"])
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"output: {path} is damaged, or of another version: remove it, and the run is finished anew ({error})"
         ) from error
     if differing:
-        raise ValueError(f"output: {settings.folder} holds a run whose {', '.join(differing)} differ: give another")
+        raise ValueError(f"output: {path.parent} holds a run whose {', '.join(differing)} differ: give another")
     return outcome
 
 
+def folder_of(settings: Settings) -> Path:
+    return Path(str(settings.output))
+
+
 def run(settings: Settings) -> Outcome:
-    """Train one arm with one seed, or go on with it, and note what it came to."""
-    print(f"--- {settings.folder.name}")
+    """Train one arm with one seed, or go on with it, and note its outcome."""
+    print(f"--- {folder_of(settings).name}")
     torch.compiler.reset()  # what is compiled of one network is no use to the next, and counts against a limit
     result = train(settings)
-    network, closed = result.network, result.closed
-    rows = csv.DictReader((settings.folder / "metrics.csv").read_text().splitlines())
+    speed = float(np.median([row["images_per_second"] for row in result.rows]))
     outcome = Outcome(
         top1=result.final.top1,
         loss=result.final.loss,
-        parameters=network.parameters,
-        multiply_adds=count_multiply_adds(network.model, (1, len(network.mean), *network.size)),
-        milliseconds=1000 * settings.batch_size / float(np.median([float(row["images_per_second"]) for row in rows])),
+        parameters=sum(parameter.numel() for parameter in result.model.parameters()),
+        multiply_adds=count_multiply_adds(result.model, (1, *result.input_size)),
+        milliseconds=1000 * settings.batch_size / speed,
         seconds=result.seconds,
-        changed=None if closed is None else 100 * closed.changed / closed.images,
+        changed=None if result.disabled is None else 100 * result.disabled.changed / result.disabled.images,
     )
     content = {"settings": settings.as_dict(), "outcome": asdict(outcome)}
-    write_atomically(settings.folder / OUTCOME, json.dumps(content, indent=1).encode())
+    write_atomically(folder_of(settings) / OUTCOME, json.dumps(content, indent=1).encode())
     return outcome
 
 
 def side_by_side(todo: Sequence[Settings], jobs: int, gpus: int, done: Callable[[Settings, Outcome], None]) -> None:
-    """Run in so many processes at a time, each run in a new one: what it comes to depends on nothing before it."""
+    """Make each run in a process of its own, so many at a time: its outcome depends on nothing before it."""
     context = multiprocessing.get_context("spawn")
     # Each GPU in turn, as the variable names them that says which there are: several runs may share one.
     devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
@@ -252,9 +253,9 @@ def side_by_side(todo: Sequence[Settings], jobs: int, gpus: int, done: Callable[
                 free.append(slot)
                 outcome = outcome_of(settings)
                 if outcome is None:
-                    path = settings.folder / LOG
+                    path = folder_of(settings) / LOG
                     said = path.read_text().strip().rpartition("\n")[2] if path.exists() else "it said nothing"
-                    raise TrainingError(f"{settings.folder.name} ended early: {said} (all of it in {path})")
+                    raise TrainingError(f"{path.parent.name} ended early: {said} (all of it in {path})")
                 done(settings, outcome)
     finally:
         for process, *_ in running.values():
@@ -269,10 +270,9 @@ def run_alone(settings: Settings, threads: int, device: str | None) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     torch.set_num_threads(threads)
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    with open(settings.folder / LOG, "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+    folder_of(settings).mkdir(parents=True, exist_ok=True)
+    with open(folder_of(settings) / LOG, "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            add_block(settings.block)
             run(settings)
         except BaseException:  # a signal too, after which the run is saved
             traceback.print_exc()

@@ -25,6 +25,10 @@ The verdict follows from the 95 % interval, by Games and Howell: each arm has it
 intervals of all pairs hold together. Where all arms are equal, about one table in twenty has a wrong verdict. An
 interval also says how large the difference may be."""
 
+UNKNOWN = (
+    "An arm with one seed, or the same score for each, shows no spread to measure differences by: give more seeds."
+)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -88,11 +92,9 @@ def difference_table(differences: Sequence[Difference]) -> str:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
         chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
         rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
-    unknown = (
-        "An arm with one seed, or the same score for all, has no spread to measure differences by: give more seeds."
-    )
-    legend = f"{LEGEND} {unknown}" if any(one.low is None for one in differences) else LEGEND
-    return f"{markdown(rows, WORDS)}\n\n{legend}"
+    known = [one for one in differences if one.low is not None]
+    notes = ([LEGEND] if known else []) + ([UNKNOWN] if len(known) < len(differences) else [])
+    return "\n\n".join([markdown(rows, WORDS), *notes])
 
 
 def difference_figure(differences: Sequence[Difference]) -> Figure:
