@@ -83,9 +83,9 @@ def image_folder(tmp_path_factory):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Drawing takes as long as the runs of tests do."""
-    run_folder = importlib.import_module("vision_attn.tools.training.run_folder")
-    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
-    monkeypatch.setattr(run_folder, "curves_figure", lambda rows: None)
+    folder = importlib.import_module("vision_attn.tools.training.folder")
+    monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr(folder, "curves_figure", lambda rows: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,47 +1,51 @@
-"""The program ``vision-attn``: each command is one function of the library, each flag one of its settings.
+"""The program ``vision-attn``: each command is one function, and its arguments are the flags.
 
 It ends with 0; 1 for what was tried and failed; 2 for what cannot be done as asked; 128 and the signal where it was
-interrupted. What is a user's to mend is said in a line; only a fault of the program's own has a traceback.
+interrupted. An error that a user can mend is one line; only a fault of the program's own has a traceback. Nothing
+heavy is imported to show help or to refuse a flag.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+
+import tyro
 
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 from vision_attn.text import escaped
-from vision_attn.tools.cli import costs, looking, training, using
-from vision_attn.tools.cli.flags import given
+from vision_attn.tools.cli import commands, looking
 from vision_attn.version import __version__
 
-__all__ = ["given", "main", "parser", "run_program"]
+__all__ = ["COMMANDS", "main", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "filelock", "matplotlib", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
+    "train": ("accelerate", "filelock", "matplotlib", "pydantic", "scipy", "sklearn", "tensorboard", "tqdm", "yaml"),
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
-#: What each command is for, and what adds its flags.
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "inspect": ("what attention would cost at each stage of a network, and where to put it", costs.add_inspect),
-    "demo": ("what attention is for, in minutes", training.add_demo),
-    "train": ("train, fine-tune or evaluate an image classifier, with attention inserted or not", training.add_train),
-    "compare": ("does a block help? arms by seeds, with intervals", training.add_compare),
-    "predict": ("what a trained network takes images for", using.add_predict),
-    "explore": ("where every head of a network looks on images, as a page for a browser", looking.add_explore),
-    "maps": ("the same as pictures, with a page on how widely and how far each head looks", looking.add_maps),
-    "export": ("a trained network as a file that others run: ONNX, torch.export, timm, safetensors", using.add_export),
-    "convert": ("the attention in a file of weights from another library's layout to ours", using.add_convert),
-    "bench": ("time and memory of attention beside other libraries'", costs.add_bench),
+#: Commands whose flags are their arguments.
+PLAIN: dict[str, Callable[..., None]] = {
+    "inspect": commands.inspect,
+    "demo": commands.demo,
+    "predict": commands.predict,
+    "export": commands.export,
+    "bench": commands.bench,
+    "explore": looking.explore,
+    "maps": looking.maps,
 }
+#: Commands with flags for the settings of a run: they are handed the words of the command line.
+OF_RUNS: dict[str, Callable[[list[str]], None]] = {
+    "train": commands.train,
+    "evaluate": commands.evaluate,
+    "compare": commands.compare,
+}
+COMMANDS = {**PLAIN, **OF_RUNS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,52 +54,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["inspect", "resnet-that-is-none"])
     2
     """
-    take_any_encoding()  # also of what --help prints
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments:
-        parser().print_help(sys.stderr)
-        return BAD_USAGE
-    options = parser().parse_args(arguments)
-    return run_program("vision-attn", lambda: options.command(options), show_traceback=options.traceback)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The commands and their flags.
-
-    >>> parser().parse_args(["train", "--lr", "0.1"]).lr
-    0.1
-    """
-    top = Parser(prog="vision-attn", description="Attention inside convolutional networks.", allow_abbrev=False)
-    top.add_argument("--version", action="version", version=f"vision-attn {__version__}")
-    common = Parser(add_help=False)
-    common.add_argument("--traceback", action="store_true", help="show where an error came from")
-    subparsers = top.add_subparsers(required=True, metavar="COMMAND")
-    for name, (text, add_arguments) in COMMANDS.items():
-        add_arguments(subparsers.add_parser(name, parents=[common], allow_abbrev=False, help=text))
-    return top
-
-
-class Parser(argparse.ArgumentParser):
-    """One that says what a mistyped flag may have been meant to be."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here what the parser above could say less of."""
-        known, rest = super().parse_known_args(args, namespace)
-        if rest and self._subparsers is None:
-            shown = [
-                flag for action in self._actions for flag in action.option_strings if action.help != argparse.SUPPRESS
-            ]
-            close = [near for word in rest for near in difflib.get_close_matches(word.partition("=")[0], shown, 1)]
-            hint = f"; did you mean {' '.join(close)}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return known, rest
-
-
-def take_any_encoding() -> None:
-    """Signs that the encoding of the output has not end no command: they are written as their numbers."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace")  # what the terminal cannot show is written as numbers
+    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    if name == "--version":
+        print(f"vision-attn {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return refuse_command(name)
+    show_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    return run_program("vision-attn", lambda: carry_out(name, words), show_traceback=show_traceback)
+
+
+def carry_out(name: str, words: list[str]) -> None:
+    """Run a command with the words after its name."""
+    if name in OF_RUNS:
+        OF_RUNS[name](words)
+    else:
+        tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
+
+
+def refuse_command(name: str) -> int:
+    """List the commands, because that was asked for, or since there is no command of this name."""
+    asked = name in ("-h", "--help")
+    lines = ["usage: vision-attn COMMAND [--help] [--traceback] …", ""]
+    lines += [f"  {one:<10}{(what.__doc__ or '').splitlines()[0]}" for one, what in COMMANDS.items()]
+    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+    if name and not asked:
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        print(f"vision-attn: error: there is no command {escaped(name)!r}{hint}", file=sys.stderr)
+    return 0 if asked else BAD_USAGE
 
 
 def run_program(
@@ -107,7 +98,6 @@ def run_program(
     2
     0
     """
-    take_any_encoding()
     try:
         run()
     except Interrupted as stop:

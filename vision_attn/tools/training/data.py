@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +180,8 @@ class Decoded(Dataset[tuple[Tensor, int]]):
         try:
             # timm would put another image in the place of a damaged one.
             image, label = dataset.reader[row] if hasattr(dataset, "reader") else dataset[row]
-            image = image.convert("RGB") if isinstance(image, Image.Image) else open_image(image)
+            with nullcontext() if isinstance(image, Image.Image) else image as file:
+                image = open_image(file) if file else image.convert("RGB")
         except Exception as error:  # a decoder can fail in any way
             name = dataset.samples[row][0] if hasattr(dataset, "samples") else f"image {row} of {self.source.name}"
             reason = " ".join(str(error).split())
@@ -224,8 +226,9 @@ class Workers:
         try:
             yield from loader
         except RuntimeError as error:  # torch puts the traceback of the worker before its last line
-            reason = str(error).strip().splitlines()[-1]
-            raise DataError(reason.removeprefix("vision_attn.errors.DataError: ")) from error
+            reason = str(error).strip().splitlines()[-1].removeprefix("vision_attn.errors.DataError: ")
+            hint = ", often for want of memory: give fewer --workers" if reason.startswith("DataLoader worker") else ""
+            raise DataError(f"{reason}{hint}") from error
 
 
 def ignore_ctrl_c(worker: int) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,11 @@ def newest_state(folder: Path) -> Path | None:
 
 
 def numbered_folder(root: Path = Path("runs")) -> Path:
-    """Make the next of ``train-1``, ``train-2``, …, for one run alone though several may begin at once."""
+    """Make the next of ``train-1``, ``train-2``, …."""
     taken = [int(path.name[6:]) for path in root.glob("train-*") if path.name[6:].isdecimal()]
-    for number in itertools.count(max(taken, default=0) + 1):
-        with suppress(FileExistsError):
-            (root / f"train-{number}").mkdir(parents=True)
-            break
-    return root / f"train-{number}"
+    folder = root / f"train-{max(taken, default=0) + 1}"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def write_table(path: Path, lines: Iterable[Iterable[object]]) -> None:

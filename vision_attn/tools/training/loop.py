@@ -59,8 +59,7 @@ class Progress:
     step: int = 0
     #: sum of the losses of these steps
     loss: float = 0.0
-    #: that they took, and the training in the epochs that are over
-    epoch_seconds: float = 0.0
+    #: that they took
     seconds: float = 0.0
     #: of ``metrics.csv``, one for each epoch that is over
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -221,7 +220,7 @@ class Trainer:
         rows = order.view(self.steps, -1)[progress.step :, accelerator.process_index :: accelerator.num_processes]
         self.model.train()
         total = torch.tensor(progress.loss, device=accelerator.device)
-        begin = time.perf_counter() - progress.epoch_seconds
+        begin = time.perf_counter() - progress.seconds
         name, hidden = f"epoch {progress.epoch + 1}/{settings.epochs}", None if accelerator.is_main_process else True
         batches = self.data.batches(list(rows), progress.epoch)
         bar = tqdm(batches, name, self.steps, initial=progress.step, leave=False, disable=hidden)
@@ -229,7 +228,7 @@ class Trainer:
             total += self.step(images, labels, progress.epoch, step - 1)
             due = step == self.steps or (settings.save_every and step % settings.save_every == 0)
             if due or step % LOOK_EVERY == 0 or accelerator.device.type == "cpu":
-                progress.step, progress.epoch_seconds = step, time.perf_counter() - begin
+                progress.step, progress.seconds = step, time.perf_counter() - begin
                 self.look(total, bool(due))
                 bar.set_postfix(loss=f"{total.item() / step:.4f}", refresh=False)
 
@@ -292,10 +291,9 @@ class Trainer:
 
     def close_epoch(self, score: Scores, seen: Tensor) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
-        progress, seconds, loss = self.progress, self.progress.epoch_seconds, self.progress.loss / self.steps
+        progress, seconds, loss = self.progress, self.progress.seconds, self.progress.loss / self.steps
         speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
-        progress.epoch, progress.seconds = progress.epoch + 1, progress.seconds + seconds
-        progress.step, progress.loss, progress.epoch_seconds = 0, 0.0, 0.0
+        progress.epoch, progress.step, progress.loss, progress.seconds = progress.epoch + 1, 0, 0.0, 0.0
         row = {
             "epoch": progress.epoch, "lr": self.rate, "train_loss": loss, "eval_loss": score.loss,
             "eval_top1": score.top1, "eval_top5": score.top5, "branch_share": score.branch_share, "seconds": seconds,

@@ -47,8 +47,6 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     channels, classes = 3 if source.pixels is None else source.pixels.shape[3], len(source.classes)
     options |= {"num_classes": classes, "in_chans": channels, "pretrained": settings.pretrained and not resumed}
     model = create_model(settings.model, **options)
-    if settings.drop_path and not any(getattr(module, "drop_prob", 0) for module in model.modules()):
-        raise ValueError(f"drop_path: {settings.model!r} has no branches that timm can drop: leave it out")
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
     head: tuple[str, ...] = ()

@@ -50,8 +50,6 @@ class Result:
     disabled: Disabled | None
     #: of ``metrics.csv``: a row for each epoch
     rows: list[dict[str, Any]]
-    #: of training, without evaluation
-    seconds: float
     #: of the run; None where nothing was trained
     folder: Path | None
 
@@ -135,10 +133,8 @@ def train(
         disabled = evaluation.without_blocks(trainer.evaluated, final, seen)
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["branch_share"])
-    for line in ([str(disabled)] if disabled else []) + [f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}"]:
-        log(line)
-    size = network.config["input_size"]
-    return Result(trainer.network_now(), size, final, best, disabled, rows, trainer.progress.seconds, folder)
+    log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
+    return Result(trainer.network_now(), network.config["input_size"], final, best, disabled, rows, folder)
 
 
 def evaluate(settings: Settings, path: Path | None = None, *, say: Callable[[str], None] = print) -> Result:
@@ -164,7 +160,7 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Callable[[str
         folder = settings.output or Path("runs/evaluation")
         folder.mkdir(parents=True, exist_ok=True)
         evaluation.report_classes(folder, seen, source.classes)
-    return Result(model, network.config["input_size"], scores, scores, disabled, [], 0.0, None)
+    return Result(model, network.config["input_size"], scores, scores, disabled, [], None)
 
 
 def evaluation_on(
@@ -205,25 +201,23 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 def placed(settings: Settings) -> tuple[Settings, bool]:
     """The settings with the folder of the run, where it is known, and whether there is one to go on with in it."""
-    folder = settings.output if settings.resume in (None, "auto") else Path(str(settings.resume))
-    if folder is None:
-        if settings.resume:
-            raise ValueError("resume auto needs output: name the folder that the run goes on in")
+    resume, folder = settings.resume, settings.output
+    if resume not in (None, "auto"):
+        if folder not in (None, Path(resume)):
+            raise ValueError(f"output must be the folder that a run goes on in, {resume}; got {folder}")
+        folder = Path(resume)
+    if folder is None or settings.overwrite:
         return settings, False
-    if settings.output not in (None, folder):
-        raise ValueError(f"output must be the folder that a run goes on in, {folder}; got {settings.output}")
-    if not settings.overwrite:
-        refuse_old_run(folder)
-    there = newest_state(folder) is not None
-    if settings.resume is None and there and not settings.overwrite:
+    refuse_old_run(folder)
+    if newest_state(folder) is None:
+        if resume not in (None, "auto"):
+            raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
+        return settings, False
+    if resume is None:
         raise ValueError(
             f"output: {folder} holds a run already: choose another --output, go on with it by --resume {folder}, or "
             "begin anew with --overwrite"
         )
-    if settings.resume not in (None, "auto") and not there:
-        raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
-    if not settings.resume or not there:
-        return settings, False
     before = read_settings(folder, given=("dataset", "block"))
     differing = differences(settings, before)
     if "epochs" in differing and settings.epochs > before.epochs:
@@ -238,11 +232,9 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
 
 def check_batch(settings: Settings, images: int, processes: int) -> None:
     """Refuse a batch that the images do not fill, or that the processes cannot share."""
-    if settings.batch_size > images:
-        raise ValueError(f"batch_size must be at most the {images} training images; got {settings.batch_size}")
     parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
-    if settings.batch_size % parts:
+    if settings.batch_size > images or settings.batch_size % parts:
         raise ValueError(
-            f"batch_size must be a multiple of {parts}, so that each process ({processes}) has parts "
-            f"({settings.grad_accum_steps}) and pairs to mix alike; got {settings.batch_size}"
+            f"batch_size must be at most the {images} training images, and a multiple of {parts} for the processes, "
+            f"parts and pairs that it is divided into; got {settings.batch_size}"
         )

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
+from tyro.conf import arg
 
 __all__ = ["Settings", "changed", "differences", "read_settings", "refuse_old_run", "write_settings"]
 
@@ -30,8 +31,6 @@ def as_words(value: Any) -> Any:
     return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
-#: What data sets are called.
-DATASETS = r"^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$"
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
@@ -39,6 +38,11 @@ Amount = Annotated[float, Field(ge=0, le=1000)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Whole = Annotated[int, Field(ge=0, le=1_000_000)]
 Words = Annotated[tuple[str, ...], BeforeValidator(as_words)]
+DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$")]
+Side = Annotated[int, Field(ge=1, le=65_536)]
+Several = Annotated[int, Field(ge=2, le=1_000_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Output = Annotated[Path | None, arg(aliases=("-o",))]
 
 
 def with_plain_errors(settings: type) -> type:
@@ -73,19 +77,17 @@ class Settings:
     # --- data
 
     data: Path | None = None  # folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of the data set
-    dataset: Annotated[str, Field(pattern=DATASETS)] = (
-        "folder"  # folder, cifar10, cifar100, digit-pairs, or timm's name: torch/…, hfds/…
-    )
+    dataset: DataSet = "folder"  # folder, cifar10, cifar100, digit-pairs, or timm's name: torch/…, hfds/…
     download: bool = False  # fetch a data set of torchvision's that is not in --data
     train_split: str = "train"  # part of a data set of timm's that is trained on
     val_split: str = "validation"  # part of it that is evaluated
-    val_share: Part | None = None  # share of each class's training images to evaluate on instead (without val/: 0.1)
-    img_size: Annotated[int, Field(ge=1, le=65_536)] | None = (
-        None  # side in pixels (default: the data's or the model's)
+    val_share: Part | None = None  # share of each class that is held out of training for it; None: 0.1 without val/
+    img_size: Side | None = None  # side in pixels; None: the data's, or the model's
+    mean: tuple[float, ...] | None = None  # of each channel, of pixels in 0…1; None: the model's
+    std: tuple[Rate, ...] | None = None  # standard deviation of each channel; None: the model's
+    crop: Literal["pad", "resized"] | None = (
+        None  # random crops: of the padded image (None: up to 64 pixels), or resized
     )
-    mean: tuple[float, ...] | None = None  # of each channel, of pixels in 0…1 (default: the model's)
-    std: tuple[Rate, ...] | None = None  # standard deviation of each channel (default: the model's)
-    crop: Literal["pad", "resized"] | None = None  # random crops of the padded image, or of any size (photographs)
     crop_padding: Whole = 4  # pixels on each side, of crops of the padded image
     crop_scale: Part = 0.08  # least share of an image that a resized crop has
     aa: str | None = None  # augmentation of timm's: rand-m9-mstd0.5-inc1, augmix-m5-w4, …
@@ -112,11 +114,11 @@ class Settings:
     # --- recipe
 
     epochs: Count = 30  # passes over the training images
-    batch_size: Annotated[int, Field(ge=2, le=1_000_000)] = 128  # images in a step, over all processes together
+    batch_size: Several = 128  # images in a step, over all processes together
     grad_accum_steps: Count = 1  # parts that the batch is computed in, to save memory
     opt: str = "sgd"  # optimizer: sgd (with Nesterov momentum), adamw or any other of timm's
-    lr: Rate | None = None  # learning rate (default: sgd 0.1, adamw 0.001; a tenth from given weights)
-    attention_lr: Rate | None = None  # rate of the inserted blocks (default: --lr)
+    lr: Rate | None = None  # learning rate; None: sgd 0.1, adamw 0.001, a tenth of that from given weights
+    attention_lr: Rate | None = None  # rate of the inserted blocks; None: --lr
     layer_decay: Part | None = None  # rate of a layer over that of the next, such as 0.75
     momentum: Share = 0.9  # of sgd and others that have one
     weight_decay: Amount = 5e-4  # of all but biases, norms and gates
@@ -130,13 +132,13 @@ class Settings:
     class_weights: bool = False  # let rare classes count more in the loss
     ema: Share | None = None  # decay of a moving average of the weights, which is evaluated and saved: 0.999
     early_stopping: Count | None = None  # epochs without a higher top-1 after which the run stops
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of everything random
+    seed: Seed = 0  # of everything random
 
     # --- machine
 
-    device: Literal["cpu", "cuda"] | None = None  # where it runs (default: cuda, if there is one)
-    workers: Whole | None = None  # processes that decode images (default: as cores)
-    amp: Literal["bfloat16", "float16", "no"] | None = None  # half precision (default: on CUDA as it has it, else no)
+    device: Literal["cpu", "cuda"] | None = None  # where it runs; None: cuda, if there is one
+    workers: Whole | None = None  # processes that decode images; None: as many as cores
+    amp: Literal["bfloat16", "float16", "no"] | None = None  # half precision; None: on CUDA what it has, else no
     sync_bn: bool = False  # batch norms see the batch of all processes
     deterministic: bool = False  # the same bits each time on CUDA too; slower, or refused by some kernels
     channels_last: bool = False  # keep maps in the channels-last memory format
@@ -144,7 +146,7 @@ class Settings:
 
     # --- run
 
-    output: Path | None = None  # folder of the run (default: the next of runs/train-1, …)
+    output: Output = None  # folder of the run; None: the next of runs/train-1, …
     overwrite: bool = False  # begin anew in a folder that holds a run
     resume: str | None = None  # folder of a run to go on with; auto: --output, or begin if there is nothing
     save_every: Whole = 0  # steps after which the state is saved, beside the end of each epoch
@@ -152,18 +154,12 @@ class Settings:
     log_with: Words = ()  # trackers: tensorboard, wandb or any other that accelerate knows
 
     def __post_init__(self) -> None:
-        for one, other in (
-            ("weights", "pretrained"),
-            ("freeze_backbone", "freeze_epochs"),
-            ("freeze_backbone", "layer_decay"),
-            ("resume", "overwrite"),
-        ):
+        pairs = (("weights", "pretrained"), ("freeze_backbone", "freeze_epochs"), ("freeze_backbone", "layer_decay"))
+        for one, other in (*pairs, ("resume", "overwrite")):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose one")
-        for name, other in (
-            ("reset_head", "weights"), ("attention_lr", "insert"), ("block_options", "insert"), ("mean", "std"),
-            ("std", "mean"),
-        ):  # fmt: skip
+        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert", "mean": "std"}
+        for name, other in {**needs, "std": "mean"}.items():
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} needs {other}: give both")
         if self.sched in ("step", "multistep") and not self.decay_epochs:

@@ -1,0 +1,265 @@
+"""The commands: what each takes, and which function of the library it runs. A room is imported when it is used."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, arg
+
+from vision_attn.text import escaped
+
+if TYPE_CHECKING:
+    from vision_attn.tools.training.settings import Settings
+
+__all__ = ["bench", "compare", "demo", "evaluate", "export", "inspect", "predict", "say", "train"]
+
+Output = Annotated[Path, arg(aliases=["-o"])]
+OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
+
+
+def say(text: object) -> None:
+    """Print lines in which names and what files say of themselves steer no terminal."""
+    print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
+
+
+def inspect(
+    model: Positional[str], /, input_size: tuple[int, ...] = (), batch_size: int = 128, insert: tuple[str, ...] = (),
+    at: Literal["after", "before", "branch"] = "after", num_heads: int | None = None, pattern: str = "full",
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32", memory_limit: float | None = None,
+) -> None:  # fmt: skip
+    """What attention would cost at each stage of a network, and where to put it.
+
+    Args:
+        model: a name that timm knows, one of ours, or torchvision:resnet18
+        input_size: side of the images in pixels, or height and width (default: the model's, else 224)
+        batch_size: images in a step of training
+        insert: where attention goes: modules (globs) or stages by index
+        at: of these sites
+        num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
+        pattern: full, rows, columns, 'Window(7)', … or a line of einx
+        dtype: of images and weights
+        memory_limit: memory that there is, in GiB (default: the GPU's, else the machine's)
+    """
+    import torch
+
+    from vision_attn.networks.checkpoints.specification import from_word
+    from vision_attn.networks.insertion import parse_sites
+    from vision_attn.networks.inspection import inspect_model
+
+    if at != "after" and not insert:
+        raise ValueError("at applies to what is inserted, and insert is empty")
+    options: dict[str, Any] = {"batch_size": batch_size, "at": at, "num_heads": num_heads, "memory_limit": memory_limit}
+    if pattern != "full":  # of the block only what is not its default is shown
+        options["pattern"] = from_word(pattern.removeprefix("va."))
+    if input_size:
+        options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
+    say(inspect_model(model, dtype=getattr(torch, dtype), **parse_sites(insert), **options))
+
+
+def demo(output: Output = Path("demo-output"), epochs: int = 3, seed: int = 0, jobs: int | None = None) -> None:
+    """What attention is for, in minutes.
+
+    Args:
+        output: folder for what it makes
+        epochs: of each arm
+        seed: of each arm
+        jobs: arms side by side (default: as many as cores)
+    """
+    from vision_attn.tools.comparison import demo as room
+
+    room.demo(str(output), epochs=epochs, seed=seed, jobs=jobs)
+
+
+def predict(
+    run: Positional[Path], images: Positional[tuple[Path, ...]], /, top: int = 5, output: OptionalOutput = None
+) -> None:
+    """What a trained network takes images for.
+
+    Args:
+        run: folder of a run, or one that save_model wrote
+        images: image files, or folders of them
+        top: classes of each image
+        output: CSV file for a table of all images
+    """
+    import torch
+
+    from vision_attn.checks import check_counts
+    from vision_attn.tools.cli.looking import images_in, open_network, opened
+    from vision_attn.tools.training.folder import write_table
+
+    check_counts(top=top)
+    model, paths = open_network(run), images_in(images)
+    names = model.classes or tuple(map(str, range(model.num_classes)))
+    top, rows = min(top, len(names)), []
+    for path in paths:
+        with torch.no_grad():
+            shares, labels = model(opened([path], model)).float().softmax(1)[0].topk(top)
+        best = [(names[label], share) for label, share in zip(labels.tolist(), shares.tolist(), strict=True)]
+        say(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}")
+        rows.append((path, *(cell for name, share in best for cell in (name, f"{share:.6f}"))))
+    if output:
+        columns = (f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))
+        write_table(output, [("image", *columns), *rows])
+
+
+def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> None:
+    """Write a trained network as a file that others run: ONNX, torch.export.
+
+    Args:
+        run: folder of a run, or one that save_model wrote
+        output: file to write; its ending says the format: .onnx, .pt2 (torch.export), none for a folder
+        normalize: let the graph normalise pixels in 0…1 itself
+    """
+    from vision_attn.tools.cli.looking import open_network
+    from vision_attn.tools.export.export import export_model
+
+    say(export_model(open_network(run), output, normalize=normalize))
+
+
+def bench(
+    rows: tuple[str, ...] = ("implementations",), swap: tuple[str, ...] = (), only: tuple[str, ...] = (),
+    shapes: tuple[str, ...] = (), heads: int | None = None, layouts: tuple[str, ...] = (),
+    device: Literal["cpu", "cuda"] | None = None, dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    threads: int | None = None, rounds: int = 15, output: OptionalOutput = None, markdown_output: Path | None = None,
+) -> None:  # fmt: skip
+    """Time and memory of attention beside other libraries'.
+
+    Args:
+        rows: what is compared: implementations, libraries, variants, … or all
+        swap: in place of rows, networks by name, before and after swap_
+        only: contestants, by parts of their names
+        shapes: of maps: batch,channels,height,width (default: the row's own)
+        heads: of every contestant (default: the row's own)
+        layouts: nchw, channels-last (default: the row's own)
+        device: where it runs (default: cuda, if there is one)
+        dtype: of maps and weights
+        threads: of the CPU (default: as many as torch has)
+        rounds: measurements of each contestant
+        output: JSON file for all that was measured
+        markdown_output: Markdown file for the tables
+    """
+    from vision_attn.tools.benchmark.run import parse_shape, run_benchmark
+
+    run_benchmark(
+        rows, swap=swap, only=only, shapes=[parse_shape(one) for one in shapes], heads=heads, layouts=layouts,
+        device=device, dtype=dtype, threads=threads, rounds=rounds, output=output, markdown_output=markdown_output,
+        say=say,
+    )  # fmt: skip
+
+
+def settings_from(words: list[str], prog: str, default: Settings | None = None, about: str = "") -> Settings:
+    """The settings that flags say, over those of the file or run that ``--config`` or ``--resume`` names."""
+    from vision_attn.tools.training.settings import Settings, read_settings
+
+    words, given = [*words], [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    for flag in ("--config", "--resume"):
+        if flag in words[:-1]:
+            place = words.index(flag)
+            if words[place + 1] != "auto":
+                default = read_settings(Path(words[place + 1]), given)
+            if flag == "--config":
+                del words[place : place + 2]
+    found: Settings = tyro.cli(
+        Settings, args=words, default=default or Settings(), prog=prog, description=about or None
+    )
+    return found
+
+
+def run(words: list[str], prog: str, evaluated: bool = False) -> None:
+    """Train, or evaluate what the first word names, and leave the group of processes."""
+    from vision_attn.tools.training.settings import read_settings
+
+    path, default = None, None
+    if evaluated and words and not words[0].startswith("-"):
+        path, words = Path(words[0]), words[1:]
+        if not (path / "config.json").is_file():
+            default = replace(
+                read_settings(path, [word[2:].partition("=")[0] for word in words]), freeze_backbone=False
+            )
+    about = f"{evaluate.__doc__}\n" if evaluated else ""
+    settings = settings_from(words, prog, default, about)
+
+    from torch import distributed
+
+    from vision_attn.tools.training import run as room
+
+    try:
+        if evaluated:
+            room.evaluate(settings, path, say=say)
+        else:
+            room.train(settings, say=say)
+    finally:
+        if distributed.is_initialized():  # its threads may abort a process that ends while they still run
+            distributed.destroy_process_group()
+
+
+def train(words: list[str]) -> None:
+    """Train an image classifier, with attention inserted or not.
+
+    Ctrl-C saves the run, and --resume goes on with it. --config FILE begins from the settings of another run.
+    """
+    run(words, "vision-attn train")
+
+
+def evaluate(words: list[str]) -> None:
+    """Evaluate a network: the one that RUN, a folder, names on its data, or the one that flags of train describe."""
+    run(words, "vision-attn evaluate", evaluated=True)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Does a block help? Arms by seeds, with intervals.
+
+    Every arm is trained by one recipe over seeds. The same command goes on where it was interrupted. All other flags
+    are those of vision-attn train, for all arms that they suit.
+    """
+
+    arms: tuple[str, ...] = ("plain", "convolution", "se", "attention")
+    """by name, or NAME=ARM FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'"""
+    candidates: tuple[str, ...] = ()
+    """arms of which the best on images held out from training becomes the last of --arms; see --val-share"""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """of each arm"""
+    jobs: int | None = None
+    """runs side by side (default: as many as GPUs, or as cores)"""
+    output: Output = Path("runs/compare")
+    """folder of the runs and the tables"""
+
+
+def compare(words: list[str]) -> None:
+    """Does a block help? Arms by seeds, with intervals."""
+    prog = "vision-attn compare"
+    how, rest = tyro.cli(Compared, args=words, prog=prog, return_unknown_args=True)
+
+    from vision_attn.tools.comparison.arms import recipe, settings_of_arm
+    from vision_attn.tools.comparison.runs import compare as compare_arms
+    from vision_attn.tools.training.settings import changed
+
+    common = recipe(changed(settings_from(rest, prog)))
+    share = common.pop("val_share", 0.1) if how.candidates else None
+
+    def arms(given: tuple[str, ...], **further: Any) -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, sign, text in (word.partition("=") for word in given):
+            flags = shlex.split(text)
+            base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
+            if not name or "/" in name or name in found:
+                raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
+            own = changed(settings_from(flags, f"{prog} --arms {name}"))
+            found[name] = {**settings_of_arm(base, own, common), **further}
+        return found
+
+    chosen = arms((*how.arms, *how.candidates))
+    command = shlex.join(["vision-attn", *sys.argv[1:]])
+    if how.candidates:
+        folder = f"{how.output}/candidates"
+        candidates = arms(how.candidates, val_share=share)
+        best = compare_arms(candidates, seeds=how.seeds, jobs=how.jobs, command=command, output=folder).best
+        print(f"\nThe best of the candidates, on images held out from training: {best}\n")
+        chosen = {**arms(how.arms), best: chosen[best]}
+    compare_arms(chosen, seeds=how.seeds, jobs=how.jobs, command=command, output=str(how.output))
