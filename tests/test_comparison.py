@@ -17,6 +17,7 @@ from scipy import stats
 import vision_attn as va
 from vision_attn.attention.blocks import AttentionBlock2d
 from vision_attn.errors import Interrupted, TrainingError
+from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.arms import ARMS, recipe, settings_of_arm
 from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
@@ -260,16 +261,33 @@ def test_what_cannot_be_compared_is_refused(tmp_path, further, message):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_best_arm_is_that_with_the_highest_mean(tmp_path, monkeypatch):
+def test_candidates_are_chosen_by_images_held_out_from_training(tmp_path, monkeypatch, capsys):
+    """The images to evaluate on are seen by the arms that are reported alone."""
+    seen = []
+
     def outcome(settings):
         settings.output.mkdir(parents=True)
-        return Outcome({"open-0": 50.0, "shut-0": 60.0}[settings.output.name], 1.0, 10, 20, 1.0, 1.0, None)
+        seen.append((settings.output.name, settings.val_share, settings.insert, settings.block_options))
+        top1 = {"open-0": 50.0, "shut-0": 60.0}.get(settings.output.name, 40.0)
+        return Outcome(top1, 1.0, 10, 20, 1.0, 1.0, None)
 
     monkeypatch.setattr(runs, "run", outcome)
-    arms = {name: {"data": "flowers", "val_share": 0.25} for name in ("open", "shut")}
-    found = compare(arms, seeds=(0,), output=str(tmp_path), jobs=1)
-    assert found.best == "shut"
-    assert "held-out training images" in found.text
+    candidates = ["open=attention --block-options gate_init=1", "shut=attention --block-options gate_init=0"]
+    arguments = ["--dataset", "cifar10", "--arms", "plain", "attention", "--seeds", "0", "--jobs", "1"]
+    arguments += ["--output", str(tmp_path), "--val-share", "0.25", "--candidates", *candidates]
+    assert cli.main(["compare", *arguments]) == 0
+    heads, sites = "num_heads=4", ("layer3.*",)  # the recipe's
+    assert seen == [
+        ("open-0", 0.25, sites, (heads, "gate_init=1")),
+        ("shut-0", 0.25, sites, (heads, "gate_init=0")),
+        ("plain-0", None, (), ()),
+        ("attention-0", None, sites, (heads,)),
+        ("shut-0", None, sites, (heads, "gate_init=0")),
+    ]
+    assert "The best of the candidates, on images held out from training: shut" in capsys.readouterr().out
+    assert list(scores(tmp_path)) == ["plain", "attention", "shut"]
+    assert "held-out training images" in (tmp_path / "candidates" / "comparison.md").read_text()
+    assert "held-out" not in (tmp_path / "comparison.md").read_text()
 
 
 @pytest.mark.usefixtures("small")

@@ -225,7 +225,7 @@ def run(settings: Settings) -> Outcome:
         parameters=sum(parameter.numel() for parameter in result.model.parameters()),
         multiply_adds=count_multiply_adds(result.model, (1, *result.input_size)),
         milliseconds=1000 * settings.batch_size / speed,
-        seconds=result.seconds,
+        seconds=sum(row["seconds"] for row in result.rows),
         changed=None if result.disabled is None else 100 * result.disabled.changed / result.disabled.images,
     )
     content = {"settings": settings.as_dict(), "outcome": asdict(outcome)}
