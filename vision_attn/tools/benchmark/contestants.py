@@ -208,7 +208,6 @@ CONTESTANTS: dict[str, Maker] = {
 class Row:
     """What ``--rows`` names: who runs, the first of whom is compared with the others, and on which maps."""
 
-    text: str
     contestants: Mapping[str, Maker]
     #: where neither is given: heads by shape
     shapes: Mapping[Shape, int]
@@ -226,40 +225,21 @@ VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope2d", "ConditionalPos", "wind
 BOTH = tuple(LAYOUTS)
 
 ROWS = {
-    "implementations": Row(
-        "every implementation, timm, torch and the floor",
-        among(*IMPLEMENTATIONS, *LIBRARIES),
-        {(1, 128, side, side): 4 for side in (8, 16, 32, 64)},
-    ),
+    "implementations": Row(among(*IMPLEMENTATIONS, *LIBRARIES), {(1, 128, side, side): 4 for side in (8, 16, 32, 64)}),
     "attention": Row(
-        "sdpa, timm, torch and the floor",
-        among("ours sdpa", *LIBRARIES),
-        {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8},
-        BOTH,
+        among("ours sdpa", *LIBRARIES), {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8}, BOTH
     ),
     "backbone": Row(
-        "two blocks in resnet50: inserted, and by hand with timm's layers",
         among("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"),
         {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
     ),
     "positions": Row(
-        "RelPosDecomposed and timm's BottleneckAttn",
         among("ours RelPosDecomposed", "timm BottleneckAttn"),
         {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
     ),
-    "windows": Row(
-        "windows with a table, ours and torchvision's",
-        among("ours window", "torchvision window"),
-        {(2, 96, 56, 56): 3},
-        BOTH,
-    ),
-    "shifted-windows": Row(
-        "the same, shifted", among("ours shifted window", "torchvision shifted window"), {(2, 96, 56, 56): 3}, BOTH
-    ),
-    "einx": Row("einx and bmm", among("ours einx", "ours bmm"), SIZES),
-    "memory": Row(
-        "positions and patterns of ours, with four times the tokens",
-        among("ours sdpa", *(f"ours {name}" for name in VARIANTS)),
-        {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4},
-    ),
+    "windows": Row(among("ours window", "torchvision window"), {(2, 96, 56, 56): 3}, BOTH),
+    "shifted-windows": Row(among("ours shifted window", "torchvision shifted window"), {(2, 96, 56, 56): 3}, BOTH),
+    "einx": Row(among("ours einx", "ours bmm"), SIZES),
+    # with four times the tokens
+    "memory": Row(among("ours sdpa", *(f"ours {name}" for name in VARIANTS)), {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}),
 }

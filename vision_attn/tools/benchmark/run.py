@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
-from vision_attn.checks import check_counts, check_divides
+from vision_attn.checks import check_counts
 from vision_attn.errors import BenchmarkError
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.inspection.inspect import network_of
@@ -132,27 +132,23 @@ def run_benchmark(
     'implementations: batch 1, 8 channels, 4×4, 2 heads, nchw'
     """
     check_counts(heads=heads, threads=threads, rounds=rounds)
-    chosen = rows_of(rows, swap)
-    if shapes and len(chosen) > 1:
-        raise ValueError(f"shapes can be given for one of the rows at a time; got {', '.join(chosen)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    about = describe_machine(place, threads or torch.get_num_threads(), dtype)
+    threads = threads or torch.get_num_threads()
+    about = describe_machine(place, threads, dtype)
     say(f"{about}\n\n{HEADER.format(rounds=rounds)}")
     found: list[BenchmarkTable] = []
-    for name, row in chosen.items():
+    for name, row in rows_of(rows, swap).items():
         makers = {who: make for who, make in row.contestants.items() if chosen_by(only, who)}
         if not makers:
             raise ValueError(f"only: no contestant of {name} has {' or '.join(only)} in its name")
         for shape, usual in (dict.fromkeys(shapes, 8) or row.shapes).items():
             for layout in layouts or row.layouts:
                 n = heads or usual
-                if shape[1] != 3:
-                    check_divides("heads", n, "channels", shape[1])
                 with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32 is float32 for all
                     x = torch.randn(shape).to(place, getattr(torch, dtype)).to(memory_format=LAYOUTS[layout])
-                    timings = measure(makers, x, n, rounds, threads or torch.get_num_threads())
+                    timings = measure(makers, x, n, rounds, threads)
                 size = f"batch {shape[0]}, {shape[1]} channels, {shape[2]}×{shape[3]}, {n} heads, {layout}"
                 found.append(BenchmarkTable(f"{name}: {size}", timings))
                 parts = [found[-1].title, table(found[-1].rows()), found[-1].warning]
@@ -164,7 +160,7 @@ def run_benchmark(
 def rows_of(rows: Sequence[str], swap: Sequence[str]) -> dict[str, Row]:
     """What runs, by name."""
     if swap:
-        return {name: Row(name, {"swapped": swapped(name), "as it was": plain(name)}, OF_IMAGES) for name in swap}
+        return {name: Row({"swapped": swapped(name), "as it was": plain(name)}, OF_IMAGES) for name in swap}
     names = [name for row in rows for name in (ROWS if row == "all" else (row,))]
     unknown = [name for name in names if name not in ROWS]
     if unknown:
