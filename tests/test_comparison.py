@@ -11,16 +11,13 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 import vision_attn as va
-from vision_attn.attention.blocks import AttentionBlock2d
 from vision_attn.errors import Interrupted, TrainingError
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.arms import ARMS, recipe, settings_of_arm
-from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.runs import Outcome, compare
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
 from vision_attn.tools.training import digits, folder
@@ -87,7 +84,7 @@ def test_the_table_says_the_numbers():
     assert "| a − c | +1.00 | -0.50 to +2.50 | 0.120 | no significant difference |" in text
 
 
-# --- arms and controls ------------------------------------------------------------------------------------------------
+# --- arms -------------------------------------------------------------------------------------------------------------
 
 
 def test_settings_of_blocks_go_to_the_arms_that_they_suit():
@@ -124,61 +121,6 @@ def test_what_a_comparison_decides_is_refused_as_a_common_setting():
     assert recipe({"data": "flowers"}) == {"data": "flowers"}
     with pytest.raises(ValueError, match="block, seed: a comparison decides that itself"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
-
-
-def test_controls_have_as_many_parameters_as_attention():
-    def count(block):
-        return sum(p.numel() for p in block.parameters())
-
-    for channels in (16, 64, 200):
-        attention = count(AttentionBlock2d(channels))
-        for kernel_size in (None, 3, 13):
-            assert count(ConvBlock2d(channels, kernel_size=kernel_size)) == pytest.approx(attention, abs=200)
-        assert count(SqueezeExciteBlock2d(channels)) == pytest.approx(attention, abs=2 * channels)
-
-
-@pytest.mark.parametrize(
-    ("make", "opened"),
-    [
-        (lambda: ConvBlock2d(16), {"project.weight", "project.bias"}),
-        (lambda: ConvBlock2d(16, kernel_size=None), {"project.weight", "project.bias"}),
-        (lambda: ConvBlock2d(16, gate_init=0.0), {"gate"}),
-        (lambda: SqueezeExciteBlock2d(16), {"gate"}),
-        (lambda: NormBlock2d(16), {"gate"}),
-    ],
-)
-def test_a_control_changes_nothing_at_first_and_learns_at_the_first_step(make, opened):
-    torch.manual_seed(0)
-    block, x = make(), torch.randn(2, 16, 5, 7)
-    y = block(x)
-    assert torch.equal(y, x)
-    (y * torch.randn_like(y)).sum().backward()
-    assert {name for name, p in block.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0} >= opened
-    assert block(x[0]).shape == x[0].shape
-
-
-def test_controls_compute_what_they_say():
-    torch.manual_seed(0)
-    x = torch.randn(2, 8, 3, 4)
-    y = NormBlock2d(8, gate_init=0.5)(x)
-    normalized = (y - x) / 0.5
-    torch.testing.assert_close(normalized.mean(1), torch.zeros(2, 3, 4), atol=1e-5, rtol=0)
-    # A perceptron on the pooled map adds the same everywhere; a kernel of 13 sees six places away and no further.
-    pooled = ConvBlock2d(8, kernel_size=None, gate_init=0.5)
-    added = pooled(x) - x
-    torch.testing.assert_close(added, added[..., :1, :1].expand_as(added), atol=1e-5, rtol=0)
-    wide, line = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20, requires_grad=True)
-    wide(line)[..., 0].sum().backward()
-    assert line.grad[0, :, 0].abs().sum(0).nonzero().flatten().tolist() == list(range(7))
-    excite = SqueezeExciteBlock2d(8, gate_init=0.5)
-    share = (excite(x) - x) / (excite.gate.view(-1, 1, 1) * excite.norm(x))
-    torch.testing.assert_close(share, share[..., :1, :1].expand_as(share), atol=1e-3, rtol=0)
-    for make, message in (
-        (lambda: SqueezeExciteBlock2d(8, gate_init=None), "gate_init must"),
-        (lambda: ConvBlock2d(8, kernel_size=4), "kernel_size must be odd"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

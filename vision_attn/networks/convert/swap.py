@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import EXCHANGED, Attention
-from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
 from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import ConversionError, SiteError
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
@@ -302,7 +302,7 @@ class Swap:
             size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
         if size is None:
             return None
-        return partition_of(pattern.partitioner(2), x.new_empty(1, 1, *size)), prefix
+        return Partition(pattern.partitioner(2), size, size, x.device), prefix
 
 
 class Swapped(nn.Module):

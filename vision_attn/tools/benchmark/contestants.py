@@ -17,8 +17,8 @@ from timm.models.maxxvit import Attention2d as MaxxVitAttention2d
 from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
-from vision_attn.attention.attend import IMPLS
 from vision_attn.attention.blocks import Attention2d, AttentionBlock2d
+from vision_attn.attention.implementations import IMPLS
 from vision_attn.attention.patterns import Neighborhood, Window
 from vision_attn.attention.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
 from vision_attn.networks.convert import from_layer

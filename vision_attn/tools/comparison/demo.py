@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import Normalize
 
-from vision_attn.attention.attend import IMPLS
 from vision_attn.attention.blocks import use_impl
-from vision_attn.networks.capture import capture
+from vision_attn.attention.implementations import IMPLS
 from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.folder import load_model
+from vision_attn.networks.recording import capture
 from vision_attn.networks.safe import write_atomically
 from vision_attn.tools.comparison.arms import recipe, settings_of_arm
 from vision_attn.tools.comparison.runs import compare

@@ -17,10 +17,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vision_attn.checks import check_count, check_type
-from vision_attn.networks.capture import AttentionMap, capture, rollout
 from vision_attn.networks.contribution import branches, closed, measured
 from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
+from vision_attn.networks.maps import AttentionMap
+from vision_attn.networks.recording import capture
 from vision_attn.networks.safe import write_atomically
 
 __all__ = ["explore"]
@@ -46,7 +47,7 @@ def explore(
     """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
 
     The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and
-    :func:`rollout`, what the network says, and what becomes of that with each block disabled. Weights are rounded to a
+    rollout, what the network says, and what becomes of that with each block disabled. Weights are rounded to a
     255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page says which.
     Maps with more than 28 cells along a side are looked from at one cell of several, and their weights added up.
 
@@ -107,7 +108,7 @@ def looked_at(
     for path, one in maps.items():
         if len(one.map_size) != 2:
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
-    rolled = rollout(maps)
+    rolled = maps.rollout()
     blocks: list[dict[str, Any]] = []
     parts = [(path, coarse(one), coarse(rolled[path])) for path, one in maps.items()]
     for levels in LEVELS:
