@@ -13,6 +13,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
+from vision_attn.networks.checkpoints import LoadReport
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = sorted((ROOT / "examples" / "notebooks").iterdir())
@@ -74,13 +75,13 @@ def test_reports_show_in_a_notebook_what_they_print(model, tmp_path):
         # Every line of the text and every row of the tables, and nothing else.
         lines = [line.split() for line in (*shown.text.splitlines(), *map(" ".join, shown.rows))]
         assert sorted(filter(None, lines)) == sorted(filter(None, map(str.split, printed.splitlines())))
-        assert bool(shown.rows) == (not isinstance(report, va.LoadReport))
+        assert bool(shown.rows) == (not isinstance(report, LoadReport))
         assert len({len(row) for row in shown.rows}) <= 2  # the inspection has two tables
 
 
 def test_what_a_file_is_called_is_no_markup():
     name = "<b onclick=alert(1)>&amp;"
-    report = va.LoadReport(name, "", (), new=(), missing=(name,), unexpected=(), mismatched={})
+    report = LoadReport(name, "", (), new=(), missing=(name,), unexpected=(), mismatched={})
     page = report._repr_html_()
     assert "<b" not in page
     assert Reader(page).text == str(report)
