@@ -48,16 +48,9 @@ class Reader(HTMLParser):
             self.text += data
 
 
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    model = timm.create_model("resnet20", num_classes=3)
-    va.insert_(model, stages=[-2, -1], num_heads=4, example_input=(1, 3, 32, 32))
-    return model
-
-
-def test_reports_show_in_a_notebook_what_they_print(model, tmp_path):
-    images = torch.randn(2, 3, 32, 32)
+def test_reports_show_in_a_notebook_what_they_print(tmp_path):
+    model, images = timm.create_model("resnet20", num_classes=3), torch.randn(2, 3, 32, 32)
+    va.insert_(model, stages=[-2, -1], num_heads=4, example_input=images)
     torch.save(model.state_dict(), tmp_path / "net.pth")
     file = va.save_adapter(model, tmp_path / "adapter.safetensors")
     reports = [
@@ -68,7 +61,7 @@ def test_reports_show_in_a_notebook_what_they_print(model, tmp_path):
         va.remove_(model),
         va.load_adapter_(model, file),
         va.remove_(model),
-        va.insert_(model, stages=-1, num_heads=4, example_input=(1, 3, 32, 32)),
+        va.insert_(model, stages=-1, num_heads=4, example_input=images),
     ]
     for report in reports:
         shown, printed = Reader(report._repr_html_()), str(report)
