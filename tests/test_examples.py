@@ -8,10 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pytest
 import timm
 import torch
@@ -22,6 +23,9 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
+from vision_attn.tools.comparison import runs
+from vision_attn.tools.training.data import open_image
+from vision_attn.tools.training.network import build_network
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -184,3 +188,132 @@ def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
     monkeypatch.setattr(denoise, "run", None)  # all is noted already
     denoise.main(arguments)
     assert (tmp_path / "denoise.md").read_text() == text
+
+
+# --- evidence.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def evidence(monkeypatch):
+    monkeypatch.setenv("EVIDENCE_MAPS", "")  # the plan sets it
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("evidence")
+
+
+@pytest.mark.parametrize("plan", ["cifar", "positions", "adapters"])
+def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, monkeypatch, plan):
+    """Each network is made; none is trained."""
+    made = {}
+
+    def outcome(settings):
+        source = SimpleNamespace(classes=("a", "b", "c"), channels=3, size=None)
+        plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
+        model = build_network(plain, source, lambda line: None).model
+        made[runs.folder_of(settings).name] = settings, list(va.inserted(model).values())
+        return runs.Outcome(50.0, 1.0, 1, 1, 1.0, 1.0, None)
+
+    monkeypatch.setattr(runs, "run", outcome)
+    (tmp_path / "data").mkdir()
+    for half in ("train", "test"):
+        (tmp_path / "data" / half).symlink_to(image_folder / "train")
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
+    arguments = [plan, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs")]
+    evidence.main([*arguments, "--weights", str(tmp_path / "net.pth"), *EXAMPLES["evidence.py"]])
+    if plan == "cifar":
+        assert {name: len(blocks) for name, (_, blocks) in made.items() if name.endswith("-0")} == {
+            "in the last stage-0": 3, "at two ends-0": 2, "botnet-0": 3, "augmented-0": 6, "beside se-0": 10,
+            "gating-0": 3, "attention pool-0": 0,
+        }  # fmt: skip
+        # What is chosen by is not what is reported.
+        assert {one.seed: one.val_share for one, _ in made.values()} == {0: 0.1, 10: None}
+        assert [name for name in made if name.endswith("-10")][:2] == ["plain-10", "convolution-10"]
+        assert {(type(one), one.attn.num_heads) for one in made["gating-0"][1]} == {(evidence.Gating, 4)}
+    else:
+        assert (len(made), {one.seed for one, _ in made.values()}) == (9, {0})
+    if plan == "positions":
+        assert len(list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))) == 72
+
+
+def test_a_canvas_shows_what_its_class_says(evidence, image_folder, tmp_path):
+    (tmp_path / "test").symlink_to(image_folder / "train")
+    evidence.make_canvases(tmp_path, tmp_path / "canvases")
+    partners = {"row": 1, "column": 2, "diagonal": 3}
+    for path in (tmp_path / "canvases").glob("*/*/*.png"):
+        with Image.open(path) as image:
+            pixels = np.asarray(image).astype(float).reshape(2, 32, 2, 32, 3).transpose(0, 2, 1, 3, 4)
+        colours = pixels.reshape(4, -1, 3).mean(1).argmax(1)  # of the photographs; their class is their colour
+        assert [place for place in (1, 2, 3) if colours[place] == colours[0]] == [partners[path.parent.name]]
+        assert len(set(colours)) == 2
+
+
+# --- the five commands, and classify.py -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [True, False], ids=["with val", "without val"])
+def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
+    image_folder, zoo, tmp_path, monkeypatch, capsys, run_here, held_out
+):
+    """Word for word, on another folder, with fewer epochs and smaller batches."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flowers").mkdir()
+    for half in ("train", *["val"] * held_out):
+        (tmp_path / "flowers" / half).symlink_to(image_folder / half)
+    shutil.copyfile(image_folder / "val" / "red" / "0.png", "rose.jpg")  # its name does not matter
+    zoo.rename("cifar10_resnet20.pth")
+    block, *_ = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/training.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line) for line in block.splitlines()]
+    assert [words[1] for words in commands] == ["inspect", "train", "evaluate", "predict", "export"]
+    said = []
+    for words in commands:
+        assert cli.main(words[1:] + (["--epochs", "8", "--batch-size", "16"] if "--epochs" in words else [])) == 0
+        said.append(capsys.readouterr().out)
+    _, trained, evaluated, predicted, exported = said
+    best = re.findall(r"best epoch, \d+: top-1 ([\d.]+) %", trained)
+    assert re.findall(r"top-1 ([\d.]+) %", evaluated)[0] == best[0]
+    assert re.findall(r"\w+(?= \d+\.\d+ %)", predicted)[0] == "red"
+    assert "the largest difference from the network's output" in exported
+    monkeypatch.setitem(sys.modules, "torch", None)  # which classify.py needs not
+    code, out, err = run_here("classify.py", "flowers.onnx", *sorted(image_folder.glob("val/*/*.png")))
+    assert (code, err) == (0, "")
+    right = [line.split("  ")[1].startswith(Path(line.split("  ")[0]).parent.name) for line in out.splitlines()]
+    assert len(right) == 24
+    assert sum(right) > 20
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A photograph that lies on its side, and a picture of 16 bits a pixel."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8)
+    noise[:, :60] //= 4
+    photograph = Image.fromarray(noise)
+    exif = photograph.getexif()
+    exif[0x0112] = 6
+    photograph.save(tmp_path / "photograph.png", exif=exif)
+    deep = np.linspace(0, 2**16 - 1, 36 * 32).reshape(36, 32).astype(np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    return [tmp_path / "photograph.png", tmp_path / "deep.png"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-normalize",)], ids=str)
+def test_classifying_sees_images_as_the_library_does(pictures, tmp_path, run_here, flags):
+    model = create_model("tiny", num_classes=3).eval()
+    model.pretrained_cfg |= {"crop_pct": 0.9, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}
+    model = va.load_model(va.save_model(model, tmp_path / "net", classes=["blue", "green", "red"]))
+    assert cli.main(["export", str(tmp_path / "net"), "--output", str(tmp_path / "net.onnx"), *flags]) == 0
+    with torch.no_grad():
+        shares = model(torch.stack([model.transform(open_image(path)) for path in pictures])).softmax(1)
+    expected = [
+        "  ".join([str(path), *(f"{model.classes[i]} {100 * row[i]:.1f} %" for i in row.argsort(descending=True))])
+        for path, row in zip(pictures, shares, strict=True)
+    ]
+    code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
+    assert (code, out.splitlines(), err) == (0, expected, "")
+    (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
+    code, out, err = run_here("classify.py", tmp_path / "net.onnx", pictures[0], tmp_path / "half.png")
+    assert (code, out.count("\n"), err.count("\n")) == (1, 1, 1)
+    assert err.startswith(f"{tmp_path / 'half.png'}: a damaged or no image (")
+    code, out, err = run_here("classify.py", pictures[0], pictures[0])
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"{pictures[0]}: no network that vision-attn export wrote (")

@@ -116,7 +116,9 @@ def test_the_position_terms_of_the_table_are_there():
 def first_cells(text, table):
     """What is in the first cells of a table, by how its header begins: each word in backquotes."""
     body = text.partition(table)[2].partition("\n\n")[0]
-    return [word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)]
+    return [
+        word for cell in re.findall(r"^\| ([^|]*`.*?) \|", body, re.MULTILINE) for word in re.findall(r"`(.+?)`", cell)
+    ]
 
 
 @pytest.mark.parametrize(
