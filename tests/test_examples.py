@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
-from vision_attn.tools.training.data import open_image
+from vision_attn.tools.training.data import open_data, open_image
 from vision_attn.tools.training.network import build_network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -206,9 +205,8 @@ def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, mo
     made = {}
 
     def outcome(settings):
-        source = SimpleNamespace(classes=("a", "b", "c"), channels=3, size=None)
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
-        model = build_network(plain, source, lambda line: None).model
+        model = build_network(plain, open_data(plain, train=True), lambda line: None).model
         made[runs.folder_of(settings).name] = settings, list(va.inserted(model).values())
         return runs.Outcome(50.0, 1.0, 1, 1, 1.0, 1.0, None)
 
