@@ -192,17 +192,12 @@ def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
 # --- evidence.py ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def evidence(monkeypatch):
+@pytest.mark.parametrize("plan", ["cifar", "positions", "adapters"])
+def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch, plan):
+    """Each network is made; none is trained."""
     monkeypatch.setenv("EVIDENCE_MAPS", "")  # the plan sets it
     monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("evidence")
-
-
-@pytest.mark.parametrize("plan", ["cifar", "positions", "adapters"])
-def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, monkeypatch, plan):
-    """Each network is made; none is trained."""
-    made = {}
+    evidence, made = importlib.import_module("evidence"), {}
 
     def outcome(settings):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
@@ -229,19 +224,14 @@ def test_a_plan_makes_the_runs_that_it_says(evidence, image_folder, tmp_path, mo
         assert {(type(one), one.attn.num_heads) for one in made["gating-0"][1]} == {(evidence.Gating, 4)}
     else:
         assert (len(made), {one.seed for one, _ in made.values()}) == (9, {0})
-    if plan == "positions":
-        assert len(list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))) == 72
-
-
-def test_a_canvas_shows_what_its_class_says(evidence, image_folder, tmp_path):
-    (tmp_path / "test").symlink_to(image_folder / "train")
-    evidence.make_canvases(tmp_path, tmp_path / "canvases")
-    partners = {"row": 1, "column": 2, "diagonal": 3}
-    for path in (tmp_path / "canvases").glob("*/*/*.png"):
+    canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
+    assert len(canvases) == (72 if plan == "positions" else 0)
+    for path in canvases:  # what their class says
         with Image.open(path) as image:
             pixels = np.asarray(image).astype(float).reshape(2, 32, 2, 32, 3).transpose(0, 2, 1, 3, 4)
         colours = pixels.reshape(4, -1, 3).mean(1).argmax(1)  # of the photographs; their class is their colour
-        assert [place for place in (1, 2, 3) if colours[place] == colours[0]] == [partners[path.parent.name]]
+        partner = {"row": 1, "column": 2, "diagonal": 3}[path.parent.name]
+        assert [place for place in (1, 2, 3) if colours[place] == colours[0]] == [partner]
         assert len(set(colours)) == 2
 
 
@@ -280,22 +270,15 @@ def test_the_five_commands_lead_from_a_folder_of_images_to_a_model_in_use(
     assert sum(right) > 20
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    """A photograph that lies on its side, and a picture of 16 bits a pixel."""
-    noise = np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8)
-    noise[:, :60] //= 4
-    photograph = Image.fromarray(noise)
-    exif = photograph.getexif()
-    exif[0x0112] = 6
-    photograph.save(tmp_path / "photograph.png", exif=exif)
-    deep = np.linspace(0, 2**16 - 1, 36 * 32).reshape(36, 32).astype(np.uint16)
-    Image.fromarray(deep).save(tmp_path / "deep.png")
-    return [tmp_path / "photograph.png", tmp_path / "deep.png"]
-
-
 @pytest.mark.parametrize("flags", [(), ("--no-normalize",)], ids=str)
-def test_classifying_sees_images_as_the_library_does(pictures, tmp_path, run_here, flags):
+def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
+    """A photograph that lies on its side, and a picture of 16 bits a pixel."""
+    pictures = [tmp_path / "photograph.png", tmp_path / "deep.png"]
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 120, 3), dtype=np.uint8))
+    exif = noise.getexif()
+    exif[0x0112] = 6
+    noise.save(pictures[0], exif=exif)
+    Image.fromarray(np.linspace(0, 2**16 - 1, 36 * 32).reshape(36, 32).astype(np.uint16)).save(pictures[1])
     model = create_model("tiny", num_classes=3).eval()
     model.pretrained_cfg |= {"crop_pct": 0.9, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}
     model = va.load_model(va.save_model(model, tmp_path / "net", classes=["blue", "green", "red"]))
