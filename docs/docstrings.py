@@ -15,17 +15,19 @@ DOCUMENTED = {
 
 
 class Docstrings(griffe.Extension):
-    """Makes Markdown of docstrings, and docstrings of the ``#:`` comments above attributes."""
+    """Makes Markdown of docstrings, and docstrings of the comments at attributes: ``#:`` above, or behind them."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
         if attr.docstring is None and attr.lineno:
+            source = attr.lines_collection[attr.filepath]
             lines = []
-            for line in reversed(attr.lines_collection[attr.filepath][: attr.lineno - 1]):
+            for line in reversed(source[: attr.lineno - 1]):
                 if not line.strip().startswith("#: "):
                     break
                 lines.append(line.strip()[3:])
-            if lines:
-                attr.docstring = griffe.Docstring("\n".join(reversed(lines)), parent=attr)
+            behind = source[attr.lineno - 1].partition("  # ")[2]
+            if lines or behind:
+                attr.docstring = griffe.Docstring("\n".join(reversed(lines)) or behind, parent=attr)
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

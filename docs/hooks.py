@@ -11,17 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: The pages, and what they link to.
 SHOWN = (
-    *(
-        "*.md",
-        "LICENSE",
-        "docs/*.md",
-        "docs/*.svg",
-        "docs/explorer/*",
-        "docs/api/*.md",
-        "tests/reach.*",
-    ),
+    *("*.md", "LICENSE", "CITATION.cff", "docs/*.md", "docs/*.svg", "docs/explorer/*", "docs/api/*.md"),
+    *("tests/reach.py", "tests/families.py", "vision_attn/attention/implementations.py"),
     *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
-    *("weights/*.md", "weights/*/*.md", "weights/*/*.png", "vision_attn/attention/attend/implementations.py"),
+    *("weights/*.md", "weights/*/*.md", "weights/*/*.png"),
 )
 
 

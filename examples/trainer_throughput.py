@@ -18,13 +18,13 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from vision_attn.tools.training.step import make_optimizer
+from vision_attn.tools.training.train import train
 
 from vision_attn.tools import cli
 from vision_attn.tools.training.data import open_data
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.settings import Settings
-from vision_attn.tools.training.step import make_optimizer
-from vision_attn.tools.training.train import train
 
 USUAL = "--dataset cifar100 --model resnet20 --epochs 8 --batch-size 512 --lr 0.1"
 

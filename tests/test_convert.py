@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
 from stand_ins import diffusers_attention, natten
-from timm.layers import Attention as TimmAttention
-from timm.layers import RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
-from timm.layers.attention2d import Attention2d as TimmAttention2d
-from timm.layers.attention2d import MultiQueryAttention2d, MultiQueryAttentionV2
+from timm.layers import Attention as TimmAttention, RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
+from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAttention2d, MultiQueryAttentionV2
 from timm.layers.attention_pool2d import AttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn

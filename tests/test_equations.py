@@ -4,8 +4,7 @@ import importlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import vision_attn as va
 from vision_attn.attention import equations

@@ -12,9 +12,9 @@ import pytest
 import torch
 from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
+from vision_attn.networks.contribution import closed
 
 import vision_attn as va
-from vision_attn.networks.contribution import closed
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 

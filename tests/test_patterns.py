@@ -12,8 +12,7 @@ import einx
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
@@ -97,7 +96,9 @@ def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
             expected = IMPLEMENTATIONS["bmm"].heads_apart(cut, x.flatten(1, 2), 3)
             assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
             assert torch.equal(eval(cut.line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **cut.lengths}), expected)
-    assert {name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")} == {
+    assert {
+        name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")
+    } == {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
         "columns": "b n d h w -> (b w) n h d",

@@ -14,8 +14,7 @@ import pytest
 import timm
 import torch
 from crafted import rewritten, said_in
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn

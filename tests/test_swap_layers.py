@@ -8,8 +8,7 @@ import pytest
 import timm.models as tm
 import torch
 from stand_ins import diffusers_attention, natten
-from timm.layers import Attention as TimmAttention
-from timm.layers import RelPosBias, RelPosMlp
+from timm.layers import Attention as TimmAttention, RelPosBias, RelPosMlp
 from timm.layers.attention2d import MultiQueryAttentionV2
 from timm.layers.attention_pool2d import AttentionPool2d
 from timm.layers.halo_attn import HaloAttn

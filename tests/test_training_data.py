@@ -17,8 +17,7 @@ from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
-from vision_attn.tools.training import data as room
-from vision_attn.tools.training import digits
+from vision_attn.tools.training import data as room, digits
 from vision_attn.tools.training.data import InMemory, Workers, open_data, open_image, open_images, seed_all
 from vision_attn.tools.training.loop import crop_and_flip
 from vision_attn.tools.training.settings import Settings

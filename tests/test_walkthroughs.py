@@ -19,32 +19,24 @@ WALKTHROUGHS = sorted(path for path in EXAMPLES.glob("*.py") if path.read_text()
 PAGE = (EXAMPLES / "README.md").read_text()
 
 
-@contextlib.contextmanager
-def as_in_a_process_of_its_own(folder):
-    """What a program sets for its process is set back; and every warning is an error."""
+def run(path, folder):
+    """What a walkthrough prints, with every warning as an error; what it sets for its process is set back."""
     dtype = torch.get_default_dtype()
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.chdir(folder),
         torch.enable_grad(),
         warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         patch.setenv("KERAS_HOME", str(folder))  # where Keras writes its settings
         patch.setenv("KERAS_BACKEND", "torch")
         warnings.simplefilter("error")
         try:
-            yield
+            runpy.run_path(str(path), run_name="__main__")
         finally:
             torch.set_default_dtype(dtype)
-
-
-def run(path, folder):
-    with (
-        as_in_a_process_of_its_own(folder),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        runpy.run_path(str(path), run_name="__main__")
     assert err.getvalue() == ""
     return out.getvalue()
 

@@ -13,7 +13,7 @@ from vision_attn.attention.patterns.specifications import (
     Neighborhood,
     Pattern,
     Window,
+    resolve_pattern as resolve_pattern,
 )
-from vision_attn.attention.patterns.specifications import resolve_pattern as resolve_pattern
 
 __all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Partition", "Partitioner", "Pattern", "Window"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from vision_attn.networks.contribution import closed, measured, share
+from vision_attn.networks.contributions import disabled, measured, share
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import InMemory, Workers
 from vision_attn.tools.training.folder import write_classes
@@ -109,7 +109,7 @@ class Evaluation:
         """What the blocks are worth, beside what an evaluation gave with them; None where there are none."""
         if whole.branch_share is None:
             return None
-        with closed(model):
+        with disabled(model):
             without, others = self(model)
         changed = int(self.accelerator.reduce((seen[1] != others[1]).sum()))
         return Disabled(whole, without, changed, len(self.data.labels))
