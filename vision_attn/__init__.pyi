@@ -54,4 +54,5 @@ from .networks.models.folder import load_model as load_model, save_model as save
 from .networks.recording import capture as capture
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train
-from .version import __version__ as __version__
+
+__version__: str

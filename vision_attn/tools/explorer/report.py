@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vision_attn.checks import check_count, check_type
-from vision_attn.networks.contribution import branches, closed, measured
+from vision_attn.networks.contributions import branches, disabled, measured
 from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
 from vision_attn.networks.maps import AttentionMap
@@ -164,7 +164,7 @@ def without(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
     def zero(module: nn.Module, args: Any, y: Any) -> Any:
         return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
 
-    with closed(model, [path for path in wanted if path in around]), ExitStack() as stack:
+    with disabled(model, [path for path in wanted if path in around]), ExitStack() as stack:
         for path in wanted:
             if path not in around:
                 handle = plain_network(model).get_submodule(path).register_forward_hook(zero)
