@@ -70,7 +70,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
     for image, one in zip(images, held["images"], strict=True):
         maps = captured(model, image[None] - 0.5)
         assert [block["path"] for block in one["blocks"]] == list(maps) == ["1.attn", "3.attn"]
-        for kind, expected in (("heads", maps), ("rollout", va.rollout(maps))):
+        for kind, expected in (("heads", maps), ("rollout", maps.rollout())):
             for block, seen in zip(one["blocks"], expected.values(), strict=True):
                 found, error = unpacked(block[kind])
                 assert block[kind]["levels"] == 255
@@ -235,7 +235,7 @@ def test_a_pointer_move_shows_what_was_captured(opened, page):
     for head, expected, error in (
         (1, seen.weights[0, 1, query], peaks[1] / 510),
         ("mean", seen.weights[0, :, query].mean(0), peaks.mean() / 510),
-        ("rollout", va.rollout(maps)["1.attn"].weights[0, 0, query], 1 / 510),
+        ("rollout", maps.rollout()["1.attn"].weights[0, 0, query], 1 / 510),
     ):
         found = tab.evaluate(f"[...weightsOf(0, {json.dumps(head)}, {query})]")
         np.testing.assert_allclose(found, expected.flatten(), rtol=0, atol=error.item() if head != "rollout" else error)
