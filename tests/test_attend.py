@@ -7,9 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vision_attn as va
-from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
 from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.attention.blocks.weights import attention_weights
+from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)

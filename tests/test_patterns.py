@@ -97,7 +97,9 @@ def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
             expected = IMPLEMENTATIONS["bmm"].heads_apart(cut, x.flatten(1, 2), 3)
             assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
             assert torch.equal(eval(cut.line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **cut.lengths}), expected)
-    assert {name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")} == {
+    assert {
+        name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")
+    } == {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
         "columns": "b n d h w -> (b w) n h d",
@@ -214,14 +216,14 @@ def test_a_partition_is_kept_by_its_block_for_the_sizes_last_seen():
 def test_what_is_kept_is_no_part_of_the_block_and_ends_with_it():
     block = va.Attention2d(8, 2, **SHIFTED)
 
-    def written():
+    def written(block):
         file = io.BytesIO()
         torch.save(block, file)
         return len(pickle.dumps(block)), len(file.getvalue()), list(block.state_dict()), list(block.__dict__)
 
-    before = written()
+    before = written(block)
     block(torch.randn(1, 8, 64, 64))
-    assert written() == before
+    assert written(block) == before
     x = torch.randn(1, 8, 5, 7)
     twin = copy.deepcopy(block)
     assert not kept(twin)
