@@ -1,7 +1,6 @@
 """Attention maps of any implementation, and what is measured of them on cases worked by hand."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -180,7 +179,7 @@ def test_maps_with_one_axis_and_three(kind, size, point):
     assert maps[""].cells == (tuple(map(int, point)),)
     row = every[""].cells.index(maps[""].cells[0])
     torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
-    with pytest.raises(ValueError, match="points, as .* in pixels of an image"), va.capture(block, [(0, 0)]):
+    with pytest.raises(ValueError, match=r"points, as .* in pixels of an image"), va.capture(block, [(0, 0)]):
         block(torch.randn(1, 8, *size))
     mixed = nn.Sequential(nn.Flatten(2), va.Attention1d(8, 2), nn.Unflatten(2, (3, 4)), va.Attention2d(8, 2))
     with va.capture(mixed) as maps:
@@ -230,25 +229,6 @@ def test_memory_of_a_query_is_its_row():
         with torch.no_grad(), Largest(), va.capture(block, [(0, 0), (63, 63)]):
             block(x)
         assert largest <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
-
-
-def test_ten_queries_cost_less_than_a_third_of_a_forward():
-    torch.manual_seed(0)
-    model = timm.create_model("resnet20").eval()
-    va.insert_(model, names="layer2", num_heads=4, gate_init=1.0)
-    x = torch.randn(1, 3, 64, 64)
-    points = [(6 * i, 6 * i) for i in range(10)]
-    plain, captured = [], []
-    with torch.no_grad():
-        for _ in range(5):
-            begin = time.process_time()
-            model(x)
-            plain.append(time.process_time() - begin)
-            begin = time.process_time()
-            with va.capture(model, points):
-                model(x)
-            captured.append(time.process_time() - begin)
-    assert min(captured) < 1.3 * min(plain), (captured, plain)
 
 
 def test_what_cannot_be_captured_is_refused():

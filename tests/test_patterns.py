@@ -215,14 +215,14 @@ def test_a_partition_is_kept_by_its_block_for_the_sizes_last_seen():
 def test_what_is_kept_is_no_part_of_the_block_and_ends_with_it():
     block = va.Attention2d(8, 2, **SHIFTED)
 
-    def written():
+    def written(block):
         file = io.BytesIO()
         torch.save(block, file)
         return len(pickle.dumps(block)), len(file.getvalue()), list(block.state_dict()), list(block.__dict__)
 
-    before = written()
+    before = written(block)
     block(torch.randn(1, 8, 64, 64))
-    assert written() == before
+    assert written(block) == before
     x = torch.randn(1, 8, 5, 7)
     twin = copy.deepcopy(block)
     assert not kept(twin)

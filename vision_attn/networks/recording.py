@@ -219,8 +219,9 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
+    given: Any = queries
     try:
-        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in queries]  # texts have no sum
+        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in given]  # texts have no sum
     except (TypeError, ValueError, OverflowError):
         points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
