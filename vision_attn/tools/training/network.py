@@ -16,7 +16,7 @@ from torch import nn
 
 from vision_attn.attention.blocks import AttentionBlock2d
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.load import load_file
+from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import InsertionReport, freeze_backbone_, insert_, parse_sites, quiet_eval
 from vision_attn.networks.models.registry import config_of, create_model
@@ -117,7 +117,7 @@ def build_network(
     if file:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
         say(
-            str(load_file(model, file, ema=settings.weights_ema, fresh=head_keys(model) if settings.reset_head else ()))
+            str(load_checkpoint(model, file.path, ema=settings.weights_ema, fresh=head_keys(model) if settings.reset_head else ()))
         )
     try_out(model, settings.model, (1, source.channels, *size))
     head = new_head(model, settings, len(source.classes))
