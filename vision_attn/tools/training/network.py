@@ -116,9 +116,8 @@ def build_network(
         say(lines_of(inserted))
     if file:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        say(
-            str(load_checkpoint(model, file.path, ema=settings.weights_ema, fresh=head_keys(model) if settings.reset_head else ()))
-        )
+        fresh = head_keys(model) if settings.reset_head else ()
+        say(str(load_checkpoint(model, file.path, ema=settings.weights_ema, fresh=fresh)))
     try_out(model, settings.model, (1, source.channels, *size))
     head = new_head(model, settings, len(source.classes))
     if settings.freeze_backbone:
