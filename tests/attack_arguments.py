@@ -194,7 +194,7 @@ def honest(folder):
     for function, more in (
         (va.remove_, {}), (va.gates, {}), (va.inserted, {}), (va.freeze_backbone_, {}), (va.freeze_gates_, {}),
         (va.set_gates_, {"value": 0.5}), (va.print_trainable_parameters, {}), (va.parameter_groups, {"lr": 0.1}),
-        (va.set_impl_, {"impl": "bmm"}), (va.set_adapter, {"name": None}), (va.contribution, {"batch": image()}),
+        (va.set_impl_, {"impl": "bmm"}), (va.contribution, {"batch": image()}),
         (va.save_adapter, {"path": folder / "b.safetensors"}), (va.explore, {"images": image(),
         "output": folder / "p.html"}),
         (va.check_optimizer, {"optimizer": torch.optim.SGD(network().parameters())}),
@@ -217,7 +217,6 @@ def honest(folder):
     calls["load_checkpoint"] = va.load_checkpoint, lambda: {"model": network(), "path": weights}
     calls["load_adapter_"] = va.load_adapter_, lambda: {"model": network(), "path": adapter}
     calls["load_model"] = va.load_model, lambda: {"folder": saved}
-    calls["load_run"] = va.load_run, lambda: {"path": saved}
     calls["save_model"] = (
         va.save_model,
         lambda: {"model": resnet, "folder": folder / "again", "architecture": "resnet20"},

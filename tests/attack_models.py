@@ -347,13 +347,6 @@ def steps_in(folder):
         blocks[2].bias += 1
     va.save_adapter(blocks, adapter, also="2.bias")
 
-    def several():
-        model = network()
-        model[2].bias.data += 1
-        va.load_adapter_(model, adapter, name="one", strict=False)
-        va.load_adapter_(model, adapter, name="two", strict=False)
-        return model
-
     how = {"num_heads": 2, "example_input": (1, 3, 8, 8)}
     return {
         "insert_": (Own, lambda m: va.insert_(m, names=["first", "last"], **how)),
@@ -363,9 +356,6 @@ def steps_in(folder):
         "swap_back_": (exchanged, va.swap_back_), "swap_back_ copy": (lambda: exchanged(copy=True), va.swap_back_),
         "load_checkpoint": (network, lambda m: va.load_checkpoint(m, weights)),
         "load_adapter_": (network, lambda m: va.load_adapter_(m, adapter, strict=False)),
-        "load_adapter_ name": (network, lambda m: va.load_adapter_(m, adapter, strict=False, name="one")),
-        "set_adapter": (several, lambda m: va.set_adapter(m, "one")), "set_adapter None": (several,
-        lambda m: va.set_adapter(m, None)),
         "set_gates_": (with_blocks, lambda m: va.set_gates_(m, 0.5)), "set_impl_": (with_blocks,
         lambda m: va.set_impl_(m, "bmm")),
         "freeze_backbone_": (with_blocks, va.freeze_backbone_), "contribution": (with_blocks,

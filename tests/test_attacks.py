@@ -107,14 +107,11 @@ CALLS = {
         lambda x: va.insert_(attack_arguments.network(), where=x, example_input=(1, 3, 8, 8)),
     ],
     "block": [lambda x: va.insert_(attack_arguments.network(), type(x), names="0", example_input=(1, 3, 8, 8))],
-    "name": [lambda x: va.set_adapter(blocks(), [x]), lambda x: va.load_adapter_(blocks(), "a", name=[x])],
     "dry_run": [lambda x: va.swap_(blocks(), dry_run=x)],
     "memory_limit": [lambda x: va.inspect_model(blocks(), example_input=(1, 3, 8, 8), memory_limit=[x])],
     "device": [lambda x, make=make: make(device=x) for make in attack_arguments.MAKERS],
     "dtype": [lambda x, make=make: make(dtype=x) for make in attack_arguments.MAKERS],
     "channels": [lambda x: va.Attention2d(None)],
-    "classes": [lambda x: va.Classifier(blocks(), x, (3, 8, 8), (0.5,) * 3, (0.5,) * 3)],
-    "input_size": [lambda x: va.Classifier(blocks(), (), (x,), (0.5,) * 3, (0.5,) * 3)],
     "images": [lambda x: va.explore(blocks(), x, "page.html"), lambda x: va.figures.attention_figure(x, seen()["0"])],
     "titles": [lambda x: va.explore(blocks(), torch.rand(1, 3, 4, 4), "page.html", titles=b"1")],
     "query": [lambda x: va.figures.attention_figure(torch.rand(1, 3, 4, 4), seen()["0"], query=[x])],
@@ -146,7 +143,7 @@ def test_networks_of_every_make_take_blocks_exactly_or_stay_as_they_were(name):
 def test_a_failure_at_some_steps_leaves_the_network_as_it_was(tmp_path):
     """Of those changes in which it did not; the script fails at every step of every one."""
     steps = attack_models.steps_in(tmp_path)
-    for what in ("insert_", "remove_", "load_checkpoint", "set_adapter", "freeze_backbone_"):
+    for what in ("insert_", "remove_", "load_checkpoint", "load_adapter_", "freeze_backbone_"):
         _, done, wrong = attack_models.fail_at_every_step(*steps[what], every=23 if what != "insert_" else 211)
         assert (done > 0, wrong) == (True, []), what
 
