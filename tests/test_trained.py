@@ -1,28 +1,20 @@
 """A trained model in use: a run or a network as a folder, opened in a fresh process, and gone on with."""
 
 import csv
-import json
 import math
 import shutil
-import subprocess
-import sys
-import types
-from pathlib import Path
 
-import crafted
 import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 import vision_attn as va
 import vision_attn.networks.insertion
 import vision_attn.networks.models
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.controls import ConvBlock2d
 from vision_attn.tools.training.images import prepare, rgb
 from vision_attn.tools.training.settings import Settings
 from vision_attn.tools.training.train import train
