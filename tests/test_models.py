@@ -263,7 +263,7 @@ def test_the_network_of_our_own_training_scores_what_its_card_says(real_data, tm
     network = timm.create_model("resnet20_attention.cifar100", pretrained=True)
     found = top1(network, cifar_images(real_data, "cifar100", tmp_path, network.pretrained_cfg))
     card = weights_folder() / "resnet20_attention_cifar100" / "README.md"
-    assert f"| {found:.2f} % (seed 0) |" in card.read_text()
+    assert f"| {found:.2f} % (seed 0)" in card.read_text()
 
 
 #: Data, network, checkpoint, and the accuracy that it was published with, in percent.

@@ -100,7 +100,9 @@ def test_what_was_inserted_comes_back_and_leaves_no_trace(place, tmp_path):
 
     other = small_network()
     before = copied(other)
+    random = torch.get_rng_state()
     report = load_adapter_(other, tmp_path / "adapter.safetensors")
+    assert torch.equal(torch.get_rng_state(), random)
     assert_same(other.state_dict(), model.state_dict())
     assert records(other) == records(model)
     assert set(report.loaded) == inserted_keys(model)

@@ -9,15 +9,15 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from vision_attn.tools.training.images import prepare, rgb
-from vision_attn.tools.training.train import train
 
 import vision_attn as va
 import vision_attn.networks.insertion
 import vision_attn.networks.models
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
+from vision_attn.tools.training.images import prepare, rgb
 from vision_attn.tools.training.settings import Settings
+from vision_attn.tools.training.train import train
 
 pytestmark = [pytest.mark.filterwarnings("ignore:the map at"), pytest.mark.usefixtures("no_pictures")]
 

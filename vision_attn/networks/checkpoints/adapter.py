@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.checks import check_flags, check_type
@@ -154,7 +155,8 @@ def load_adapter_(
     differing = other_tensors(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
-        form.put_in(model, adapter, makers, example_input)
+        with torch.random.fork_rng(devices=[]):  # the values that blocks begin with are nobody's
+            form.put_in(model, adapter, makers, example_input)
         wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
         if wrong:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")

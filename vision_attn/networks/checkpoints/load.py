@@ -17,7 +17,7 @@ from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, rem
 from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
 from vision_attn.networks.checkpoints.weights import find_weights
 from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
-from vision_attn.networks.safe import CheckpointFile, read_file
+from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
 
 
@@ -68,19 +68,6 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    return load_file(model, read_file(path), strict=strict, ema=ema, fresh=fresh, prefix=prefix)
-
-
-def load_file(
-    model: nn.Module,
-    file: CheckpointFile,
-    *,
-    strict: bool = True,
-    ema: bool = False,
-    fresh: str | Iterable[str] = (),
-    prefix: str = "",
-) -> LoadReport:
-    """:func:`load_checkpoint`, of a file that is read already."""
     check_type("prefix", prefix, str, "a text")
     check_flags(strict=strict, ema=ema)
     fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
@@ -92,6 +79,7 @@ def load_file(
     own, arguments = state | of_kept | state, arguments_of(state)
     asked = matching("fresh", fresh, own)
 
+    file = read_file(path)
     saved, saved_arguments, found = find_weights(file, own=own, ema=ema, prefix=prefix)
     stretched = stretched_tables(model, saved)
     weights = {**saved, **stretched}

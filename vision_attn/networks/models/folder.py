@@ -30,7 +30,7 @@ from torchvision.transforms.v2 import RGB, Grayscale
 from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
-from vision_attn.networks.checkpoints.load import load_file, refuse_without_values
+from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import arguments_of
 from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.models.registry import config_of
@@ -200,7 +200,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
     if len(kinds) == 1:
         model.to(kinds.pop())
-    load_file(model, file)
+    load_checkpoint(model, folder / "model.safetensors")
     classes = config.get("label_names")
     vars(model).update(classes=tuple(classes) if classes else None, transform=transform_of(model))
     return model.eval()

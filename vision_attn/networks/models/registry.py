@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import timm
 from timm.layers import create_classifier
 from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretrained_cfgs, register_model
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 __all__ = ["StagedNetwork", "config_of", "create_model", "own_cfg", "registered", "weights_file", "weights_folder"]
@@ -84,45 +83,13 @@ class StagedNetwork(nn.Module):
         """Compute what is inside of the stages anew in the backward pass, instead of keeping it."""
         self.grad_checkpointing = enable
 
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The maps after the stages, with what :meth:`forward_features` gives before them.
-
-        Args:
-            x: images, ``(b, in_chans, h, w)``.
-            indices: stages by index; the last so many if a number, all when None.
-            norm: whether the map of the last stage is normalised, where the network has a norm there.
-            stop_early: whether stages after the last one asked for are left out.
-            output_fmt: ``"NCHW"``.
-            intermediates_only: whether the maps are given alone.
-        """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW'; got {output_fmt!r}")
-        taken, last = feature_take_indices(len(self.feature_info), indices)
-        maps = self.run_stages(x, last + 1 if stop_early else len(self.feature_info))
-        y = self.norm_features(maps[-1]) if len(maps) == len(self.feature_info) else maps[-1]
-        found = [y if norm and index == len(maps) - 1 else maps[index] for index in taken]
-        return found if intermediates_only else (y, found)
-
-    def run_stages(self, x: Tensor, count: int) -> list[Tensor]:
-        """The maps after the first stages."""
-        x, maps = self.stem(x), []
-        for entry in self.feature_info[:count]:
-            stage = self.get_submodule(entry["module"])
-            x = checkpoint_seq([stage], x) if self.grad_checkpointing else stage(x)
-            maps.append(x)
-        return maps
-
     def forward_features(self, x: Tensor) -> Tensor:
         """The map that the head is given, ``(b, num_features, h, w)``, of images ``(b, in_chans, h, w)``."""
-        return self.norm_features(self.run_stages(x, len(self.feature_info))[-1])
+        x = self.stem(x)
+        for entry in self.feature_info:
+            stage = self.get_submodule(entry["module"])
+            x = checkpoint_seq([stage], x) if self.grad_checkpointing else stage(x)
+        return self.norm_features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """What the network gives for the map of :meth:`forward_features`; ``pre_logits`` leaves out the classifier."""
