@@ -679,6 +679,7 @@ MISTAKES = {
     "a number for a name": ({"names": 5}, "names must be a glob"),
     "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be images, their shape .* got 64"),
     "a module": ({"stages": 1, "block": nn.Conv2d(8, 8, 1)}, "block must be a class or a function"),
+    "no layout": ({"stages": 1, "layout": "b w h c"}, r'layout must be "b c h w", .*; got .b w h c.'),
     "nothing made": (
         {"stages": 1, "block": lambda channels, **_: None},
         "make a new module for each site; it made None",

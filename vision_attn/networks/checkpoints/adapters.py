@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from vision_attn.networks.insertion import changeable, inserted
-from vision_attn.networks.insertion.attach import RECORD, as_now, attach, detach, forget_compiled_graphs
+from vision_attn.networks.insertion.attach import RECORD, as_now, forget_compiled_graphs
+from vision_attn.networks.insertion.attach import attach_ as attach
+from vision_attn.networks.insertion.attach import detach_ as detach
 
 #: The attribute in which a network keeps its named adapters.
 ADAPTERS = "named_adapters"

@@ -25,7 +25,7 @@ from vision_attn.attention.blocks import EXCHANGED, Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, partition_of, resolve_pattern
 from vision_attn.networks.convert.layer import LAYERS, OWN, Layer
 from vision_attn.networks.convert.refusal import HOOKS, path_of
-from vision_attn.networks.insertion.attach import exchange
+from vision_attn.networks.insertion.attach import exchange_ as exchange
 from vision_attn.networks.insertion.record import token_grid
 
 __all__ = [

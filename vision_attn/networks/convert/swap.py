@@ -28,7 +28,7 @@ from vision_attn.networks.convert.layer import LAYERS, layer_of
 from vision_attn.networks.convert.proof import difference
 from vision_attn.networks.convert.refusal import path_of
 from vision_attn.networks.convert.timing import SLOWEST, times_of
-from vision_attn.networks.insertion.attach import exchange
+from vision_attn.networks.insertion.attach import exchange_ as exchange
 from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
