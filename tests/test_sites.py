@@ -526,7 +526,7 @@ def test_tokens_in_as_many_cells_of_another_grid_are_refused():
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
     with pytest.raises(
-        ValueError, match=r"'blocks.0' was inserted for a grid of 14×14 tokens; images of 112×448 have as many in 7×28"
+        ValueError, match=r"for a grid of 14×14 tokens; images of 112×448 have as many tokens in a grid of 7×28"
     ):
         copy.deepcopy(model)(images)
     model(torch.randn(2, 3, 224, 224))
@@ -679,6 +679,7 @@ MISTAKES = {
     "a number for a name": ({"names": 5}, "names must be a glob"),
     "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be images, their shape .* got 64"),
     "a module": ({"stages": 1, "block": nn.Conv2d(8, 8, 1)}, "block must be a class or a function"),
+    "no layout": ({"stages": 1, "layout": "b w h c"}, r'layout must be "b c h w", .*; got .b w h c.'),
     "nothing made": (
         {"stages": 1, "block": lambda channels, **_: None},
         "make a new module for each site; it made None",

@@ -16,17 +16,6 @@ from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, 
 from vision_attn.networks.insertion.backbone import uncompiled
 from vision_attn.text import Report, Table
 
-__all__ = [
-    "BlockContribution",
-    "Branch",
-    "Contribution",
-    "Difference",
-    "branches",
-    "contribution",
-    "disabled",
-    "measured",
-]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -2,7 +2,7 @@
 
 A block becomes a child of its target, or of a module inside that, and a hook at the target applies it to the map that
 the target gives or takes. No module of the model is renamed or wrapped. A block that replaces a module is in its place,
-and keeps it. Where it goes, a block says in its record: :func:`attach` and :func:`detach` need nothing else.
+and keeps it. Where it goes, a block says in its record: :func:`attach_` and :func:`detach_` need nothing else.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def holder(model: nn.Module, target: str, inside: bool = False) -> str:
     raise SiteError(f"{target!r} takes no child, since it has attributes called {CHILD!r}: choose another module")
 
 
-def attach(model: nn.Module, block: nn.Module) -> None:
-    """Let a block run where its record says; :func:`detach` undoes it."""
+def attach_(model: nn.Module, block: nn.Module) -> None:
+    """Let a block run where its record says; :func:`detach_` undoes it."""
     record: InsertedBlock = vars(block)[RECORD]
     target = model.get_submodule(record.site)
     if record.at == "instead":
         vars(block)[REPLACED] = target
-        exchange(model, target, block)
+        exchange_(model, target, block)
         return
     owner, _, child = f"{record.site}.{record.held}".rpartition(".")
     model.get_submodule(owner).add_module(child, block)
@@ -170,13 +170,13 @@ def attached(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
     done: list[nn.Module] = []
     try:
         for block in blocks:
-            attach(model, block)
+            attach_(model, block)
             done.append(block)
         forget_compiled_graphs()
         yield
     except BaseException:
         for block in reversed(done):
-            detach(model, vars(block)[RECORD].site, block)
+            detach_(model, vars(block)[RECORD].site, block)
         forget_compiled_graphs()
         raise
 
@@ -206,7 +206,7 @@ def replacement_options(old: nn.Module) -> dict[str, int]:
     return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
 
 
-def detach(model: nn.Module, site: str, block: nn.Module) -> None:
+def detach_(model: nn.Module, site: str, block: nn.Module) -> None:
     """Take a block out, or put back what it replaced: where, and of the type and in the mode that, the model is now.
 
     The block keeps its record, which says where it was.
@@ -216,7 +216,7 @@ def detach(model: nn.Module, site: str, block: nn.Module) -> None:
     if REPLACED in vars(block):
         old: nn.Module = vars(block).pop(REPLACED)
         as_now(old, block)
-        exchange(model, block, old)
+        exchange_(model, block, old)
         return
     target = model.get_submodule(site)
     owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
@@ -246,7 +246,7 @@ def as_now(module: nn.Module, like: nn.Module) -> None:
         module.train(like.training)
 
 
-def exchange(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def exchange_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module wherever in the model another one is."""
     for module in list(model.modules()):
         for name, child in module._modules.items():

@@ -88,7 +88,7 @@ class Declared:
     scrambled: str = ""
 
 
-def declared(model: nn.Module) -> Declared:
+def declaration(model: nn.Module) -> Declared:
     """What a model declares, or the part of it that does."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -209,7 +209,7 @@ class DryRun:
     @cached_property
     def said(self) -> Declared:
         """What the model declares."""
-        return declared(self.model)
+        return declaration(self.model)
 
     @cached_property
     def channels(self) -> dict[str, int | None]:

@@ -7,6 +7,7 @@ its output is not the same bits they are detached again. For timm's hooks, :func
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     RECORD,
     attached,
-    detach,
+    detach_,
     forget_compiled_graphs,
     holder,
     inserted,
@@ -32,6 +33,9 @@ from vision_attn.networks.insertion.backbone import changeable, example_of, run_
 from vision_attn.networks.insertion.declared import DryRun, Map, leaves
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
+
+#: What a user can say of how a map lies.
+LAYOUT = re.compile(r"b c (t )?(h )?w|b (t )?(h )?w c|b \((\d+ \+ )?h w\) c")
 
 #: What makes a block.
 Maker = Callable[..., nn.Module]
@@ -97,6 +101,8 @@ def insert_(
     ('layer4.1', 49)
     """
     check_maker(block)
+    if layout is not None and not (isinstance(layout, str) and LAYOUT.fullmatch(layout)):
+        raise ValueError(f'layout must be "b c h w", "b h w c", "b (h w) c" or "b (1 + h w) c"; got {layout!r}')
     model = changeable(model)
     run = DryRun(model, example_of(model, example_input), layout)
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
@@ -215,7 +221,7 @@ def remove_(model: nn.Module) -> InsertionReport:
         raise ValueError("model has no inserted block to remove")
     report = InsertionReport(records(model), verb="removed")
     for site, block in blocks.items():
-        detach(model, site, block)
+        detach_(model, site, block)
         del vars(block)[RECORD]
     forget_compiled_graphs()
     return report
@@ -361,14 +367,7 @@ class TimmLayer:
     #: further arguments of it
     options: Mapping[str, Any] = field(hash=False)
 
-    def __call__(
-        self,
-        channels: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **words: Any,
-    ) -> nn.Module:
+    def __call__(self, channels: int, *, device: Any = None, dtype: Any = None, **words: Any) -> nn.Module:
         """Make the block."""
         if channels == 8 and words == {"rd_ratio": 1.0}:
             # So timm's EfficientNets ask whether a layer takes rd_ratio. The answer spares a block of 8 channels, which
@@ -378,13 +377,11 @@ class TimmLayer:
         known = inspect.signature(self.block).parameters
         if "feat_size" not in known:
             words.pop("feat_size", None)  # a block without tables is for maps of any size
-        if "stride" not in known:
-            stride = words.pop("stride", 1)
-            if stride != 1:
-                raise ValueError(
-                    f"stride must be 1 for {name_of(self.block)}, which gives maps of the size it takes; got "
-                    f"{stride}: where timm's layer strides use timm_layer(StridedAttention2d, …)"
-                )
+        if "stride" not in known and (stride := words.pop("stride", 1)) != 1:
+            raise ValueError(
+                f"stride must be 1 for {name_of(self.block)}, which gives maps of the size it takes; got {stride}: "
+                "where timm's layer strides use timm_layer(StridedAttention2d, …)"
+            )
         return self.block(channels, device=device, dtype=dtype, **self.options, **words)
 
     def __repr__(self) -> str:
