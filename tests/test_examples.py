@@ -21,24 +21,22 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, ToTensor
+from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
-from vision_attn.tools.training import digits, network, run_folder, settings
-from vision_attn.tools.training.images import open_image, prepare
+from vision_attn.tools.training import digits, folder, network, settings
+from vision_attn.tools.training.data import open_image
 from vision_attn.tools.training.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "train_cifar.py": ["--dataset", "folder", "--model", "tiny", "--insert", "layer2",
-                      "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "16",
-                      "--device", "cpu"],
+    "train_cifar.py": ["--epochs", "1", "--batch-size", "24", "--seeds", "2", "--lr", "0.05"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
-    "trainer_throughput.py": ["--dataset", "digit-pairs", "--model", "digit_pairs", "--epochs", "3", "--device", "cpu"],
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
     "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
@@ -74,42 +72,25 @@ def small_digit_pairs(monkeypatch):
     """Few canvases, and no curves drawn, which take longer than training on them."""
     monkeypatch.setattr(digits, "TRAIN_CANVASES", 256)
     monkeypatch.setattr(digits, "EVAL_CANVASES", 100)
-    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
 
 
-def test_train_cifar(image_folder, tmp_path, run_here):
-    arguments = EXAMPLES["train_cifar.py"]
-    code, out, err = run_here("train_cifar.py", *arguments, "--data", image_folder, "--output", tmp_path / "run")
+@pytest.fixture
+def small_cifar(image_folder, tmp_path):
+    """A folder as the script wants it: train and test of 32×32 images."""
+    for name, half in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / half)
+    return tmp_path
+
+
+def test_train_cifar(small_cifar, run_here):
+    arguments = "train_cifar.py", *EXAMPLES["train_cifar.py"], "--data", small_cifar, "--device", "cpu"
+    code, out, err = run_here(*arguments)
     assert (code, err) == (0, "")
-    assert "epoch 2/2" in out
-    last = torch.load(tmp_path / "run" / "last.pth", weights_only=True)
-    assert last["settings"]["label_smoothing"] == 0.1
-    assert "model_ema" in last
-
-
-def test_train_cifar_says_what_is_missing(run_here, tmp_path):
-    code, _, err = run_here("train_cifar.py", "--data", tmp_path, "--output", tmp_path / "run")
-    assert code == 1
-    assert "cifar100 cannot be read in" in err
-    assert "--dataset-download" in err
-
-
-# --- trainer_throughput.py --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small_digit_pairs")
-def test_the_trainer_is_compared_with_a_bare_loop(run_here):
-    arguments = ["trainer_throughput.py", *EXAMPLES["trainer_throughput.py"], "--insert", "stage3"]
-    code, out, err = run_here(*arguments, "--batch-size", "64", "--amp", "--grad-accum-steps", "2")
-    assert (code, err) == (0, "")
-    trainer = [int(rate) for rate in re.findall(r"([\d]+) images/s$", out, re.MULTILINE)[::2]]
-    bare = [int(rate.replace(",", "")) for rate in re.findall(r"bare loop: ([\d,]+) images/s", out)]
-    assert (len(trainer), len(bare)) == (3, 3)
-    shares = sorted(100 * one / other for one, other in zip(trainer[1:], bare[1:], strict=True))
-    (said,) = re.findall(r"([\d.]+) % \(of 2 epochs, ([\d.]+) to ([\d.]+)\)$", out, re.MULTILINE)
-    assert [float(one) for one in said] == pytest.approx([sum(shares) / 2, *shares], rel=0.02)
-    code, _, err = run_here(*arguments, "--epochs", "1")
-    assert (code, err) == (2, "trainer_throughput: error: epochs must be at least 2, as the first one warms up\n")
+    assert "3 blocks inserted" in out
+    scores = [float(score) for score in re.findall(r"seed \d: top-1 ([\d.]+) %", out)]
+    assert float(re.findall(r"top-1 ([\d.]+) ± .* over 2 seed", out)[0]) == pytest.approx(sum(scores) / 2, abs=0.01)
+    assert "inserted" not in run_here(*arguments, "--plain", "--images", "24")[1]
 
 
 # --- finetune_folder.py -----------------------------------------------------------------------------------------------
@@ -406,7 +387,7 @@ def pictures(tmp_path):
 def test_classifying_sees_images_as_training_does(exported, image_folder, pictures, run_here, flags):
     model, network = exported(*flags)
     paths = [image_folder / "val" / "red" / "0.png", *pictures]
-    images = torch.stack([prepare(open_image(path), (32, 32), None) for path in paths])
+    images = torch.stack([pil_to_tensor(open_image(path)) for path in paths])
     mean, std = (torch.tensor(STATISTICS[name]).view(3, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         shares = model((images / 255 - mean) / std).softmax(1)
@@ -448,10 +429,7 @@ def test_torch_hub_finds_the_networks(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [[], ["--compile"]])
-def test_train_cifar_on_a_gpu(image_folder, tmp_path, run_here, options):
-    arguments = [value for value in EXAMPLES["train_cifar.py"] if value not in ("--device", "cpu")]
-    code, out, err = run_here(
-        "train_cifar.py", *arguments, *options, "--data", image_folder, "--output", tmp_path / "run"
-    )
+def test_train_cifar_on_a_gpu(small_cifar, run_here, options):
+    code, out, err = run_here("train_cifar.py", *EXAMPLES["train_cifar.py"], *options, "--data", small_cifar)
     assert code == 0, err
-    assert "on cuda" in out
+    assert "over 2 seed(s)" in out
