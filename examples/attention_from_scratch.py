@@ -23,7 +23,7 @@ import vision_attn as va
 from vision_attn.attention import reference
 from vision_attn.networks.figures import Figure, save_figure
 from vision_attn.networks.insertion import count_multiply_adds
-from vision_attn.tools.benchmark.measure import peak_memory, time_in_turns
+from vision_attn.tools.benchmark.run import peak_memory, time_in_turns
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -505,9 +505,9 @@ for side in sides:
 cpu = torch.device("cpu")
 seconds, peak = {}, {}
 for side, x in maps.items():
-    calls = {name: [partial(block, x)] for name, block in blocks.items()}
-    times = time_in_turns(calls, rounds=3, device=cpu)
-    for name, (call,) in calls.items():
+    calls = {name: partial(block, x) for name, block in blocks.items()}
+    times = time_in_turns(calls, rounds=3)
+    for name, call in calls.items():
         seconds[name, side] = np.array(times[name])
         peak[name, side] = peak_memory(call, cpu) / 2**20
 growth = {name: peak[name, 64] / peak[name, 32] for name in blocks}

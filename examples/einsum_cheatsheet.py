@@ -22,7 +22,7 @@ from torch import Tensor, einsum, nn
 from torch.testing import assert_close
 
 import vision_attn as va
-from vision_attn.attention.attend import attend
+from vision_attn.attention.implementations import attend
 from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.figures import Figure, save_figure
 

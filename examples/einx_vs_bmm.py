@@ -30,7 +30,7 @@ from torch.testing import assert_close
 import vision_attn as va
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks.figures import Figure, save_figure
-from vision_attn.tools.benchmark.measure import time_in_turns
+from vision_attn.tools.benchmark.run import time_in_turns
 
 began = time.perf_counter()
 import einx  # noqa: E402 - what importing it costs is one of the questions
@@ -695,8 +695,8 @@ print(f"\n{'time, as a multiple of the fused block':<40} {'bmm':<20} einx")
 for batch, side in ((4, 8), (1, 24)):
     x = torch.randn(batch, 64, side, side, dtype=torch.float32)
     with torch.inference_mode():
-        calls = {name: [partial(contestant, x)] for name, contestant in timed.items()}
-        times = time_in_turns(calls, rounds=9, device=torch.device("cpu"))
+        calls = {name: partial(contestant, x) for name, contestant in timed.items()}
+        times = time_in_turns(calls, rounds=9)
     cells = []
     for name in ("bmm", "einx"):
         low, middle, high = quantiles([t / fused for t, fused in zip(times[name], times["fused"], strict=True)], n=4)

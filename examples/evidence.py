@@ -21,7 +21,7 @@ with eight others.
 first or the last stage: attention (in windows of 8×8 in the first), convolution, squeeze and excitation as a residual
 block, and the normalised shortcut alone. Two epochs, seeds 0 to 4, each pair compared.
 
-Verdicts are by Student's interval of 95 %, corrected for the comparisons of a table. On two idle cores the first takes
+Verdicts are by Games and Howell's intervals of 95 %, over all pairs of a table. On two idle cores the first takes
 about seven hours, the others one each, with the two variables of docs/speed.md. What each run came to is in
 the folder `results`.
 """
@@ -45,9 +45,8 @@ import vision_attn as va
 from vision_attn.networks.models.cifar_resnet import CifarResNet, cifar_cfg
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import settings_of_arm
-from vision_attn.tools.comparison.compare import compare
-from vision_attn.tools.training.data import image_folder
-from vision_attn.tools.training.network import add_block
+from vision_attn.tools.comparison.runs import compare
+from vision_attn.tools.training.data import Folder
 
 #: Settings name the block below by this module, also in processes of their own.
 sys.modules.setdefault("evidence", sys.modules[__name__])
@@ -55,8 +54,9 @@ CIFAR100 = {"img_size": 32, "mean": (0.5071, 0.4867, 0.4408), "std": (0.2673, 0.
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.201)}
 #: What the best way to put attention in is compared with.
 FINAL = ("plain", "convolution", "se", "se-residual", "norm-shortcut", "averaging")
+MACHINE = {"amp": "bfloat16", "channels_last": True}
 #: On a CPU the products of bmm are the fastest for these maps.
-MACHINE = {"amp": True, "channels_last": True, "impl": "bmm"}
+HEADS = ("num_heads=4", "impl=bmm")
 SIDE = 32
 
 
@@ -123,25 +123,23 @@ if "resnet20_botnet" not in timm.list_models("resnet20_*"):
 def cifar(options):
     recipe = {
         "data": options.data, "model": "resnet20", "lr": 0.1, "warmup_epochs": 0.5, "label_smoothing": 0.1,
-        "compile": options.compile, "num_heads": 4, **CIFAR100, **MACHINE,
+        "compile": options.compile, "block_options": HEADS, **CIFAR100, **MACHINE,
     }  # fmt: skip
-    add_block("evidence:Gating")
     table = {"block_options": (f"position=RelPosTable({SIDE // 2})",)}
-    gating = {"block_options": ("num_heads=4", "impl=bmm")}
     ways = {
         "in the last stage": ("attention", {"insert": ("layer3.*",)}),
         "at two ends": ("attention", {"insert": ("layer2", "layer3"), **table}),
         "botnet": ("plain", {"model": "resnet20_botnet"}),
         "augmented": ("plain", {"model": "resnet20_augmented"}),
         "beside se": ("attention", {"model": "resnet20_excited", "insert": ("layer3",)}),
-        "gating": ("attention", {"insert": ("layer3.*",), "block": "evidence:Gating", **gating}),
+        "gating": ("attention", {"insert": ("layer3.*",), "block": "evidence:Gating", "block_options": HEADS}),
         "attention pool": ("plain", {"model": "resnet20_attention_pool"}),
     }
     ways = {name: settings_of_arm(base, own, recipe) for name, (base, own) in ways.items()}
-    screened = {name: {**way, "hold_out": 0.1, "epochs": options.epochs or 10} for name, way in ways.items()}
+    screened = {name: {**way, "val_share": 0.1, "epochs": options.epochs or 10} for name, way in ways.items()}
     common = {**recipe, "insert": ("layer3.*",), "epochs": options.epochs or 10}
     how = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
-    best = compare(screened, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", pairs="all", **how).best
+    best = compare(screened, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **how).best
     arms = {name: settings_of_arm(name, {}, common) for name in FINAL}
     arms[best] = {**ways[best], "epochs": common["epochs"]}
     seeds = [10 + seed for seed in options.seeds or range(5)]
@@ -154,7 +152,7 @@ PLACES = {"row": "aabb", "column": "abab", "diagonal": "abba"}
 
 def make_canvases(photographs, folder):
     """Folders ``train`` and ``val`` of canvases, from photographs that are not in both."""
-    found = image_folder(Path(photographs) / "test").dataset.samples
+    found = Folder(Path(photographs) / "test").samples
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
     held = len(found) // 5
     for half, rows in (("train", order[held:]), ("val", order[:held])):
@@ -237,8 +235,8 @@ def keep_maps(weights, canvases, path):
 def frozen(options):
     """A network that knows CIFAR-10, of which what is new is trained."""
     return {
-        "model": "resnet20", "weights": options.weights, "reset_head": True, "freeze_backbone": True, "num_heads": 4,
-        "opt": "adamw", "lr": 3e-3, "weight_decay": 0.01, **CIFAR10, **MACHINE,
+        "model": "resnet20", "weights": options.weights, "reset_head": True, "freeze_backbone": True,
+        "block_options": HEADS, "opt": "adamw", "lr": 3e-3, "weight_decay": 0.01, **CIFAR10, **MACHINE,
     }  # fmt: skip
 
 
@@ -272,7 +270,7 @@ def adapters(options):
     near = {"insert": ("layer1.*",), "block_options": (f"pattern=Window({SIDE // 4})",)}
     arms["attention in layer1"] = settings_of_arm("attention", near, common)
     command = f"python examples/evidence.py adapters --data {options.data} --weights {options.weights}"
-    how = {"jobs": options.jobs, "pairs": "all", "command": command}
+    how = {"jobs": options.jobs, "command": command}
     compare({"head alone": settings_of_arm("plain", {}, common), **arms}, seeds=options.seeds or range(5),
             output=options.output, **how)  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import torch
 
-from vision_attn.attention.attend import IMPLS, attend
+from vision_attn.attention.implementations import IMPLS, attend
 
 #: The errors that rounding explains, by type, as a share of the largest number.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import vision_attn as va
 from vision_attn.attention.blocks import EXCHANGED
 
-TABLE = Path(__file__).with_suffix(".md")
+TABLE = Path(__file__).parents[1] / "docs/families.md"
 
 HEAD = """# Families
 

@@ -1,106 +1,118 @@
-"""Imports point one way: a room uses only the rooms below it, and importing the package loads nothing heavy."""
+"""Three floors: imports point down, which is read off the folders; importing the package loads nothing heavy."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 import vision_attn
 
 PACKAGE = Path(vision_attn.__file__).parent
-
-#: From the foundation up. A room that is new goes in here, and so decides what it may use.
-ROOMS = (
-    "reference",
-    "version",
-    "checks",
-    "text",
-    "errors",
-    "patterns",
-    "equations",
-    "attend",
-    "position",
-    "blocks",
-    "insertion",
-    "checkpoints",
-    "convert",
-    "models",
-    "inspection",
-    "capture",
-    "contribution",
-    "figures",
-    "explorer",
-    "training",
-    "comparison",
-    "export",
-    "benchmark",
-    "cli",
-    "__main__",
-)
+#: From the ground up. Every folder of the package is a floor, and what is no folder lies beneath all of them.
+FLOORS = ("attention", "networks", "tools")
+BESIDE = {"__init__", "__main__", "checks", "errors", "text", "version"}
 
 
-def imported_rooms(source):
-    """The rooms that a file imports, wherever in it the import stands."""
+def imported(source):
+    """The modules of ours that a file imports, wherever in it the import stands, as their parts."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names = [node.module] if node.module != "vision_attn" else [f"vision_attn.{a.name}" for a in node.names]
+            # What is imported from a floor or from the package itself may be a module.
+            whole = node.module.count(".") > 1 or not node.module.startswith("vision_attn")
+            names = [node.module] if whole else [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        # The package itself, or a name that it makes and that is no room's, stands above every room.
-        yield from ((f"{name}.").split(".")[1] for name in names if name.split(".")[0] == "vision_attn")
+        yield from (parts[1:] for parts in (name.split(".") for name in names) if parts[0] == "vision_attn")
 
 
-def test_the_picture_has_the_rooms_in_their_order():
-    picture = ElementTree.parse(Path(__file__).resolve().parents[1] / "docs" / "rooms.svg")
-    rooms = [element for element in picture.iter("{http://www.w3.org/2000/svg}text") if element.get("class") == "room"]
-    rooms.sort(key=lambda element: (-float(element.get("y")), float(element.get("x"))))  # the lowest row first
-    assert [element.text for element in rooms] == [x for x in ROOMS if x not in ("reference", "version", "__main__")]
+def upward(floor, source):
+    """What a file on a floor imports from above it, or from the package itself, which is above all."""
+    allowed = {*FLOORS[: FLOORS.index(floor) + 1], *BESIDE} if floor in FLOORS else BESIDE
+    return sorted({".".join(parts) for parts in imported(source) if not parts or parts[0] not in allowed})
 
 
-def upward_imports(room, source):
-    allowed = ROOMS[: ROOMS.index(room) + 1] if room != "reference" else ()
-    return sorted(set(imported_rooms(source)) - set(allowed))
-
-
-def test_every_room_has_its_place():
-    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert found - {"__init__"} == set(ROOMS)
+def test_there_are_three_floors_and_little_beside_them():
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(FLOORS)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == BESIDE
 
 
 def test_no_import_points_up():
-    upward = {}
+    found = {}
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room != "__init__" and (found := upward_imports(room, path.read_text())):
-            upward[str(path.relative_to(PACKAGE))] = found
-    assert upward == {}
+        floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if floor != "__main__" and (names := upward(floor, path.read_text())):
+            found[str(path.relative_to(PACKAGE))] = names
+    assert found == {}
 
 
 @pytest.mark.parametrize(
-    ("room", "source", "upward"),
+    ("floor", "source", "names"),
     [
-        ("attend", "from vision_attn.attention.blocks import Attention2d", ["blocks"]),
-        ("attend", "import vision_attn.tools.training.loop", ["training"]),
-        ("blocks", "def f():\n    from vision_attn import capture", ["capture"]),
-        ("reference", "import vision_attn.attention.reference", ["reference"]),
-        ("blocks", "from vision_attn.attention.attend import attend", []),
-        ("cli", "import vision_attn", [""]),
-        ("cli", "def f():\n    from vision_attn import __version__", ["__version__"]),
+        ("attention", "from vision_attn.networks import insertion", ["networks.insertion"]),
+        ("attention", "import vision_attn.tools.training.loop", ["tools.training.loop"]),
+        ("networks", "def f():\n    from vision_attn.tools.cli import main", ["tools.cli"]),
+        ("networks", "from vision_attn import capture", ["capture"]),
+        ("tools", "import vision_attn", [""]),
+        ("errors", "from vision_attn.attention.blocks import Attention2d", ["attention.blocks"]),
+        ("tools", "from vision_attn.networks.insertion import insert_", []),
+        ("attention", "from vision_attn.checks import check_type", []),
     ],
 )
-def test_an_import_that_points_up_is_found(room, source, upward):
-    assert upward_imports(room, source) == upward
+def test_an_import_that_points_up_is_found(floor, source, names):
+    assert upward(floor, source) == names
+
+
+def cycle(needs):
+    """Rooms that need each other in a circle, if there are any: ``needs`` has the rooms that each imports."""
+    left = {room: set(others) for room, others in needs.items()}
+    while free := [room for room, others in left.items() if not others & left.keys()]:
+        for room in free:
+            del left[room]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_the_rooms_of_a_floor_import_each_other_one_way(floor):
+    needs = {}
+    for path in (PACKAGE / floor).rglob("*.py"):
+        room = path.relative_to(PACKAGE / floor).parts[0].removesuffix(".py")
+        if room != "__init__":
+            others = {parts[1] for parts in imported(path.read_text()) if parts[:1] == [floor] and len(parts) > 1}
+            needs.setdefault(room, set()).update(others - {room})
+    assert cycle(needs) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "d"]
+
+
+def test_the_ground_floor_needs_torch_alone():
+    names = {
+        name.split(".")[0]
+        for path in (PACKAGE / "attention").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert names - sys.stdlib_module_names <= {"vision_attn", "torch", "numpy", "einx"}
+
+
+def test_no_function_shares_the_name_of_its_module():
+    same = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name == (path.parent.name if path.stem == "__init__" else path.stem)
+    ]
+    assert same == []
 
 
 def test_the_package_loads_nothing_heavy_opens_no_connection_and_is_a_program():
-    """In one process, since importing torch is most of what it does."""
-    heavy = ("einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision", "keras")
+    heavy = ("torch", "einx", "timm", "matplotlib", "accelerate", "sklearn", "torchvision", "keras")
     code = f"""
 import runpy, sys
 sys.addaudithook(lambda event, arguments: print(event) if event.startswith("socket.") else None)
@@ -117,8 +129,9 @@ runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
     assert (version, done.stderr) == (f"vision-attn {vision_attn.__version__}", "")
 
 
-def test_every_public_name_exists():
+def test_the_public_names_are_few_and_there():
+    assert len(vision_attn.__all__) <= 50
     for name in vision_attn.__all__:
         assert getattr(vision_attn, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'atention'"):
+    with pytest.raises(AttributeError, match="atention"):
         vision_attn.atention  # noqa: B018

@@ -7,8 +7,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vision_attn as va
-from vision_attn.attention.attend import IMPLEMENTATIONS, attend, attention_weights
-from vision_attn.attention.attend.linear import attend_linear
+from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
+from vision_attn.attention.blocks.linear import attend_linear
+from vision_attn.attention.blocks.weights import attention_weights
 
 HALVES = (torch.float16, torch.bfloat16)
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
@@ -269,6 +270,25 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
     assert (attend(ones, ones, ones, impl=impl, dropout=1.0) == 0).all()
 
 
+@pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])
+def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
+    """On the CPU torch has no fused kernel with dropout or gradients of a mask: auto takes bmm there."""
+    q, k, v = heads(*[(2, 2, 6, 8)] * 3)
+    mask = torch.randn(1, 2, 6, 6, requires_grad=True) if case.startswith("a bias") else None
+    called = set()
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    for impl, expected in (("sdpa", True), ("bmm", False), ("auto", case == "plain")):
+        called.clear()
+        with Called():
+            attend(q, k, v, impl=impl, mask=mask, dropout=0.5 if case == "dropout" else 0.0)
+        assert (F.scaled_dot_product_attention in called, torch.bmm in called) == (expected, not expected), impl
+
+
 # --- memory, by count -------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +432,7 @@ def test_an_implementation_from_outside_is_available_to_every_block(registered):
 
 def test_what_is_no_implementation_is_refused():
     q = torch.ones(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa'; got 'flash'"):
+    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'auto'; got 'flash'"):
         attend(q, q, q, impl="flash")
     for name in ("", "bmm", None):
         with pytest.raises(ValueError, match=r"name must be a new one, none of 'einx', 'bmm'.*; got"):

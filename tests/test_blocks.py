@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import pickle
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import vision_attn as va
-from vision_attn.attention.attend import IMPLEMENTATIONS
 from vision_attn.attention.blocks.projection import POINTWISE
-from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from vision_attn.attention.implementations import IMPLEMENTATIONS
 
 DOUBLE = {"dtype": torch.float64}
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-RESIDUAL = pytest.mark.parametrize("block", [va.AttentionBlock2d, ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d])
 each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
 
 
@@ -131,8 +128,6 @@ def test_gradients_have_the_strides_of_their_parameters_in_channels_last(groups)
         va.AttentionBlock2d(8, num_heads=2, groups=groups, gate_init=1.0),
         va.TransformerBlock2d(8, 2),
         va.LinearAttention2d(8, 2),
-        ConvBlock2d(8),
-        SqueezeExciteBlock2d(8),
         va.StridedAttention2d(8, num_heads=2),
     ]
     model = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
@@ -149,7 +144,7 @@ def test_the_kernel_reads_views_of_one_tensor(monkeypatch, memory_format):
         return F.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setitem(IMPLEMENTATIONS, "sdpa", dataclasses.replace(IMPLEMENTATIONS["sdpa"], attend=spy))
-    va.Attention2d(16, 2)(torch.randn(2, 16, 5, 6).contiguous(memory_format=memory_format))
+    va.Attention2d(16, 2, impl="sdpa")(torch.randn(2, 16, 5, 6).contiguous(memory_format=memory_format))
     assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
     assert all(x.stride(-1) == 1 for x in seen)
 
@@ -190,6 +185,7 @@ def test_device_dtype_and_empty_batches_are_honoured():
     for impl in va.IMPLS:
         block = va.Attention2d(8, 2, impl=impl, pattern=va.Window(2, shift=1), position=va.RelPosTable())
         assert block(torch.randn(0, 8, 3, 5), torch.ones(15, 15, dtype=torch.bool)).shape == (0, 8, 3, 5)
+        assert block.attention_weights(torch.randn(0, 8, 3, 5)).shape == (0, 2, 15, 15)
     for impl in ("einx", "bmm"):
         assert va.LinearAttention2d(8, 2, impl=impl)(torch.randn(0, 8, 3, 5)).shape == (0, 8, 3, 5)
 
@@ -229,7 +225,6 @@ UNBATCHED = [
         (3, 5),
         None,
     ),
-    (lambda impl: SqueezeExciteBlock2d(8, gate_init=1.0), (3, 5), None),
 ]
 
 
@@ -244,7 +239,7 @@ def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(make, size, 
         y = block(x, **given)
         assert y.shape == x.shape
         close(y, block(x[None], **batched)[0], atol=1e-6)
-        if not isinstance(block, (va.LinearAttention2d, SqueezeExciteBlock2d)) and context_size is None:
+        if not isinstance(block, va.LinearAttention2d) and context_size is None:
             mask = torch.rand(x[0].numel(), 1) < 0.7
             close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
 
@@ -257,11 +252,22 @@ def test_a_hook_sees_one_map_without_a_batch_once(block):
     assert seen == [(8, 3, 5)]
 
 
-@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4)])
-def test_an_input_that_is_no_map_is_refused(shape):
-    for block in (va.Attention2d(8, 2), va.LinearAttention2d(8, 2)):
+EACH = [va.Attention2d, va.LinearAttention2d, va.TransformerBlock2d]
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4), None])
+@pytest.mark.parametrize("block", EACH)
+def test_an_input_that_is_no_map_is_refused(block, shape):
+    for x in ("a map", 3, None) if shape is None else (torch.zeros(shape),):
         with pytest.raises(ValueError, match=r"x must be maps of shape \(batch, 8, height, width\); got"):
-            block(torch.zeros(shape))
+            block(8, 2)(x)
+
+
+@pytest.mark.parametrize("block", EACH)
+def test_the_mask_of_an_empty_batch_is_checked_too(block):
+    for mask in (torch.ones(7, 7, dtype=torch.bool), torch.ones(15, dtype=torch.long), "no mask"):
+        with pytest.raises(ValueError, match=r"mask must (be|broadcast)"):
+            block(8, 2)(torch.randn(0, 8, 3, 5), mask)
 
 
 # --- projections ------------------------------------------------------------------------------------------------------
@@ -310,6 +316,15 @@ def test_hooks_on_projections_fire():
     assert seen == [("qkv", (2, 24, 3, 4)), ("proj", (2, 8, 3, 4))]
     block.proj.register_forward_hook(lambda module, args, y: torch.zeros_like(y))
     assert (block(x) == 0).all()
+
+
+@pytest.mark.parametrize("options", [{"kv_stride": 2}, {"kv_stride": 2, "groups": 2}], ids=str)
+def test_a_hook_on_the_projection_fires_once_with_averaged_keys(options):
+    block, seen = va.Attention2d(8, 2, **options), []
+    expected = block(x := torch.randn(2, 8, 4, 6))
+    block.qkv.register_forward_hook(lambda module, args, y: seen.append(tuple(y.shape)))
+    close(block(x), expected)
+    assert seen == [(2, 24, 4, 6)]
 
 
 class LowRank(nn.Module):
@@ -457,8 +472,8 @@ def test_queries_that_are_no_tokens_are_refused(queries):
 # --- around attention -------------------------------------------------------------------------------------------------
 
 
-@RESIDUAL
-def test_a_new_block_is_the_identity_bit_for_bit(block):
+def test_a_new_block_is_the_identity_bit_for_bit():
+    block = va.AttentionBlock2d
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.randn(2, 16, 4, 5, dtype=dtype) * 100
         for new in (block(16, dtype=dtype), block(16, gate_init=0.0, dtype=dtype)):
@@ -472,15 +487,21 @@ def test_a_new_block_is_the_identity_bit_for_bit(block):
         assert block(16, gate_init=1.0)(x).dtype == torch.bfloat16
 
 
+def test_a_branch_is_left_as_it_is_where_no_zeros_are_asked_for():
+    """As timm calls it, with ``zero_init_last`` of the network."""
+    block = va.AttentionBlock2d(8, 2)
+    nn.init.ones_(block.attn.proj.weight)
+    block.init_weights(zero_init_last=False)
+    assert (block.attn.proj.weight == 1).all()
+    block.init_weights()
+    assert not block.attn.proj.weight.any()
+
+
 @pytest.mark.parametrize(
     ("module", "first"),
     [
         (lambda: va.AttentionBlock2d(16), {"attn.proj.weight", "attn.proj.bias"}),
-        (lambda: ConvBlock2d(16), {"project.weight", "project.bias"}),
         (lambda: va.AttentionBlock2d(16, gate_init=0.0), {"gate"}),
-        (lambda: ConvBlock2d(16, gate_init=0.0), {"gate"}),
-        (lambda: SqueezeExciteBlock2d(16), {"gate"}),
-        (lambda: NormBlock2d(16), {"gate"}),
     ],
 )
 def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
@@ -493,35 +514,6 @@ def test_one_part_of_a_new_block_learns_first_and_all_follow(module, first):
         reached = {name for name, p in module.named_parameters() if p.grad.abs().max() > 0}
         assert reached == (first if step == 0 else {name for name, _ in module.named_parameters()})
         optimizer.step()
-
-
-def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
-    for channels in (8, 16, 32, 64, 256, 1024):
-        kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
-        blocks = (va.AttentionBlock2d, SqueezeExciteBlock2d, *kernels)
-        attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
-        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1, or 2c + 171.
-        assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls[:-1])
-        assert channels < 16 or abs(attention - controls[-1]) <= (2 * channels + 171) / 2 + 1
-    block, x = SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
-    y = torch.stack([F.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2).unflatten(2, (3, 4))
-    hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
-    scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
-    torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
-    torch.testing.assert_close(NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
-
-
-def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
-    block, x = ConvBlock2d(8, kernel_size=None, gate_init=0.5), torch.randn(2, 8, 3, 4)
-    added = block(x) - x
-    pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
-    torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
-    with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
-        block, x = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
-        other = x.clone()
-        other[..., 0] += torch.randn(8, 1)
-        changed = (block(x) != block(other)).any(1)[0, 0]
-    assert changed.tolist() == [True] * 7 + [False] * 13
 
 
 @pytest.mark.parametrize(
@@ -635,8 +627,6 @@ def augmented(**options):
         (lambda: va.AttentionBlock2d(8, 2, out_channels=4), "out_channels must"),
         (lambda: va.AttentionBlock2d(0, 2), "channels must"),
         (lambda: va.AttentionBlock2d(8, 2, gate_init="x"), "gate_init must"),
-        (lambda: SqueezeExciteBlock2d(8, gate_init=None), "gate_init must"),
-        (lambda: ConvBlock2d(8, kernel_size=4), "kernel_size must be odd"),
         (transformer(out_channels=4), "out_channels must"),
         (transformer(mlp_ratio=0), "mlp_ratio must"),
         (transformer(activation="silu"), "activation must"),
@@ -678,7 +668,7 @@ def test_an_argument_that_does_not_exist_is_refused_by_name(make):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.zeros(1, 1, 1, 12), "mask must be bool"),
+        (torch.zeros(1, 1, 1, 12), "mask must be a bool tensor"),
         (torch.ones(12, 12, dtype=torch.bool), r"cannot mask a key for one query alone; got \(12, 12\)"),
         (torch.ones(3, 1, 1, 12, dtype=torch.bool), "mask must broadcast"),
     ],

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torchvision
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch._dynamo.exc import TorchRuntimeError
 from torchvision.models.resnet import BasicBlock
@@ -235,17 +234,28 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_default_implementation_does_it_with_every_pattern_and_term(options):
     for capability in (maps_over_a_further_axis, is_traced_by_fx):
-        capability(make("sdpa", **OPTIONS[options]))
+        capability(make("auto", **OPTIONS[options]))
 
 
 def test_a_pattern_and_a_term_are_compiled_and_exported():
-    block = make("sdpa", **OPTIONS["shifted window, table"])
+    block = make("auto", **OPTIONS["shifted window, table"])
     compiles_with_its_backward_pass(block)
     exports(block)
 
 
 def test_a_pattern_and_a_term_are_exported_with_any_size():
-    exports_with_any_batch_and_size(make("sdpa", **OPTIONS["rows, convolution"]))
+    exports_with_any_batch_and_size(make("auto", **OPTIONS["rows, convolution"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, OPTIONS["shifted window, table"], OPTIONS["rotary, shared heads"]], ids=str)
+def test_the_exporter_by_traces_writes_what_the_block_computes(options):
+    """``dynamo=False``: it ended the process, at an axis that was counted from the last one."""
+    block, file = make("auto", **options), io.BytesIO()
+    torch.onnx.export(block, (example(),), file, dynamo=False)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    (found,) = session.run(None, {session.get_inputs()[0].name: example().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
 
 
 OTHERS = [va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d]
@@ -266,7 +276,7 @@ def test_a_transformer_block_is_compiled():
 def test_every_block_is_compiled_and_exported_with_any_size():
     """Those that the tests above leave out: with the compiler to machine code, and where tracing sizes takes long."""
     for options in OPTIONS:
-        block = make("sdpa", **OPTIONS[options])
+        block = make("auto", **OPTIONS[options])
         compiles_with_its_backward_pass(block)
         whole = re.match("shift|neigh|str", options)  # windows: whether there is padding is a fact of the graph
         exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
@@ -280,7 +290,7 @@ def test_every_block_is_compiled_and_exported_with_any_size():
             torch.testing.assert_close(found, block(example()), rtol=1e-4, atol=1e-5)
 
 
-# --- a network with blocks: five families -----------------------------------------------------------------------------
+# --- a network with blocks: four families -----------------------------------------------------------------------------
 
 #: The smallest of each; timm has some for tests.
 FAMILIES = (
@@ -288,13 +298,11 @@ FAMILIES = (
     "test_convnext",
     "test_efficientnet",
     "test_mambaout",  # whose maps are (b, h, w, c)
-    "regnetx_002",  # whose stages loop over their children; it has as many as the others together
 )
 SHAPE = (2, 3, 64, 64)
 
-as_parameters = [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.thorough)]
-in_families = pytest.mark.parametrize("family", as_parameters)
-in_timms_families = pytest.mark.parametrize("family", as_parameters[1:])
+in_families = pytest.mark.parametrize("family", FAMILIES)
+in_timms_families = pytest.mark.parametrize("family", FAMILIES[1:])
 
 
 def plain_network(family, **options):
@@ -320,13 +328,6 @@ def without_blocks(model):
     return other
 
 
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @in_families
 def test_a_network_is_copied_and_saved(family):
     model, x = network(family)
@@ -337,7 +338,7 @@ def test_a_network_is_copied_and_saved(family):
     with torch.no_grad():
         plain = without_blocks(model)(x)
         assert not torch.allclose(model(x), plain, rtol=1e-3)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model), other):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
             assert torch.equal(twin(x), model(x))
         for block in va.inserted(twin).values():
             nn.init.zeros_(block.gate)
@@ -365,30 +366,10 @@ def is_exported_with_any_batch(model, x):
             torch.testing.assert_close(program.module()(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-def is_exported_as_onnx(model, x):
-    file = io.BytesIO()
-    torch.onnx.export(model, (x,), file, verbose=False, external_data=False)
-    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-3, atol=1e-4)
-
-
 def test_a_network_is_compiled_and_exported():
     """The smallest there is; the test of export has one as ONNX."""
     for does in (is_compiled, is_exported_with_any_batch):
         does(*network("tiny"))
-
-
-@pytest.mark.thorough
-def test_networks_of_every_family_are_compiled_and_exported():
-    """Compiled to machine code too."""
-    for family in FAMILIES:
-        model, x = network(family)
-        for does in (is_compiled, is_exported_with_any_batch, is_exported_as_onnx):
-            does(model, x)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(model, "inductor")(x), model(x), rtol=1e-3, atol=1e-3)
 
 
 @in_families
@@ -402,18 +383,6 @@ def test_features_are_extracted_by_fx(family):
     with torch.no_grad():
         model(x)
         torch.testing.assert_close(extractor(x)[site], seen[0])
-
-
-@in_families
-def test_a_moving_average_has_the_blocks(family):
-    model, x = network(family)
-    ema = ModelEmaV3(model, decay=0.5)
-    with torch.no_grad():
-        for block in va.inserted(model).values():
-            block.gate.fill_(1.5)
-        ema.update(model)
-        assert [float(block.gate.mean()) for block in va.inserted(ema.module).values()] == [1.0, 1.0]
-        assert not torch.equal(ema.module(x), model(x))
 
 
 @pytest.mark.parametrize("family", ["test_convnext", "test_efficientnet", "test_mambaout"])  # layer norms, batch norms
@@ -456,21 +425,12 @@ def test_timms_features_only_and_gradient_checkpointing(family):
     assert all(gradient.any() for gradient in gradients[1])
 
 
-def network_or_exchanged(family):
-    if family != "exchanged":
-        return network(family)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.Linear(36, 16), timm.layers.Attention(16, 4)).eval()
-    assert len(va.swap_(model)) == 1
-    return model, torch.randn(2, 3, 8, 8)
-
-
 def work(rank, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    for family in (*FAMILIES, "exchanged"):
-        model, x = network_or_exchanged(family)
+    for family in FAMILIES:
+        model, x = network(family)
         wrapped = nn.parallel.DistributedDataParallel(model)  # which has to outlive the backward pass
         wrapped(x[rank : rank + 1]).sum().backward()
         torch.save({key: parameter.grad for key, parameter in model.named_parameters()}, f"{folder}/{family}-{rank}.pt")
@@ -480,8 +440,8 @@ def work(rank, folder):
 @pytest.mark.slow
 def test_two_processes_share_the_gradients(tmp_path):
     mp.spawn(work, (str(tmp_path),), nprocs=2)
-    for family in (*FAMILIES, "exchanged"):
-        model, x = network_or_exchanged(family)
+    for family in FAMILIES:
+        model, x = network(family)
         (model(x).sum() / 2).backward()
         one, other = (torch.load(tmp_path / f"{family}-{rank}.pt") for rank in range(2))
         for key, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Comparing blocks: the statistics are SciPy's and keep what they promise, and no interruption changes a table."""
+"""Comparing blocks: the intervals are SciPy's, the words follow from them, and no interruption changes a table."""
 
 import json
 import multiprocessing
@@ -14,132 +14,95 @@ import pytest
 from scipy import stats
 
 import vision_attn as va
-from vision_attn.errors import TrainingError
+from vision_attn.errors import Interrupted, TrainingError
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
-from vision_attn.tools.comparison.arms import ARMS, settings_of_arm
-from vision_attn.tools.comparison.compare import compare, said_of
-from vision_attn.tools.comparison.statistics import Difference, compare_scores, detectable
-from vision_attn.tools.training import digits, network, run_folder, settings
-from vision_attn.tools.training.run_folder import RunFolder
+from vision_attn.tools.comparison.arms import ARMS, recipe, settings_of_arm
+from vision_attn.tools.comparison.runs import Outcome, compare
+from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
+from vision_attn.tools.training import digits, folder
+from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
-def made_up(*means, seeds=6, spread=0.7, seed=0):
-    draw = np.random.default_rng(seed).normal
-    return {f"arm {index}": draw(mean, spread, seeds).tolist() for index, mean in enumerate(means)}
+def made_up(*means, seeds=6, spreads=(0.3, 0.7, 1.5)):
+    draw = np.random.default_rng(0).normal
+    return {
+        f"arm {index}": draw(mean, spreads[index % len(spreads)], seeds + index).tolist()
+        for index, mean in enumerate(means)
+    }
 
 
-def test_two_arms_are_compared_as_scipy_compares_them():
+def test_two_arms_are_compared_by_welchs_test():
     scores = made_up(45, 46)
     (found,) = compare_scores(scores)
-    one, other = scores["arm 1"], scores["arm 0"]
-    student, welch = stats.ttest_ind(one, other), stats.ttest_ind(one, other, equal_var=False)
+    welch = stats.ttest_ind(scores["arm 1"], scores["arm 0"], equal_var=False)
     assert found.arms == ("arm 1", "arm 0")
-    assert (found.low, found.high, found.p) == pytest.approx((*student.confidence_interval(), student.pvalue))
-    assert found.welch == pytest.approx((*welch.confidence_interval(), welch.pvalue))
-    assert found.mean == pytest.approx(np.mean(one) - np.mean(other))
-    # The percentiles of resampled differences, drawn otherwise.
-    draw = np.random.default_rng(1)
-    resampled = [np.mean(draw.choice(one, 6)) - np.mean(draw.choice(other, 6)) for _ in range(4000)]
-    assert found.bootstrap == pytest.approx(np.percentile(resampled, [2.5, 97.5]), abs=0.05)
-    assert compare_scores(made_up(45, 46, seeds=4))[0].bootstrap is None
+    assert (found.low, found.high, found.p) == pytest.approx((*welch.confidence_interval(), welch.pvalue), rel=1e-3)
+    assert found.mean == pytest.approx(np.mean(scores["arm 1"]) - np.mean(scores["arm 0"]))
 
 
-def test_several_arms_are_corrected_for_as_many_comparisons():
-    scores = made_up(45, 45.4, 46, 47)
-    *others, last = scores.values()
-    found, dunnett = compare_scores(scores), stats.dunnett(*others, control=last, rng=np.random.default_rng(0))
-    assert [one.arms for one in found] == [("arm 3", "arm 0"), ("arm 3", "arm 1"), ("arm 3", "arm 2")]
-    widths = [one.high - one.low for one in found]
-    interval = dunnett.confidence_interval()
-    # Bonferroni's intervals, of a pooled spread too, are a little wider than Dunnett's.
-    assert all(1 <= wide / narrow < 1.05 for wide, narrow in zip(widths, interval.high - interval.low, strict=True))
-    assert all(p <= one.p < 1.2 * p + 1e-3 for one, p in zip(found, dunnett.pvalue, strict=True))
-    welch = stats.ttest_ind(last, others[2], equal_var=False)
-    assert found[2].welch[2] == pytest.approx(min(1, 3 * welch.pvalue))
-    every = compare_scores(scores, "all")
-    assert len(every) == 6
-    assert every[0].arms == ("arm 1", "arm 0")
-
-
-@pytest.fixture
-def verdicts_alone(monkeypatch):
-    """Welch's test and the bootstrap, which take the time, are left out."""
-    monkeypatch.setattr(stats, "ttest_ind", lambda *_, **__: stats.ttest_1samp([0, 1, 2], 0))
-    monkeypatch.setattr("vision_attn.tools.comparison.statistics.FEWEST", 99)
-
-
-@pytest.mark.usefixtures("verdicts_alone")
-@pytest.mark.parametrize(("arms", "seeds"), [(2, 3), (4, 8)])
-def test_equal_arms_are_told_apart_as_seldom_as_promised(arms, seeds):
-    wrong = sum(
-        any(one.verdict != "not told apart" for one in compare_scores(made_up(*[45] * arms, seeds=seeds, seed=seed)))
-        for seed in range(250)
-    )
-    assert 0.01 < wrong / 250 < 0.09  # 5 %, with a standard error of 1.4; the correction may be careful
-
-
-@pytest.mark.usefixtures("verdicts_alone")
-def test_what_can_be_shown_is_shown_four_times_in_five():
-    least = detectable(0.7, seeds=5, arms=3, comparisons=2)
-    found = [compare_scores(made_up(45, 45, 45 + least, seeds=5, seed=seed))[0].verdict for seed in range(300)]
-    assert found.count("above") / 300 == pytest.approx(0.8, abs=0.06)
-    # The table of powers that the project had before, by statsmodels' formula.
-    assert [round(detectable(0.69, seeds), 1) for seeds in (3, 5, 8)] == [2.1, 1.4, 1.0]
+def test_all_pairs_have_games_and_howells_intervals_the_last_arms_first():
+    scores = made_up(45, 45.4, 46)
+    found = compare_scores(scores)
+    assert [one.arms for one in found] == [("arm 2", "arm 0"), ("arm 2", "arm 1"), ("arm 1", "arm 0")]
+    for one in found:
+        first, second = (np.array(scores[arm]) for arm in one.arms)
+        parts = [values.var(ddof=1) / len(values) for values in (first, second)]
+        freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (first, second), strict=True))
+        half = stats.studentized_range.ppf(0.95, 3, freedom) * np.sqrt(sum(parts) / 2)
+        mean = first.mean() - second.mean()
+        assert (one.mean, one.low, one.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("scores", "verdict", "interval"),
+    ("scores", "verdict", "known"),
     [
-        ({"plain": [40.0, 41.0], "other": [60.0, 61.0]}, "above", True),
-        ({"plain": [60.0, 61.0], "other": [40.0, 41.0]}, "below", True),
-        ({"plain": [40.0], "other": [60.0]}, "not told apart", False),  # one seed has no spread
-        ({"plain": [40.0, 40.0], "other": [40.0, 40.0]}, "not told apart", True),
-        ({"plain": [40.0, 41.0], "other": [60.0]}, "above", True),
+        ({"plain": [40.0, 41.0, 42.0], "other": [60.0, 61.0, 62.0]}, "better", True),
+        ({"plain": [60.0, 61.0, 62.0], "other": [40.0, 41.0, 42.0]}, "worse", True),
+        ({"plain": [40.0, 41.0], "other": [41.0, 42.0]}, "no significant difference", True),
+        ({"plain": [40.0], "other": [60.0]}, "no significant difference", False),  # one seed has no spread
+        ({"plain": [40.0, 41.0], "other": [60.0]}, "no significant difference", False),
+        ({"plain": [40.0, 40.0], "other": [40.0, 40.0]}, "no significant difference", False),
     ],
 )
-def test_words_follow_from_the_numbers(scores, verdict, interval):
+def test_words_follow_from_the_numbers(scores, verdict, known):
     (found,) = compare_scores(scores)
-    assert found.verdict == verdict
-    assert (found.low is not None) == interval
-    text = said_of(scores, [found])
-    said = "Not told apart: other and plain." if verdict == "not told apart" else f"other is {verdict} plain."
-    assert (f"- {said}" if interval else "One seed shows no spread") in text
-    assert ("What can be shown here" in text) == (interval and np.std(scores["plain"]) > 0)
+    assert (found.verdict, found.low is not None) == (verdict, known)
+    text = difference_table([found])
+    assert f"| other − plain | {found.mean:+.2f} |" in text
+    assert f"| {verdict} |" in text
+    assert ("by Games and Howell" in text, "no spread to measure differences by" in text) == (known, not known)
     assert "nan" not in text
 
 
-def test_the_text_says_what_the_table_says():
-    difference = Difference(("a", "b"), 1.25, 0.5, 2.0, 1e-9, (-0.1, 2.6, 0.07), (0.75, 1.75))
-    text = said_of({"b": [1.0, 2.0, 3.0], "a": [2.25, 3.25, 4.25]}, [difference])
-    assert "| a − b | +1.25 | +0.50 to +2.00 | < 0.001 | -0.10 to +2.60, 0.070 | +0.75 to +1.75 | above |" in text
-    least = f"3 seeds {detectable(1.0, 3):.2g}, 5 seeds {detectable(1.0, 5):.2g}, 8 seeds {detectable(1.0, 8):.2g}"
-    assert (
-        f"The spread over seeds is 1. What can be shown here, four times in five, is a difference of: {least}" in text
-    )
+def test_the_table_says_the_numbers():
+    text = difference_table([Difference(("a", "b"), 1.25, 0.5, 2.0, 1e-9), Difference(("a", "c"), 1, -0.5, 2.5, 0.12)])
+    assert "| a − b | +1.25 | +0.50 to +2.00 | < 0.001 | better |" in text
+    assert "| a − c | +1.00 | -0.50 to +2.50 | 0.120 | no significant difference |" in text
 
 
 # --- arms -------------------------------------------------------------------------------------------------------------
 
 
 def test_settings_of_blocks_go_to_the_arms_that_they_suit():
-    common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "impl": "bmm"}
-    common |= {"lr": 0.2, "insert": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()")}
-    arms = {arm: Settings(data="", **settings_of_arm(arm, {}, common)) for arm in ARMS}
-    assert arms["plain"] == Settings(data="", weights="net.pth", lr=0.2)
-    assert {one.attention_lr for arm, one in arms.items() if arm != "plain"} == {0.1}
-    assert {arm: (one.block, one.impl, one.block_options) for arm, one in arms.items() if arm != "plain"} == {
-        "convolution": ("conv", "sdpa", ("gate_init=1",)),
-        "large-kernel": ("conv", "sdpa", ("gate_init=1", "kernel_size=13")),
-        "norm-shortcut": ("norm", "sdpa", ("gate_init=1",)),
-        "se": ("excite", "sdpa", ("rd_ratio=2",)),
-        "se-residual": ("se", "sdpa", ("gate_init=1",)),
-        "pooled-mlp": ("conv", "sdpa", ("gate_init=1", "kernel_size=None")),
-        "averaging": ("attention", "bmm", ("gate_init=1", "position=Rope2d()", "scale=0")),
-        "attention": ("attention", "bmm", ("gate_init=1", "position=Rope2d()")),
+    common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "lr": 0.2}
+    common |= {"insert": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
+    arms = {arm: Settings(**settings_of_arm(arm, {}, common)) for arm in ARMS}
+    assert arms.pop("plain") == Settings(weights="net.pth", lr=0.2)
+    assert {(one.attention_lr, one.at, one.insert) for one in arms.values()} == {(0.1, "before", ("layer3",))}
+    attention = ("gate_init=1", "position=Rope2d()", "num_heads=2")
+    assert {arm: (one.block.rpartition(":")[2], one.block_options) for arm, one in arms.items()} == {
+        "convolution": ("ConvBlock2d", ("gate_init=1",)),
+        "large-kernel": ("ConvBlock2d", ("gate_init=1", "kernel_size=13")),
+        "norm-shortcut": ("NormBlock2d", ("gate_init=1",)),
+        "se": ("SqueezeExcite", ("rd_ratio=2",)),
+        "se-residual": ("SqueezeExciteBlock2d", ("gate_init=1",)),
+        "pooled-mlp": ("ConvBlock2d", ("gate_init=1", "kernel_size=None")),
+        "averaging": ("attention", (*attention, "scale=0")),
+        "attention": ("attention", attention),
     }
     # Its place is the branch, unless all blocks have another.
     assert settings_of_arm("se", {}, {})["at"] == "branch"
@@ -147,10 +110,20 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
     assert settings_of_arm("norm-shortcut", {}, {"block_options": ("gate=1",)})["block_options"] == ("gate=1",)
     # What a new head is trained with is common to all, and what an arm has of its own wins.
     assert settings_of_arm("plain", {}, {"freeze_epochs": 2, "reset_head": True})["freeze_epochs"] == 2
-    own = settings_of_arm("attention", {"block_options": ("gate_init=0",), "lr": 0.1}, common)
-    assert (own["lr"], own["block_options"]) == (0.1, ("gate_init=0", "position=Rope2d()"))
+    own = settings_of_arm("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
+    assert (own["lr"], own["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
     with pytest.raises(ValueError, match=r"arms must be among plain, convolution.*got 'conv'"):
         settings_of_arm("conv", {}, {})
+
+
+def test_what_a_comparison_decides_is_refused_as_a_common_setting():
+    assert recipe({"dataset": "cifar100", "lr": 0.2})["lr"] == 0.2
+    assert recipe({"data": "flowers"}) == {"data": "flowers"}
+    with pytest.raises(ValueError, match="block, seed: a comparison decides that itself"):
+        recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,129 +131,103 @@ def small(monkeypatch):
     """Few canvases, and nothing drawn, which takes longer than training on them."""
     monkeypatch.setattr(digits, "TRAIN_CANVASES", 128)
     monkeypatch.setattr(digits, "EVAL_CANVASES", 50)
-    monkeypatch.setattr(run_folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
 
 
-def run(*arguments):
-    return cli.main(["compare", "--jobs", "1", *map(str, arguments)])
-
-
-def scores(folder):
-    found = json.loads((folder / "comparison.json").read_text())
+def scores(path):
+    found = json.loads((path / "comparison.json").read_text())
     return {arm: one["scores"] for arm, one in found["arms"].items()}
 
 
-SMALL = ["--dataset", "digit-pairs", "--epochs", 2, "--warmup-epochs", 0, "--arms", "plain", "rope=--block-options "
-         "position=Rope2d()"]  # fmt: skip
+def two_arms(**further):
+    common = recipe({"dataset": "digit-pairs", "epochs": 2, "warmup_epochs": 0.0, **further})
+    rope = {"block_options": ("position=Rope2d()",)}
+    return {"plain": settings_of_arm("plain", {}, common), "rope": settings_of_arm("attention", rope, common)}
 
 
 @pytest.mark.usefixtures("small")
 def test_a_comparison_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(*SMALL, "--seeds", 0, 1, "--output", whole) == 0
+    found = compare(two_arms(), seeds=(0, 1), output=str(whole), jobs=1, command="a command")
     assert "4 of 4 runs are ahead, of 8 epochs together, 1 side by side" in capsys.readouterr().out
-    found = json.loads((whole / "comparison.json").read_text())
-    assert list(found["arms"]) == ["plain", "rope"]
-    (difference,) = found["differences"]
-    assert difference["arms"] == ["rope", "plain"]
-    assert {"mean", "low", "high", "p", "verdict", "welch", "bootstrap"} < set(difference)
-    first = found["arms"]["rope"]["runs"]["0"]
-    assert (
-        first["multiply_adds"] - found["arms"]["plain"]["runs"]["0"]["multiply_adds"] == 121_088
-    )  # as insert_ reports
+    held = json.loads((whole / "comparison.json").read_text())
+    assert list(held["arms"]) == ["plain", "rope"]
+    assert held["differences"] == json.loads(json.dumps([one.as_dict() for one in found.differences]))
+    first = held["arms"]["rope"]["runs"]["0"]
+    assert first["multiply_adds"] - held["arms"]["plain"]["runs"]["0"]["multiply_adds"] == 121_088  # as insert_ reports
     assert (first["parameters"], first["changed"] is None, first["milliseconds"] > 0) == (29_970, False, True)
-    table = (whole / "comparison.md").read_text()
-    assert "| rope | 29,970 | 1,027,904 |" in table
+    assert "| rope | 29,970 | 1,027,904 |" in (whole / "comparison.md").read_text()
+    assert "`a command`" in (whole / "comparison.md").read_text()
     assert (whole / "comparison.png").exists()
-    assert Settings(**settings_in(whole / "rope-1")).block_options == ("position=Rope2d()",)
+    block = va.inserted(va.load_model(whole / "rope-1"))
+    assert [one.attn.num_heads for one in block.values()] == [4], "the recipe's heads, beside the arm's own option"
 
-    saved, save = [], RunFolder.save
+    saved, save = [], Trainer.save
 
-    def interrupted(folder, name, content):
-        if name == "last.pth":
-            saved.append(folder.path.name)
-            if len(saved) == 6:  # the second epoch of the second run is not saved
-                raise KeyboardInterrupt
-        return save(folder, name, content)
+    def interrupted(trainer):
+        saved.append(trainer.folder.name)
+        if len(saved) == 9:  # five of the first run, and the second run's last but one
+            raise KeyboardInterrupt
+        save(trainer)
 
-    monkeypatch.setattr(RunFolder, "save", interrupted)
-    capsys.readouterr()
-    assert run(*SMALL, "--seeds", 0, "--output", parts) == cli.INTERRUPTED
-    assert "the same command goes on from here" in capsys.readouterr().err
-    assert run(*SMALL, "--seeds", 0, "--output", parts) == 0
+    monkeypatch.setattr(Trainer, "save", interrupted)
+    with pytest.raises(Interrupted, match="the same command goes on from here"):
+        compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
+    compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
     assert "1 of 2 runs are ahead" in capsys.readouterr().out
-    assert scores(parts) == {arm: {"0": by_seed["0"]} for arm, by_seed in scores(whole).items()}
-    assert (saved.count("plain-0"), saved.count("rope-0")) == (3, 4), "what was saved is not trained again"
-    assert "One seed shows no spread" in (parts / "comparison.md").read_text()
-    assert run(*SMALL, "--seeds", 0, "--output", parts, "--lr", 0.1) == 2
-    assert "plain-0 holds a run whose lr differ: give another" in capsys.readouterr().err
+    again = json.loads((parts / "comparison.json").read_text())["arms"]
+    for arm, one in held["arms"].items():
+        assert [again[arm]["runs"]["0"][key] for key in ("top1", "loss")] == [
+            one["runs"]["0"][key] for key in ("top1", "loss")
+        ]
+    assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "what was saved is not trained again"
+    assert "shows no spread" in (parts / "comparison.md").read_text()
+    with pytest.raises(ValueError, match="plain-0 holds a run whose lr differ: give another"):
+        compare(two_arms(lr=0.1), seeds=(0,), output=str(parts), jobs=1)
     (parts / "plain-0" / "outcome.json").write_text("{}")
-    assert run(*SMALL, "--seeds", 0, "--output", parts) == 2
-    assert "plain-0/outcome.json is damaged, or of another version: remove it" in capsys.readouterr().err
-
-
-def settings_in(folder):
-    return run_folder.read_config(folder / "settings.yaml")
+    with pytest.raises(ValueError, match=r"outcome\.json is damaged, or of another version: remove it"):
+        compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("further", "message"),
     [
-        (["--arms", "attention", "conv"], "arms must be among plain"),
-        (["--arms", "attention"], "arms must be two or more"),
-        (["--arms", "plain", "a=se", "a=attention"], "arms must have names that differ"),
-        (["--arms", "plain", "../a=se"], "arms must have names that"),
-        (["--arms", "plain", "mine=--block no.such:Block"], "block must be a class that can be imported"),
-        (["--seeds", "1", "1"], "seeds one or more that differ"),
-        (["--jobs", "0"], "jobs must be at least 1"),
-        (["--candidates", "a=attention", "b=averaging"], "hold_out applies to dataset folder or"),
+        ({"arms": {"plain": {}}}, "arms must be two or more"),
+        ({"seeds": (1, 1)}, "seeds one or more that differ"),
+        ({"jobs": 0}, "jobs must be at least 1"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(tmp_path, capsys, flags, message):
-    assert run("--dataset", "digit-pairs", "--output", tmp_path / "runs", *flags) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_compared_is_refused(tmp_path, further, message):
+    with pytest.raises(ValueError, match=message):
+        compare(**{"arms": {"a": {}, "b": {}}, "output": str(tmp_path / "runs"), **further})
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_mistyped_flag_of_an_arm_is_one_line_with_a_hint(capsys):
-    with pytest.raises(SystemExit):
-        run("--dataset", "digit-pairs", "--arms", "plain", "mine=se --num-head 2")
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "vision-attn compare --arms: error: unrecognized arguments: --num-head 2; did you mean --num-heads?"
-    ]
-
-
-@pytest.mark.parametrize("flag", ["--seed", "--overwrite", "--test-only", "--block"])
-def test_what_a_comparison_decides_is_no_flag(flag, capsys):
-    with pytest.raises(SystemExit):
-        run("--dataset", "digit-pairs", flag, "1")
-    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
-
-
-def test_candidates_are_chosen_by_images_held_out_from_training(image_folder, tmp_path, monkeypatch, capsys):
+def test_candidates_are_chosen_by_images_held_out_from_training(tmp_path, monkeypatch, capsys):
     """The images to evaluate on are seen by the arms that are reported alone."""
     seen = []
 
     def outcome(settings):
-        settings.folder.mkdir(parents=True)
-        seen.append((settings.folder.name, settings.hold_out, settings.block_options))
-        top1 = {"open-0": 50.0, "shut-0": 60.0}.get(settings.folder.name, 40.0)
-        return runs.Outcome(top1, 1.0, 10, 20, 1.0, 1.0, None)
+        settings.output.mkdir(parents=True)
+        seen.append((settings.output.name, settings.val_share, settings.insert, settings.block_options))
+        top1 = {"open-0": 50.0, "shut-0": 60.0}.get(settings.output.name, 40.0)
+        return Outcome(top1, 1.0, 10, 20, 1.0, 1.0, None)
 
     monkeypatch.setattr(runs, "run", outcome)
     candidates = ["open=attention --block-options gate_init=1", "shut=attention --block-options gate_init=0"]
-    arguments = ["--data", image_folder, "--arms", "plain", "convolution", "--seeds", 0, "--output", tmp_path]
-    assert run(*arguments, "--hold-out", 0.25, "--candidates", *candidates) == 0
+    arguments = ["--dataset", "cifar10", "--arms", "plain", "attention", "--seeds", "0", "--jobs", "1"]
+    arguments += ["--output", str(tmp_path), "--val-share", "0.25", "--candidates", *candidates]
+    assert cli.main(["compare", *arguments]) == 0
+    heads, sites = "num_heads=4", ("layer3.*",)  # the recipe's
     assert seen == [
-        ("open-0", 0.25, ("gate_init=1",)),
-        ("shut-0", 0.25, ("gate_init=0",)),
-        ("plain-0", None, ()),
-        ("convolution-0", None, ()),
-        ("shut-0", None, ("gate_init=0",)),
+        ("open-0", 0.25, sites, (heads, "gate_init=1")),
+        ("shut-0", 0.25, sites, (heads, "gate_init=0")),
+        ("plain-0", None, (), ()),
+        ("attention-0", None, sites, (heads,)),
+        ("shut-0", None, sites, (heads, "gate_init=0")),
     ]
-    out = capsys.readouterr().out
-    assert "The best of the candidates, on images held out from training: shut" in out
-    assert list(scores(tmp_path)) == ["plain", "convolution", "shut"]
+    assert "The best of the candidates, on images held out from training: shut" in capsys.readouterr().out
+    assert list(scores(tmp_path)) == ["plain", "attention", "shut"]
     assert "held-out training images" in (tmp_path / "candidates" / "comparison.md").read_text()
     assert "held-out" not in (tmp_path / "comparison.md").read_text()
 
@@ -289,28 +236,15 @@ def test_candidates_are_chosen_by_images_held_out_from_training(image_folder, tm
 def test_a_block_of_ones_own_is_an_arm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(settings.CHOICES, "block", settings.CHOICES["block"])
-    monkeypatch.setattr(network, "BLOCKS", dict(network.BLOCKS))
     (tmp_path / "my_blocks.py").write_text(
         "from vision_attn.tools.comparison.controls import NormBlock2d\n\n\nclass Mine(NormBlock2d):\n    pass\n"
     )
-    with pytest.raises(ValueError, match=r"block must be one of .*got 'my_blocks:Mine'"):
-        Settings(data="", insert=("layer3",), block="my_blocks:Mine")  # a file imports nothing
-    flags = [
-        "--dataset",
-        "digit-pairs",
-        "--epochs",
-        1,
-        "--warmup-epochs",
-        0,
-        "--seeds",
-        0,
-        "--output",
-        tmp_path / "runs",
-    ]
-    assert run(*flags, "--arms", "plain", "mine=--block my_blocks:Mine --block-options gate_init=0.5") == 0
+    common = recipe({"dataset": "digit-pairs", "epochs": 1, "warmup_epochs": 0.0})
+    own = {"block": "my_blocks:Mine", "block_options": ("gate_init=0.5",)}
+    arms = {"plain": settings_of_arm("plain", {}, common), "mine": settings_of_arm("attention", own, common)}
+    found = compare(arms, seeds=(0,), output="runs", jobs=1)
+    assert found.outcomes["mine"][0].parameters - found.outcomes["plain"][0].parameters == 3 * 32
     assert "Mine" in (tmp_path / "runs" / "mine-0" / "inserted.txt").read_text()
-    assert type(va.load_run(tmp_path / "runs" / "mine-0").model.stage3[1][2].inserted).__name__ == "Mine"
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------
@@ -325,12 +259,12 @@ class Process:
 
     def start(self):
         settings = self.given[0]
-        settings.folder.mkdir(parents=True, exist_ok=True)
-        (settings.folder / "log.txt").write_text("Traceback …\nDataError: no images\n")
-        if settings.folder.name not in self.fails:
-            outcome = runs.asdict(runs.Outcome(50.0, 1.0, 10, 20, 1.0, 1.0, None))
+        settings.output.mkdir(parents=True, exist_ok=True)
+        (settings.output / "log.txt").write_text("Traceback …\nDataError: no images\n")
+        if settings.output.name not in self.fails:
+            outcome = runs.asdict(Outcome(50.0, 1.0, 10, 20, 1.0, 1.0, None))
             content = {"settings": settings.as_dict(), "outcome": outcome}
-            (settings.folder / "outcome.json").write_text(json.dumps(content))
+            (settings.output / "outcome.json").write_text(json.dumps(content))
         self.end.close()
 
     def join(self):
@@ -361,7 +295,19 @@ def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
     fails.clear()
     compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
     assert made[-1].given[1:] == (8 // 3, "3")  # what is left alone has the threads that it would have had
-    assert made[-1].given[0].folder.name == "b-1"
+    assert made[-1].given[0].output.name == "b-1"
+
+
+COMPARISON = """
+import sys
+from vision_attn.tools.comparison.arms import settings_of_arm
+from vision_attn.tools.comparison.runs import compare
+
+if __name__ == "__main__":
+    common = {"data": sys.argv[1], "epochs": 8, "batch_size": 16, "device": "cpu", "insert": ("layer3",)}
+    compare({arm: settings_of_arm(arm, {}, common) for arm in ("plain", "convolution")}, seeds=(0,), jobs=2,
+            output=sys.argv[2])
+"""
 
 
 @pytest.mark.thorough
@@ -369,28 +315,23 @@ def test_a_comparison_killed_at_random_moments_gives_the_same_table(image_folder
     """The runs are processes of their own; they leave when the comparison that started them is killed."""
     random.seed(0)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [
-        "--data", image_folder, "--epochs", 8, "--batch-size", 16, "--device", "cpu", "--arms", "plain", "convolution",
-        "--seeds", 0, "--insert", "layer3", "--jobs", 2, "--output",
-    ]  # fmt: skip
+    (tmp_path / "program.py").write_text(COMPARISON)
 
     def begin(folder):
-        command = [sys.executable, "-m", "vision_attn", "compare", *map(str, [*arguments, folder])]
+        command = [sys.executable, str(tmp_path / "program.py"), str(image_folder), str(folder)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     whole, killed = begin(tmp_path / "whole"), 0
     assert whole.wait() == 0
     while not (tmp_path / "parts" / "comparison.json").exists():
-        process, saved = begin(tmp_path / "parts"), list((tmp_path / "parts").glob("*/last.pth"))
-        until = time.monotonic() + 120
+        process, until = begin(tmp_path / "parts"), time.monotonic() + 120
         while process.poll() is None and killed < 2 and time.monotonic() < until:
-            if len(list((tmp_path / "parts").glob("*/last.pth"))) > 0 or saved:
+            if list((tmp_path / "parts").glob("*/state/*")):
                 time.sleep(random.uniform(0, 1))
                 process.send_signal(signal.SIGKILL)
                 killed += 1
                 break
             time.sleep(0.1)
         process.wait()
+    assert killed
     assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
-    logs = [path.read_text() for path in (tmp_path / "parts").glob("*/log.txt")]
-    assert any("resumed after epoch" in log for log in logs)

@@ -14,6 +14,7 @@ from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
 
 import vision_attn as va
+from vision_attn.networks.contribution import closed
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
@@ -70,7 +71,7 @@ def test_the_page_has_the_maps_within_their_rounding(page):
     for image, one in zip(images, held["images"], strict=True):
         maps = captured(model, image[None] - 0.5)
         assert [block["path"] for block in one["blocks"]] == list(maps) == ["1.attn", "3.attn"]
-        for kind, expected in (("heads", maps), ("rollout", va.rollout(maps))):
+        for kind, expected in (("heads", maps), ("rollout", maps.rollout())):
             for block, seen in zip(one["blocks"], expected.values(), strict=True):
                 found, error = unpacked(block[kind])
                 assert block[kind]["levels"] == 255
@@ -90,7 +91,7 @@ def test_the_page_says_what_becomes_of_the_prediction_without_each_block(page):
         np.testing.assert_allclose([share for _, share in one["prediction"]], scores[order], atol=1e-6)
         report = va.contribution(model, x)
         for line, sites in zip(one["closings"], (["1"], ["3"], ["1", "3"]), strict=True):
-            with va.closed(model, sites):
+            with closed(model, sites):
                 others = model(x).softmax(1)[0]
             assert abs(others[order[0]] - scores[order[0]]) > 1e-3
             assert line["probability"] == pytest.approx(others[order[0]].item(), abs=1e-6)
@@ -99,7 +100,7 @@ def test_the_page_says_what_becomes_of_the_prediction_without_each_block(page):
     assert [line["share"] for line in one["closings"]][:2] == pytest.approx([b.share for b in report.blocks], abs=1e-5)
 
 
-def test_exchanged_attention_is_closed_by_zeros(tmp_path):
+def test_swapped_attention_is_disabled_by_zeros(tmp_path):
     torch.manual_seed(0)
 
     class Residual(nn.Module):
@@ -160,15 +161,13 @@ def wide_network(side):
     return nn.Sequential(nn.Conv2d(3, 32, 2, 2), *blocks), torch.rand(1, 3, 2 * side, 2 * side)
 
 
-def test_four_blocks_of_eight_heads_on_14_by_14_stay_below_5_mb(tmp_path):
-    assert va.explore(*wide_network(14), tmp_path / "page.html").stat().st_size < 5e6
-
-
-@pytest.mark.slow
-def test_four_blocks_of_eight_heads_on_28_by_28_stay_below_15_mb(tmp_path):
-    page = va.explore(*wide_network(28), tmp_path / "page.html")
-    assert page.stat().st_size < 15e6
-    assert min(block["heads"]["levels"] for block in content(page)["images"][0]["blocks"]) >= 15
+@pytest.mark.parametrize(
+    ("side", "most", "levels"), [(14, 5e6, 255), pytest.param(28, 15e6, 15, marks=pytest.mark.slow)]
+)
+def test_four_blocks_of_eight_heads_stay_below_some_megabytes(tmp_path, side, most, levels):
+    page = va.explore(*wide_network(side), tmp_path / "page.html")
+    assert page.stat().st_size < most
+    assert min(block["heads"]["levels"] for block in content(page)["images"][0]["blocks"]) >= levels
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_a_pointer_move_shows_what_was_captured(opened, page):
     for head, expected, error in (
         (1, seen.weights[0, 1, query], peaks[1] / 510),
         ("mean", seen.weights[0, :, query].mean(0), peaks.mean() / 510),
-        ("rollout", va.rollout(maps)["1.attn"].weights[0, 0, query], 1 / 510),
+        ("rollout", maps.rollout()["1.attn"].weights[0, 0, query], 1 / 510),
     ):
         found = tab.evaluate(f"[...weightsOf(0, {json.dumps(head)}, {query})]")
         np.testing.assert_allclose(found, expected.flatten(), rtol=0, atol=error.item() if head != "rollout" else error)

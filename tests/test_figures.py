@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-import vision_attn as va
 from vision_attn.networks import figures
+from vision_attn.networks.maps import AttentionMap
 
 
 def seen(size=(8, 8), image_size=(32, 32), images=2, heads=4, cells=((1, 1), (5, 5))):
     weights = torch.rand(images, heads, len(cells), *size, generator=torch.Generator().manual_seed(0))
-    return va.AttentionMap(weights / weights.sum((-2, -1), keepdim=True), cells, image_size)
+    return AttentionMap(weights / weights.sum((-2, -1), keepdim=True), cells, image_size)
 
 
 def overlays(figure):
@@ -66,7 +66,7 @@ def test_several_queries_have_a_row_each_and_their_numbers_on_the_images():
 
 def test_cells_are_those_of_the_queries_and_stay_cells():
     weights = torch.rand(1, 1, 1, 4, 4)
-    attention = va.AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
+    attention = AttentionMap(weights, ((7, 2),), (32, 32), map_size=(8, 8), heads=("rollout",))
     figure = figures.attention_figure(torch.rand(1, 3, 32, 32), attention)
     assert figure.axes[1].patches[0].get_xy() == (8, 28)
     assert figure.axes[1].get_title(loc="left") == "where it looks, rollout"
@@ -74,10 +74,10 @@ def test_cells_are_those_of_the_queries_and_stay_cells():
 
 
 def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
-    even = va.AttentionMap(torch.full((2, 3, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (32, 32))
+    even = AttentionMap(torch.full((2, 3, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (32, 32))
     one = torch.zeros(2, 3, 4, 2, 2)
     one[:, 0, :, 0, 0] = one[:, 1, :, 0, 1] = one[:, 2, :, 1, 1] = 1
-    widely, far = figures.summary_figure({"a": even, "b": va.AttentionMap(one, even.cells, (32, 32))}).axes
+    widely, far = figures.summary_figure({"a": even, "b": AttentionMap(one, even.cells, (32, 32))}).axes
     for axis, expected in ((widely, ([1, 1, 1], [0.25] * 3)), (far, ([(32 + 16 * 2**0.5) / 4] * 3,) * 2)):
         for line, values in zip(axis.lines, expected, strict=True):
             np.testing.assert_allclose(line.get_ydata(), values, rtol=1e-5)
@@ -92,15 +92,15 @@ def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
     weights = torch.full((1, 1, 1, 4, 4), 1 / 16)
     image, cells = torch.rand(1, 3, 32, 32), ((0, 0),)
-    figure = figures.attention_figure(image, va.AttentionMap(weights, cells, (32, 32)))
+    figure = figures.attention_figure(image, AttentionMap(weights, cells, (32, 32)))
     assert (overlays(figure)[0][1] == 0).all()
     weights[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
-    ((shares, opacity),) = overlays(figures.attention_figure(image, va.AttentionMap(weights, cells, (32, 32))))
+    ((shares, opacity),) = overlays(figures.attention_figure(image, AttentionMap(weights, cells, (32, 32))))
     assert opacity.argmax() == 0
     np.testing.assert_allclose(opacity[0], [0.8, 0.4, 0, 0], atol=1e-3)
     assert (opacity[1:] < 1e-3).all()
     assert shares.max() == pytest.approx(1.032)
-    nothing = va.AttentionMap(torch.zeros(1, 1, 1, 4, 4), cells, (32, 32))  # a query that may attend to nothing
+    nothing = AttentionMap(torch.zeros(1, 1, 1, 4, 4), cells, (32, 32))  # a query that may attend to nothing
     assert (overlays(figures.attention_figure(image, nothing))[0][1] == 0).all()
 
 

@@ -1,10 +1,12 @@
 """A pattern is a permutation of the map, the same in einx and in torch; what it makes of a size of map is made once."""
 
 import copy
+import gc
 import io
 import itertools
 import pickle
 import threading
+import weakref
 
 import einx
 import pytest
@@ -15,9 +17,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
-from vision_attn.attention.attend import IMPLEMENTATIONS
-from vision_attn.attention.patterns import PATTERNS, partition_of, resolve_pattern
-from vision_attn.attention.patterns.partition import kept_partition
+from vision_attn.attention.implementations import IMPLEMENTATIONS
+from vision_attn.attention.patterns import PATTERNS, Partition, resolve_pattern
 
 EXAMPLES = {
     **{name: name for name in PATTERNS},
@@ -38,7 +39,7 @@ drawn = given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(s
 
 
 def partition(pattern, size):
-    return resolve_pattern(pattern).partitioner(len(size)).partition(size, CPU)
+    return Partition(resolve_pattern(pattern).partitioner(len(size)), size, size, CPU)
 
 
 # --- lines of einx, and their twins in torch --------------------------------------------------------------------------
@@ -64,47 +65,39 @@ def test_forms_and_indices_are_right_in_many_draws(pattern, size):
 
 
 def check_forms(pattern, size):
-    part, x = partition(pattern, size), torch.randn(2, 3 * 4 * 5, *size)
+    part, x = partition(pattern, size), torch.randn(2, 12 * 5, *size)
     for channels_last in (False, True):
         x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-        groups = {}
-        for impl in ("einx", "bmm"):
-            steps = IMPLEMENTATIONS[impl]
-            fitted = part.fit(x, steps.split)
-            groups[impl] = (part.queries(fitted, steps.split), part.keys(fitted, steps.split))
-            assert torch.equal(part.restore(groups[impl][0], steps.merge), x)
-            tokens = steps.heads_apart(groups[impl][0], 1, 12)[0]
-            assert tokens.shape == (2 * part.groups, 12, part.cut.tokens, 5)
-            assert torch.equal(steps.heads_together(tokens, part.cut.window), groups[impl][0])
-        for ours, twin in zip(groups["einx"], groups["bmm"], strict=True):
-            assert torch.equal(ours, twin)
-            apart = [IMPLEMENTATIONS[impl].heads_apart(ours, 3, 4) for impl in ("einx", "bmm")]
-            assert torch.equal(*apart)
-            assert apart[0].shape[:3] == (3, 2 * part.groups, 4)
+        for side in (part.queries, part.keys):
+            found = [IMPLEMENTATIONS[impl].heads_apart(side.cut, side.lay_out(x), 12) for impl in ("einx", "bmm")]
+            assert torch.equal(*found)
+            assert found[0].shape == (2 * part.groups, 12, side.cut.tokens, 5)
+            for impl in ("einx", "bmm") if side is part.queries else ():
+                back = IMPLEMENTATIONS[impl].heads_together(side.cut, found[0])
+                assert torch.equal(side.take_back(back), x)
 
 
 def check_index(pattern, size):
     part = partition(pattern, size)
-    queries, keys = part.index()
+    queries, keys = part.queries.index(), part.keys.index()
     assert sorted(queries[queries >= 0].tolist()) == list(range(size[0] * size[1]))
-    split = IMPLEMENTATIONS["bmm"].split
-    numbered = part.fit(torch.arange(size[0] * size[1], dtype=torch.float64).view(1, 1, *size), split)
-    for index, map in ((queries, part.queries(numbered, split)), (keys, part.keys(numbered, split))):
-        tokens = map.reshape(index.shape).long()
+    numbered = torch.arange(size[0] * size[1], dtype=torch.float64).view(1, 1, *size)
+    for index, side in ((queries, part.queries), (keys, part.keys)):
+        tokens = IMPLEMENTATIONS["bmm"].heads_apart(side.cut, side.lay_out(numbered), 1).reshape(index.shape).long()
         assert torch.equal(tokens[index >= 0], index[index >= 0])
     if part.mask is not None and not isinstance(pattern, va.Halo):  # nothing real looks at padding
-        assert not (part.mask & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
+        assert not (part.mask[0, :, 0] & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
 
 
 def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
     x = torch.randn(2, 3, 4, 12, 12)
     for pattern in EXAMPLES.values():
         if not isinstance(pattern, va.Neighborhood | va.Halo):
-            cut = partition(pattern, (12, 12)).cut
-            expected = IMPLEMENTATIONS["bmm"].heads_apart(cut.split_torch(x.flatten(1, 2)), 1, 3)[0]
+            cut = partition(pattern, (12, 12)).queries.cut
+            expected = IMPLEMENTATIONS["bmm"].heads_apart(cut, x.flatten(1, 2), 3)
             assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
             assert torch.equal(eval(cut.line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **cut.lengths}), expected)
-    assert {name: partition(EXAMPLES[name], (12, 12)).cut.line.einx for name in (*PATTERNS, "window", "grid")} == {
+    assert {name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")} == {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
         "columns": "b n d h w -> (b w) n h d",
@@ -116,14 +109,14 @@ def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
 def test_swins_shift_leaves_an_axis_alone_that_one_window_holds():
     part = partition(va.Window(4, shift=2), (4, 4))
     assert part.mask is None
-    assert part.shift == (0, 0)
-    assert partition(va.Window(4, shift=2), (4, 9)).shift == (0, 2)
+    assert part.queries.roll == [0, 0]
+    assert partition(va.Window(4, shift=2), (4, 9)).queries.roll == [0, 2]
 
 
 def test_a_neighborhood_has_as_many_keys_at_the_border_and_never_more_than_the_map():
     part = partition(va.Neighborhood(3), (7, 5))
-    assert set(part.mask.sum(-1)[part.index()[0] >= 0].tolist()) == {9}
-    assert partition(va.Neighborhood(31, dilation=3), (7, 7)).key_index.numel() <= 15 * 15
+    assert set(part.mask[0, :, 0].sum(-1)[part.queries.index() >= 0].tolist()) == {9}
+    assert partition(va.Neighborhood(31, dilation=3), (7, 7)).keys.index().numel() <= 15 * 15
     for pattern, seen in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == seen).all()
@@ -201,40 +194,24 @@ def test_one_and_three_axes_are_two_with_axes_of_one():
 SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
 
 
-@pytest.fixture
-def none_kept():
-    kept_partition.cache_clear()
-    yield
-    kept_partition.cache_clear()
+def kept(block):
+    return list(block.partitions.kept.values())
 
 
-@pytest.mark.usefixtures("none_kept")
-def test_a_partition_is_made_once_for_a_pattern_a_size_and_a_device():
+def test_a_partition_is_kept_by_its_block_for_the_sizes_last_seen():
     x, block = torch.randn(2, 8, 5, 7), va.Attention2d(8, 2, **SHIFTED)
-    first = partition_of(block.partitioner, x)
-    assert partition_of(va.Window(3, shift=1).partitioner(2), torch.randn(4, 3, 5, 7, dtype=torch.float64)) is first
-    others = [
-        partition_of(va.Window(3).partitioner(2), x),
-        partition_of(block.partitioner, x[..., :5]),
-        partition_of(block.partitioner, x.to("meta")),
-    ]
-    assert len({id(part) for part in (first, *others)}) == 4
-    assert others[2].mask.device.type == "meta"
     block(x)
-    block.half()(x.half())
-    assert kept_partition.cache_info().misses == 4
+    (first,) = kept(block)
+    block(torch.randn(4, 8, 5, 7))
+    block.double()(x.double())
+    assert kept(block) == [first]
+    assert copy.deepcopy(block).to("meta")(x.to("meta")).shape == x.shape
+    for width in range(1, 20):
+        block(torch.randn(1, 8, 2, width, dtype=torch.float64))
+        assert len(kept(block)) <= 4
 
 
-@pytest.mark.usefixtures("none_kept")
-def test_no_more_than_sixteen_partitions_are_kept():
-    block = va.Attention2d(8, 2, pattern=va.Neighborhood(3))
-    for width in range(1, 41):
-        block(torch.randn(1, 8, 2, width))
-    assert kept_partition.cache_info().currsize == kept_partition.cache_info().maxsize == 16
-
-
-@pytest.mark.usefixtures("none_kept")
-def test_what_is_kept_is_no_part_of_the_block():
+def test_what_is_kept_is_no_part_of_the_block_and_ends_with_it():
     block = va.Attention2d(8, 2, **SHIFTED)
 
     def written():
@@ -246,7 +223,13 @@ def test_what_is_kept_is_no_part_of_the_block():
     block(torch.randn(1, 8, 64, 64))
     assert written() == before
     x = torch.randn(1, 8, 5, 7)
-    assert torch.equal(copy.deepcopy(block)(x), block(x))
+    twin = copy.deepcopy(block)
+    assert not kept(twin)
+    assert torch.equal(twin(x), block(x))
+    mask = weakref.ref(kept(block)[0].mask)
+    del block
+    gc.collect()
+    assert mask() is None
 
 
 def under_inference_mode(block, x):
@@ -279,7 +262,6 @@ def under_the_compiler(block, x):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch about its own parts
-@pytest.mark.usefixtures("none_kept")
 @pytest.mark.parametrize(
     "first",
     [
@@ -294,18 +276,17 @@ def under_the_compiler(block, x):
 def test_a_size_first_met_elsewhere_serves_training_afterwards(first):
     block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(2, 8, 5, 7, requires_grad=True)
     first(block, x.detach())
-    mask = partition_of(block.partitioner, x).mask
+    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    mask = kept(block)[0].mask
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # of a transform that has ended
-    found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
-    kept_partition.cache_clear()
+    block.partitions.kept.clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
         assert type(one) is torch.Tensor
 
 
-@pytest.mark.usefixtures("none_kept")
 def test_several_threads_share_what_is_kept():
     block, results = va.Attention2d(8, 2, **SHIFTED), {}
     maps = [torch.randn(1, 8, 4 + size // 6, 4 + size % 6) for size in range(24)]  # more than are kept

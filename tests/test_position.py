@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention.position import relative, resample
+from vision_attn.attention.position import relative
+from vision_attn.attention.position.relative import resample
 
 TERMS = {
     "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),
@@ -210,6 +211,9 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
     [
         (lambda: va.Rope2d(temperature=0.5), "Rope2d: temperature must"),
         (lambda: va.Rope2d(feat_size=(1, 2, 3)), "Rope2d: feat_size must"),
+        (lambda: va.Rope2d(feat_size=(None, 14)), "Rope2d: feat_size must"),
+        (lambda: va.AbsPos(None), "AbsPos: feat_size must"),
+        (lambda: va.AbsPos((14, None)), "AbsPos: feat_size must"),
         (lambda: va.SinCos(temperature=True), "SinCos: temperature must"),
         (lambda: va.RelPosDecomposed(-3), "RelPosDecomposed: feat_size must"),
         (lambda: va.RelPosTable([7, 7]), "RelPosTable: feat_size must"),
@@ -282,6 +286,6 @@ def test_absolute_positions_are_for_a_size_and_their_tables_are_stretched(tmp_pa
     va.load_checkpoint(large, tmp_path / "small.pth")
     x = torch.randn(1, 8, 6, 6)
     torch.testing.assert_close(large(x), small(x))
-    for size in (None, (3, 4, 5)):
-        with pytest.raises(ValueError, match="AbsPos: feat_size must be a size for each of 2 axes"):
+    for size in (None, (None, 14), (3, 4, 5)):
+        with pytest.raises(ValueError, match="AbsPos: feat_size must be"):
             va.Attention2d(8, 2, position=va.AbsPos(size))

@@ -72,7 +72,7 @@ def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
 
 
 def test_the_examples_for_contributors_run(monkeypatch):
-    from vision_attn.attention.attend import IMPLEMENTATIONS
+    from vision_attn.attention.implementations import IMPLEMENTATIONS
 
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
     try:
@@ -89,7 +89,7 @@ def test_code_and_output_are_told_apart():
 
 @pytest.mark.parametrize(("form", "impl"), [(0, "einx"), (1, "bmm")])
 def test_the_two_forms_are_those_that_run(form, impl):
-    from vision_attn.attention.attend import IMPLEMENTATIONS
+    from vision_attn.attention.implementations import IMPLEMENTATIONS
 
     shown, steps = blocks(page("implementations"), "py")[form], IMPLEMENTATIONS[impl]
     for step in (steps.heads_apart, steps.attend, steps.heads_together):

@@ -10,62 +10,82 @@ import pytest
 from vision_attn.tools.comparison.statistics import compare_scores
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "examples/results").glob("*.json"))
 RESULTS = (ROOT / "docs/results.md").read_text()
 SECTIONS = {text.partition("\n")[0]: text for text in RESULTS.split("\n## ") if "/results/" in text}
 MEAN, INTERVAL = r"\d+\.\d+ ± \d+\.\d+", r"−?\d+\.\d+ to −?\d+\.\d+"
 
 
 def comparisons(file):
-    """The scores of each arm by seed, for each comparison of a file, and with how many decimals the page tells them."""
-    runs = json.loads(file.read_text())
-    if "arms" in runs:
-        yield {arm: [*one["scores"].values()] for arm, one in runs["arms"].items()}, 1
+    """Of each comparison in a file the scores by arm, its differences, and the decimals by which the page says them."""
+    found = json.loads(file.read_text())
+    if "arms" in found:
+        yield {arm: [*one["scores"].values()] for arm, one in found["arms"].items()}, found["differences"], 1
         return
-    for sigma in ("σ 25", "σ 50"):
-        for where in ("textured", "others"):
-            scores = {}
-            for name, run in runs.items():
-                if f", {sigma}," in name:
-                    scores.setdefault(name.partition(",")[0], []).append(run[where])
-            yield scores, 2
+    for title, differences in found["differences"].items():
+        sigma, where = title.split(", ")
+        scores = {}
+        for name, run in found["runs"].items():
+            if f", {sigma}," in name:
+                scores.setdefault(name.partition(",")[0], []).append(run[where])
+        yield scores, differences, 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_differences_in_a_file_are_those_of_its_scores(file):
+    for scores, differences, _ in comparisons(file):
+        for found, expected in zip(compare_scores(scores), differences, strict=True):
+            assert (list(found.arms), found.verdict) == (expected["arms"], expected["verdict"])
+            for name in ("mean", "low", "high", "p"):
+                assert getattr(found, name) == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
 
 
 def interval(low, high, decimals):
     return f"{low:.{decimals}f} to {high:.{decimals}f}".replace("-", "−")
 
 
+def from_file(file, last_alone):
+    """The means, scores and intervals of a file as the page says them; of these, the ones that are significant."""
+    means, seeds, intervals, significant = set(), set(), set(), set()
+    for scores, differences, decimals in comparisons(file):
+        means |= {f"{mean(of):.{decimals}f} ± {stdev(of):.{decimals}f}" for of in scores.values()}
+        seeds |= {", ".join(f"{one:.{decimals}f}" for one in of) for of in scores.values()}
+        for one in differences[: len(scores) - 1] if last_alone else differences:
+            said = interval(one["low"], one["high"], decimals)
+            intervals |= {said} if last_alone else {said, interval(-one["high"], -one["low"], decimals)}
+            significant |= {said} if one["verdict"] != "no significant difference" else set()
+    return means, seeds, intervals, significant
+
+
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_table_is_that_of_its_runs(title):
+    """In a table the intervals are of attention minus the other arms; in the text below of any two, either way."""
     section = SECTIONS[title]
     table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    means, seeds, student, welch, told_apart = set(), set(), set(), set(), set()
-    for file in re.findall(r"examples/results/[\w-]+\.json", section):
-        for scores, decimals in comparisons(ROOT / file):
-            means |= {f"{mean(of):.{decimals}f} ± {stdev(of):.{decimals}f}" for of in scores.values()}
-            seeds |= {", ".join(f"{one:.{decimals}f}" for one in of) for of in scores.values()}
-            for found in compare_scores(scores):
-                student.add(interval(found.low, found.high, decimals))
-                welch.add(interval(*found.welch[:2], decimals))
-                if found.verdict != "not told apart":
-                    told_apart.add(interval(found.low, found.high, decimals))
+    text = " ".join(line for line in section.splitlines() if not line.startswith("|"))
+    files = [ROOT / name for name in re.findall(r"examples/results/[\w-]+\.json", section)]
+    parts = zip(*(from_file(file, last_alone=True) for file in files), strict=True)
+    means, seeds, signed, significant = (set().union(*part) for part in parts)
+    either = set().union(*(from_file(file, last_alone=False)[2] for file in files))
     assert set(re.findall(MEAN, table)) == means
     assert set(re.findall(r"\d+\.\d+(?:, \d+\.\d+)+", table)) <= seeds
-    shown, bold = set(re.findall(INTERVAL, table)), set(re.findall(rf"\*\*({INTERVAL})\*\*", table))
-    assert shown <= student or shown <= welch
-    assert bold == (shown & told_apart if "Bold here is told apart" in section else set())
+    assert set(re.findall(INTERVAL, table)) <= signed
+    assert set(re.findall(INTERVAL, text)) - WIDTHS <= either
+    bold = set(re.findall(rf"\*\*({INTERVAL})\*\*", table))
+    assert bold == (
+        set(re.findall(INTERVAL, table)) & significant if "In bold attention is better" in section else set()
+    )
+
+
+#: How far intervals reach to either side, which is no interval.
+WIDTHS = {"2.6 to 6.3", "0.003 to 0.019"}
 
 
 def test_the_readme_claims_what_the_results_carry():
     claims = (ROOT / "README.md").read_text().partition("## What it buys")[2].partition("\n## ")[0]
     means, intervals = set(re.findall(MEAN, claims)), set(re.findall(INTERVAL, " ".join(claims.split())))
-    assert len(means) >= 20
-    assert len(intervals) >= 9
-    carried = {*re.findall(MEAN, RESULTS), *re.findall(INTERVAL, " ".join(RESULTS.split()))}
-    assert means <= carried
-    assert {one for one in intervals if not carried & {one, turned(one)}} == set()
-
-
-def turned(text):
-    """The interval of the other arm minus the one."""
-    low, high = (float(end.replace("−", "-")) for end in text.split(" to "))
-    return interval(-high, -low, 1)
+    assert means
+    assert intervals
+    assert means <= set(re.findall(MEAN, RESULTS))
+    assert intervals <= set(re.findall(INTERVAL, RESULTS)), "with its sign"

@@ -1,5 +1,3 @@
-from .attention.attend import IMPLS as IMPLS
-from .attention.attend import register_impl as register_impl
 from .attention.blocks import (
     Attention1d as Attention1d,
 )
@@ -36,6 +34,8 @@ from .attention.blocks import (
 from .attention.blocks import (
     use_impl as use_impl,
 )
+from .attention.implementations import IMPLS as IMPLS
+from .attention.implementations import register_impl as register_impl
 from .attention.patterns import Grid as Grid
 from .attention.patterns import Halo as Halo
 from .attention.patterns import Neighborhood as Neighborhood
@@ -53,9 +53,6 @@ from .errors import VisionAttnError as VisionAttnError
 from .networks import convert as convert
 from .networks import figures as figures
 from .networks import models as models
-from .networks.capture import AttentionMap as AttentionMap
-from .networks.capture import capture as capture
-from .networks.capture import rollout as rollout
 from .networks.checkpoints import load_adapter_ as load_adapter_
 from .networks.checkpoints import load_checkpoint as load_checkpoint
 from .networks.checkpoints import save_adapter as save_adapter
@@ -111,5 +108,6 @@ from .networks.inspection import Inspection as Inspection
 from .networks.inspection import inspect_model as inspect_model
 from .networks.models.folder import load_model as load_model
 from .networks.models.folder import save_model as save_model
+from .networks.recording import capture as capture
 from .tools.explorer import explore as explore
 from .tools.training.run import train as train

@@ -1,7 +1,4 @@
-"""The errors of the library, by what a caller would do about them.
-
-An argument that is wrong in itself is a plain :class:`ValueError`, as everywhere in Python.
-"""
+"""The errors of the library, by what a caller would do about them; a wrong argument is a plain ``ValueError``."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = [
 
 
 class VisionAttnError(Exception):
-    """Every error of this library's own; an argument that is wrong in itself is a plain ``ValueError``.
+    """The base of this library's errors; a wrong argument is a plain ``ValueError``.
 
     The kinds are in ``vision_attn.errors``: :class:`SiteError`, :class:`CheckpointError`, :class:`ConversionError`,
     and ``DataError``, ``TrainingError``, ``ExportError`` and ``BenchmarkError`` of the commands.
@@ -52,7 +49,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
     """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
 
     Args:
-        *lines: of the message, in which what a file says of itself is escaped.
+        *lines: of the message; text from the file is escaped.
 
     >>> import tempfile, pathlib
     >>> from vision_attn.networks.checkpoints import read_checkpoint
@@ -65,14 +62,14 @@ class CheckpointError(VisionAttnError, RuntimeError):
     """
 
     def __init__(self, *lines: str) -> None:
-        super().__init__(*lines)  # as they came, so that a pickle of the error gives the same one
+        super().__init__(*lines)  # unchanged, so that the error survives a pickle
 
     def __str__(self) -> str:
         return "\n".join(map(escaped, self.args))
 
 
 class ConversionError(VisionAttnError, RuntimeError):
-    """What a source was converted to does not compute what the source does, or it cannot be seen whether it does.
+    """The converted layer does not compute what the original computes, or this cannot be checked.
 
     >>> from torch import nn
     >>> from vision_attn.networks.convert import from_torch_mha
@@ -86,23 +83,23 @@ class ConversionError(VisionAttnError, RuntimeError):
 
 
 class DataError(VisionAttnError, RuntimeError):
-    """The data is not there, is damaged or does not fit."""
+    """The data is missing, damaged or does not fit."""
 
 
 class TrainingError(VisionAttnError, RuntimeError):
-    """Training cannot go on; what was saved before is whole."""
+    """Training cannot go on; what was saved before is intact."""
 
 
 class ExportError(VisionAttnError, RuntimeError):
-    """What was written does not compute what the network computes, or could not be made; no file is left of it."""
+    """The exported network could not be made, or does not compute the same; no file is left behind."""
 
 
 class BenchmarkError(VisionAttnError, RuntimeError):
-    """The benchmark cannot go on: contestants do not compute the same, or the memory does not suffice."""
+    """The benchmark cannot go on: contestants do not compute the same, or there is too little memory."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM stopped a run, which was saved before it left; no error, as Ctrl-C is none in Python."""
+    """Ctrl-C or SIGTERM stopped a run after it was saved; like ``KeyboardInterrupt`` it is no ``Exception``."""
 
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(signal, message)

@@ -1,4 +1,4 @@
-"""Text for reports and messages: tables, lists that are cut short, and names from files without control characters."""
+"""Text for reports and messages: tables, shortened lists, and names from files without control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
     Args:
         rows: of as many cells each.
-        left: the columns that are aligned to the left, which words are; the others are to the right, as numbers are.
+        left: the columns aligned to the left; the others are aligned to the right, as numbers are.
 
     >>> print(table([("where", "map", "tokens"), ("layer3.1", "14×14", "196"), ("layer4.1", "7×7", "49")]))
     where       map  tokens
@@ -70,7 +70,7 @@ class Table(NamedTuple):
 
 
 class Report:
-    """What prints as text and tables, and in a notebook shows the same text and tables as HTML.
+    """A report that prints as text and tables, and shows the same as HTML in a notebook.
 
     >>> class Sizes(Report):
     ...     def parts(self):
@@ -84,14 +84,14 @@ class Report:
     """
 
     def parts(self) -> Iterable[str | Table]:
-        """What it says, from the top."""
+        """Its texts and tables, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts()))
 
     def __repr__(self) -> str:
-        return str(self)  # a session shows it without being asked to print
+        return str(self)  # an interactive session shows it
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -103,7 +103,7 @@ class Report:
 
 
 def escaped(text: object) -> str:
-    r"""What a file says, or is called, without the characters that steer a terminal.
+    r"""Text from a file, with control characters written out.
 
     >>> escaped("conv1\x1b[2J.weight")
     'conv1\\x1b[2J.weight'

@@ -1,6 +1,7 @@
 """Einsum equations of attention for tensors of any rank, and the pattern that attention along some axes is.
 
-Keras writes its ``MultiHeadAttention`` so, one letter of the alphabet an axis. Tensors are ``(batch, <axes>,
+Keras writes its ``MultiHeadAttention`` so, one letter of the alphabet an axis: these are Keras's letters, letter for
+letter, and not those of this package, which :func:`heads_first_equations` has. Tensors are ``(batch, <axes>,
 channels)`` before the projection and ``(batch, <axes>, heads, width)`` after it, whatever the number of axes.
 """
 
@@ -94,10 +95,10 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
 
 
 def heads_first_equations(batch_axes: int = 1) -> tuple[str, str]:
-    """The two equations of attention with heads before tokens, as most code writes them; here ``h`` is for heads.
+    """The two equations of attention with heads before tokens, as most code has them, in the letters of this package.
 
-    ``logits = einsum(first, q, k)`` and ``y = einsum(second, weights, v)`` with queries ``(<batch>, heads, queries,
-    width)``, keys and values ``(<batch>, heads, keys, width)``.
+    ``logits = einsum(first, q, k)`` and ``y = einsum(second, weights, v)`` with queries ``(<batch>, n, i, d)``, keys
+    ``(<batch>, n, j, d)`` and values ``(<batch>, n, j, e)``.
 
     Args:
         batch_axes: axes before the heads; none, or any number.
@@ -109,15 +110,15 @@ def heads_first_equations(batch_axes: int = 1) -> tuple[str, str]:
         ValueError: a number below zero, or more axes than letters.
 
     >>> heads_first_equations()
-    ('bhqd,bhkd->bhqk', 'bhqk,bhkd->bhqd')
+    ('bnid,bnjd->bnij', 'bnij,bnje->bnie')
     >>> heads_first_equations(batch_axes=2)
-    ('bahqd,bahkd->bahqk', 'bahqk,bahkd->bahqd')
+    ('banid,banjd->banij', 'banij,banje->banie')
     """
-    letters = "b" + "".join(letter for letter in string.ascii_lowercase if letter not in "bhqkd")
+    letters = "b" + "".join(letter for letter in string.ascii_lowercase if letter not in "bnijde")
     if isinstance(batch_axes, bool) or not isinstance(batch_axes, int) or not 0 <= batch_axes <= len(letters):
         raise ValueError(f"batch_axes must be a whole number from 0 to {len(letters)}; got {batch_axes!r}")
     batch = letters[:batch_axes]
-    return f"{batch}hqd,{batch}hkd->{batch}hqk", f"{batch}hqk,{batch}hkd->{batch}hqd"
+    return f"{batch}nid,{batch}njd->{batch}nij", f"{batch}nij,{batch}nje->{batch}nie"
 
 
 def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | Pattern:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 
 from torch import Tensor
 
-from vision_attn.checks import as_list, check_number, check_type
-from vision_attn.networks.capture import AttentionMap
-from vision_attn.networks.capture.record import chosen_heads
+from vision_attn.checks import check_number, check_type
 from vision_attn.networks.checkpoints import write_atomically
+from vision_attn.networks.maps import AttentionMap
+from vision_attn.networks.recording import numbers
 
 try:
     from matplotlib import figure as matplotlib_figure
@@ -66,7 +65,7 @@ def attention_figure(
 
     Args:
         images: what the network was given, ``(b, 1 or 3, height, width)``, in 0…1.
-        attention: the map of one module, from :func:`vision_attn.networks.capture`.
+        attention: the map of one module, from :func:`vision_attn.capture`.
         query: which of its queries, by number; of several each has a row, titled with its number and cell, and all have
             their numbers on the images.
         heads: which of its heads, by number; all when None.
@@ -92,29 +91,21 @@ def attention_figure(
     """
     check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
     check_type("attention", attention, AttentionMap, "an AttentionMap")
-    check_type("titles", titles, (list, tuple), "a list of texts")
     check_number("width", width, above=0)
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         raise ValueError(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
         )
-    queries = as_list("query", query, "numbers of queries", single=Integral)
-    if not queries or not all(isinstance(one, Integral) and 0 <= int(one) < len(attention.cells) for one in queries):
-        raise ValueError(f"query must be from 0 to {len(attention.cells) - 1}; got {query}")
-    queries = [int(one) for one in queries]  # which True and False are not to torch
-    chosen = chosen_heads(heads, attention.weights.shape[1])
+    queries = numbers("query", query, len(attention.cells))
+    chosen = numbers("heads", heads, attention.weights.shape[1])
     weights = attention.weights[:, chosen][:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
-    label, panels = reduced(
-        weights.transpose(1, 2).flatten(0, 1), [attention.heads[head] for head in chosen], reduction
-    )
+    names = [attention.heads[head] for head in chosen]
+    label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), names, reduction)
     panels = panels * panels[0, 0].numel()  # in even shares
     most = max(float(panels.max()), 1.0 + 1e-6)
     if len(queries) > 1:
-        titles = [
-            f"{title} {number} {attention.cells[number]}"
-            for title in (titles or ["query"] * len(images))
-            for number in queries
-        ]
+        above = titles or ["query"] * len(images)
+        titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
     images = images.repeat_interleave(len(queries), dim=0)
 
     count, size = panels.shape[1], tuple(images.shape[2:])
@@ -136,14 +127,13 @@ def attention_figure(
         for column in range(1 + count):
             axis = panel(column * (wide + GAP), top, wide, high)
             plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
-            axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=(0, size[1], size[0], 0))
+            extent = (0, size[1], size[0], 0)
+            axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=extent)
             if column:
                 share = panels[row, column - 1].numpy()
                 opacity = OPAQUE * ((share - 1) / (most - 1)).clip(0, 1)
-                extent = (0, size[1], size[0], 0)
-                shown = axis.imshow(
-                    share, cmap="plasma", alpha=opacity, vmin=1, vmax=most, extent=extent, interpolation="nearest"
-                )
+                shown = axis.imshow(share, "plasma", alpha=opacity, vmin=1, vmax=most, extent=extent)
+                shown.set_interpolation("nearest")
             elif len(queries) > 1:
                 for number in queries:
                     at = [(0.5 + one) * side for one, side in zip(attention.cells[number], cell, strict=True)]
@@ -180,7 +170,7 @@ def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> F
     (:meth:`AttentionMap.distance`). A dash is where a block that looks at everything alike would be.
 
     Args:
-        maps: from :func:`vision_attn.networks.capture`, best of all cells and of several images.
+        maps: from :func:`vision_attn.capture`, best of all cells and of several images.
         width: of the figure, in inches.
 
     Returns:
@@ -209,15 +199,8 @@ def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> F
             across = [place + 0.5 * ((head + 0.5) / len(values) - 0.5) for head in range(len(values))]
             axis.plot(across, values, "o", color="tab:blue", markersize=5)
             for x, y, name in zip(across, values, one.heads, strict=True):
-                axis.annotate(
-                    name.removeprefix("head "),
-                    (x, y),
-                    (0, 5),
-                    textcoords="offset points",
-                    fontsize=7,
-                    ha="center",
-                    path_effects=[withStroke(linewidth=2, foreground="white")],
-                )
+                number = axis.annotate(name.removeprefix("head "), (x, y), (0, 5), textcoords="offset points")
+                number.set(fontsize=7, ha="center", path_effects=[withStroke(linewidth=2, foreground="white")])
             axis.hlines(alike, place - 0.35, place + 0.35, color="tab:red", linestyle="--", linewidth=1.5, zorder=0)
     widely.set_ylabel("cells looked at\nas a share of the map")
     widely.set_ylim(0, 1.12)

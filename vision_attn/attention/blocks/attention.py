@@ -1,52 +1,33 @@
-"""Multi-head attention on feature maps: ``Attention1d``, ``Attention2d`` and ``Attention3d``, and their projections."""
+"""Multi-head attention on feature maps: ``Attention1d``, ``Attention2d`` and ``Attention3d``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from copy import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.attend import (
-    IMPLEMENTATIONS,
-    Implementation,
-    attend_groups,
-    check_impl,
-    check_mask,
-    combine_masks,
-    open_rows,
-    upcast,
-    with_causal_mask,
-)
-from vision_attn.attention.blocks.normalization import UnitLength, qk_norms
-from vision_attn.attention.blocks.projection import POINTWISE, Pointwise, in_format_of, linear
-from vision_attn.attention.blocks.specified import Specified
-from vision_attn.attention.blocks.weights import Prepared, check_queries, weights_on_map
-from vision_attn.attention.patterns import AnyPattern, Neighborhood, Partition, partition_of, resolve_pattern
-from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, PositionTerm, RelPosDecomposed, RelPosTable
-from vision_attn.checks import (
-    check_counts,
-    check_divides,
-    check_flags,
-    check_new,
-    check_number,
-    check_probability,
-    product,
-)
+from vision_attn.attention.blocks.projection import POINTWISE, UnitLength, check_map, in_format_of, on_maps, qk_norms
+from vision_attn.attention.blocks.specified import Specified, blocks_with_impl
+from vision_attn.attention.blocks.weights import Look, check_queries, looking, weights_on_map
+from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, attend_groups, check_impl
+from vision_attn.attention.masks import check_mask, masks_of_groups, upcast
+from vision_attn.attention.patterns import AnyPattern, Neighborhood, resolve_pattern
+from vision_attn.attention.patterns.partition import Partition, Partitions, Side
+from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable, new_term
+from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
-__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d"]
-
-#: What the axes of a map are called in messages, by how many there are.
-AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d", "attention_modules"]
 
 #: By how many axes a map has.
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 class Attention(Specified):
-    """What :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` are, for maps with ``rank`` axes."""
+    """:class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d`, for maps with ``rank`` axes."""
 
     rank: int
 
@@ -55,7 +36,7 @@ class Attention(Specified):
         channels: int,
         num_heads: int = 8,
         *,
-        impl: str = "sdpa",
+        impl: str = "auto",
         pattern: str | AnyPattern = "full",
         position: AnyPosition | None = None,
         key_dim: int | None = None,
@@ -111,16 +92,13 @@ class Attention(Specified):
                 )
         if causal and (kv_stride > 1 or context_channels is not None):
             raise ValueError(
-                "causal must be False where keys are not of the queries' map (kv_stride, context_channels): they have "
-                "no order with them"
+                "causal must be False with kv_stride or context_channels: such keys have no order with queries"
             )
-
         if causal and isinstance(pattern, Neighborhood):
             raise ValueError(
                 "causal must be False with a Neighborhood, which is causal along axes of its own: give "
                 "Neighborhood(causal=True), or one for each axis"
             )
-
         self.impl = impl
         self.pattern = pattern
         self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
@@ -128,6 +106,9 @@ class Attention(Specified):
             raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
         self.kv_stride = kv_stride
         self.causal = causal
+        self.partitions = Partitions(self.partitioner)
+        #: called with what the kernel gets, in each forward pass
+        self.lookers: tuple[Look, ...] = ()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -142,150 +123,111 @@ class Attention(Specified):
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale = self.usual_scale if scale is None else scale
         self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
-        self.position = None if position is None else self.new_position(position, **factory)
+        elsewhere = kv_stride > 1 or context_channels is not None
+        shape = BlockShape(channels, num_heads, d, self.partitioner, elsewhere, context_channels)
+        self.position = None if position is None else new_term(position, shape, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def new_position(self, position: AnyPosition, **factory: Any) -> PositionTerm:
-        """The position term of this block; refused where it does not go with the block's other arguments."""
-        if isinstance(position, type) or not hasattr(position, "build"):
-            raise ValueError(
-                "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), "
-                f"ConditionalPos() or SinCos(); got {position!r}"
-            )
-        term = position.build(BlockShape(self.channels, self.num_heads, self.key_dim, self.partitioner), **factory)
-        if term.is_relative and (self.kv_stride > 1 or self.context_channels is not None):
-            raise ValueError(
-                f"position must not be {position!r} where keys are not of the queries' map (kv_stride, "
-                "context_channels): use Rope2d()"
-            )
-        if term.needs_channels and self.context_channels not in (None, self.channels):
-            raise ValueError(
-                f"position must not be {position!r}, which is added to maps of {self.channels} channels, with "
-                f"context_channels={self.context_channels}: use Rope2d()"
-            )
-        return term
-
+    @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend."""
-        if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask, context), {})
-        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
-            return self.forward(x[None], mask, None if context is None else context[None])[0]
-        self.check_maps(x, context)
+        """Attend, in the same steps for every pattern, position term and implementation.
+
+        Args:
+            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``; with as many axes as the block is for.
+            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``,
+                tokens row-major.
+            context: the maps that keys and values are taken from, with ``context_channels`` channels if that is given,
+                else with ``channels``; ``x`` when None.
+
+        Returns:
+            ``(b, out_channels, h, w)`` in the memory format of ``x``; a query that may attend to nothing gives the bias
+            of ``proj``.
+
+        Raises:
+            ValueError: ``x``, ``context`` or ``mask`` is none of these; the message says what was expected.
+        """
+        keys_size = self.check_maps(x, mask, context)
         if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
+        impl, part = IMPLEMENTATIONS[self.impl], self.partitions.of(x, keys_size)
 
-        impl = IMPLEMENTATIONS[self.impl]
-        part = partition_of(self.partitioner, x)  # what the pattern makes of maps of this size
-        q, k, v, scale, mask, reachable, causal = self.prepare(x, mask, context, part, impl)
-        dropout = self.attn_drop if self.training else 0.0
-        y = attend_groups(impl, q, k, v, reachable, scale=scale, mask=mask, causal=causal, dropout=dropout)
-        y = part.restore(impl.heads_together(y, part.cut.window), impl.merge)  # (b, heads·value_dim, h, w)
+        apart: list[Tensor] = []
+        for side, y, heads in self.project(x, context, part):
+            apart += impl.heads_apart(side.cut, y, sum(heads)).split(heads, dim=1)
+        q, k, v = apart  # (b·groups, n, i, d), (b·groups, m, j, d), (b·groups, m, j, e)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        scale, bias = self.scale, None
+        if self.position is not None:
+            q, k, scale, bias = self.position(q, k, scale, part)
+
+        given = Given(q, k, v, scale, *masks_of_groups(part, mask, bias, self.causal))
+        for look in self.lookers:
+            look(part, given)
+        y = attend_groups(impl, given, dropout=self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
+
+        y = part.queries.take_back(impl.heads_together(part.queries.cut, y))  # (b, n·e, h, w)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return in_format_of(x, self.proj_drop(self.proj(y)))
 
-    def prepare(
-        self, x: Tensor, mask: Tensor | None, context: Tensor | None, part: Partition, impl: Implementation
-    ) -> Prepared:
-        """What the kernel is given."""
-        q, k, v, keys = self.project(x, context, part, impl)
-        scale, bias = self.scale, None
-        if self.position is not None:
-            q, k, scale, bias = self.position(q, k, scale, part, keys)
-        return Prepared(q, k, v, scale, *self.masks(x.shape[0], mask, bias, part, keys))
+    def project(self, x: Tensor, context: Tensor | None, part: Partition) -> list[tuple[Side, Tensor, list[int]]]:
+        """Maps of queries ``(b, n·d, h, w)``, keys ``(b, m·d, …)`` and values ``(b, m·e, …)``; or one of all of them.
 
-    def project(
-        self, x: Tensor, context: Tensor | None, part: Partition, impl: Implementation
-    ) -> tuple[Tensor, Tensor, Tensor, Partition]:
-        """Queries ``(b·groups, n, i, d)``, keys ``(b·groups, m, j, d)``, values ``(b·groups, m, j, e)``.
-
-        With them comes the partition of the map that keys and values are of.
+        They are laid out for the pattern's line. With each come the side of the partition that it is of, and its heads.
         """
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
         if self.position is not None:
             x = self.position.add_to_map(x)
             context = None if context is None else self.position.add_to_map(context)
-        source = x if context is None else context
-        x = part.fit(x, impl.split)
-        if context is None and self.kv_stride == 1:
-            keys = part
-            qkv = self.qkv(x if self.groups == 1 else torch.cat([x] * 3, dim=1))
-            q, kv = qkv.split([n * d, m * (d + e)], dim=1)
-        else:
-            source = self.averaged(source)
-            keys = partition_of(self.partitioner, source)
-            qkv, (q, kv) = None, self.project_both(x, keys.fit(source, impl.split))
-        if qkv is not None and part.same_tokens and (m, e) == (n, d):
-            q, k, v = impl.heads_apart(qkv, 3, n)
-        else:
-            q, kv = part.queries(q, impl.split), keys.keys(kv, impl.split)
-            (q,) = impl.heads_apart(q, 1, n)
-            if d == e:
-                k, v = impl.heads_apart(kv, 2, m)
-            else:
-                k, v = (impl.heads_apart(y, 1, m)[0] for y in kv.split([m * d, m * e], dim=1))
-        if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        return q, k, v, keys
-
-    def project_both(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-        """The map of queries from ``x``, and that of keys and values from another map."""
+        if self.groups > 1:  # queries, keys and values have groups of their own
+            x = torch.cat([x] * 3, dim=1)
+            context = None if context is None else torch.cat([context] * 3, dim=1)
         if self.context_channels is not None:
-            return self.q(x), self.kv(source)
-        rows = self.num_heads * self.key_dim
-        watched = self.qkv._forward_hooks or self.qkv._forward_pre_hooks
-        if isinstance(self.qkv, Pointwise) and self.groups == 1 and not watched:  # nor wrapped, as LoRA does
-            weight, bias = self.qkv.weight, self.qkv.bias
-            biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
-            return linear(x, weight[:rows], biases[0]), linear(source, weight[rows:], biases[1])
-        x, source = (y if self.groups == 1 else torch.cat([y] * 3, dim=1) for y in (x, source))
-        return self.qkv(x)[:, :rows], self.qkv(source)[:, rows:]
+            q, (k, v) = self.q(x), self.kv(context).split([m * d, m * e], dim=1)
+        else:
+            if context is None and part.keys is part.queries and d == e:  # heads of one width, laid out alike
+                return [(part.queries, self.qkv(part.queries.lay_out(x)), [n, m, m])]
+            q, k, v = self.qkv(x).split([n * d, m * d, m * e], dim=1)
+            if context is not None:
+                _, k, v = self.qkv(context).split([n * d, m * d, m * e], dim=1)
+        sides = ((part.queries, q, [n]), (part.keys, self.averaged(k), [m]), (part.keys, self.averaged(v), [m]))
+        return [(side, side.lay_out(y), heads) for side, y, heads in sides]
 
-    def averaged(self, source: Tensor) -> Tensor:
-        """The map that keys and values are taken from, averaged over squares of ``kv_stride``."""
+    def averaged(self, y: Tensor) -> Tensor:
+        """A projected map averaged over squares of ``kv_stride``: as if the map had been averaged before."""
         if self.kv_stride == 1:
-            return source
-        squares = tuple(min(self.kv_stride, length) for length in source.shape[2:])
-        # Torch has no such average of volumes in half precision on the CPU.
-        exact = upcast(source) if self.rank == 3 and source.device.type == "cpu" else source
-        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(source.dtype)
+            return y
+        squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
+        # On the CPU torch has no such average of volumes in half precision.
+        exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
+        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(y.dtype)
 
-    def masks(
-        self, batch: int, mask: Tensor | None, bias: Tensor | None, part: Partition, keys: Partition
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Everything that masks the groups, in one mask ``(b or 1, groups or 1, n or 1, queries, keys)``.
-
-        With it come the rows that may attend to anything (None: all), and whether the kernel is to hide later keys.
-        """
-        own = None if part.mask is None else part.mask[None, :, None]
-        causal, reachable = self.causal, None
-        if causal and not part.same_tokens:
-            own, causal = combine_masks(own, part.causal_mask()[None, :, None]), False
-        if mask is not None:
-            mask = check_mask(mask, (batch, self.num_heads, product(part.size), product(keys.size)))
-            mask = part.cut_mask(mask)
-            if causal:
-                mask, causal = with_causal_mask(mask, part.cut.tokens, keys.key_cut.tokens, mask.device), False
-            own, reachable = open_rows(combine_masks(mask, own))
-        return combine_masks(own, bias), reachable, causal
-
-    def check_maps(self, x: Tensor, context: Tensor | None) -> None:
+    def check_maps(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
+        """Refuse what :meth:`forward` cannot take; the size of the map that keys are taken from."""
         check_map("x", x, self.channels, self.rank)
-        if context is None:
-            if self.context_channels is not None:
-                raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
-            return
-        check_map("context", context, self.context_channels or self.channels, self.rank)
-        if context.shape[0] != x.shape[0]:
-            raise ValueError(f"context must hold as many maps as x, {x.shape[0]}; got {context.shape[0]}")
-        relative = self.position is not None and self.position.is_relative
-        if context.shape[2:] != x.shape[2:] and (not self.partitioner.is_global or self.causal or relative):
-            raise ValueError(
-                f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
-                f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
-            )
+        if context is not None:
+            check_map("context", context, self.context_channels or self.channels, self.rank)
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must hold as many maps as x, {x.shape[0]}; got {context.shape[0]}")
+            relative = self.position is not None and self.position.is_relative
+            if context.shape[2:] != x.shape[2:] and (not self.partitioner.is_global or self.causal or relative):
+                raise ValueError(
+                    f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
+                    f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
+                )
+        elif self.context_channels is not None:
+            raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
+        keys_size = self.keys_size(x, context)
+        if mask is not None:
+            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)
+        return keys_size
+
+    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
+        """The size of the map that keys are taken from, in positions."""
+        size = tuple((x if context is None else context).shape[-self.rank :])
+        return size if self.kv_stride == 1 else tuple(-(-length // self.kv_stride) for length in size)
 
     def attention_weights(
         self,
@@ -296,25 +238,29 @@ class Attention(Specified):
     ) -> Tensor:
         """How much every query attends to every key, for the map that :meth:`forward` would be given.
 
-        >>> from vision_attn.attention.blocks import Attention2d
+        Args:
+            x: as in :meth:`forward`.
+            mask: as in :meth:`forward`.
+            queries: indices of tokens, ``(i,)``, row-major; all when None.
+            context: as in :meth:`forward`.
+
+        Returns:
+            ``(b, heads, i, key tokens)``.
+
+        Raises:
+            ValueError: as :meth:`forward`, or ``queries`` are no such indices.
+
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
-            x, context = x[None], None if context is None else context[None]
-        self.check_maps(x, context)
-        part = partition_of(self.partitioner, x)
-        check_queries(queries, product(part.size))
-        return weights_on_map(part, self.prepare(x, mask, context, part, IMPLEMENTATIONS["sdpa"]), queries)
-
-    def check_impl(self, impl: str) -> None:
-        """Refuse what is no implementation."""
-        check_impl(impl)
-
-    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
-        """The size of the map that keys are taken from, in positions."""
-        source = x if context is None else context
-        return tuple(-(-length // self.kv_stride) for length in source.shape[-self.rank :])
+        seen: list[Any] = []
+        with looking(self, lambda *given: seen.extend(given)):
+            self.forward(x, mask, context)
+        check_queries(queries, x.shape[-self.rank :])
+        if not seen:  # of maps of nothing
+            tokens = x.shape[-self.rank :].numel() if queries is None else len(queries)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, math.prod(self.keys_size(x, context)))
+        return weights_on_map(seen[0], seen[1], queries)
 
     @property
     def usual_scale(self) -> float:
@@ -346,10 +292,10 @@ class Attention(Specified):
         told = {"num_heads": self.num_heads, "pattern": self.pattern, **self.unusual()}
         told.pop("attn_drop", None)  # of training alone
         if self.position is not None:
-            position: Any = self.position.specification
-            # The size of a table is in its shape, and a table of another size is resampled.
-            table = isinstance(position, AbsPos | RelPosDecomposed | RelPosTable)
-            told["position"] = replace(position, feat_size=None) if table else position
+            told["position"] = position = copy(self.position.specification)
+            if isinstance(position, AbsPos | RelPosDecomposed | RelPosTable):
+                # The size of a table is in its shape, and a table of another size is resampled.
+                object.__setattr__(position, "feat_size", None)
         return told
 
 
@@ -377,15 +323,16 @@ class Attention2d(Attention):
         out     = Conv2d(c, c, 1)(y)
 
     The state dict is ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``
-    whatever the implementation, which may be changed at any time with :func:`set_impl_` or :func:`use_impl`. With other
+    whatever the implementation, which may be changed at any time with :func:`set_impl` or :func:`use_impl`. With other
     widths the rows are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]``.
 
     Args:
         channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
-        impl: the implementation, one of :data:`vision_attn.IMPLS` or a registered one. They give the same result;
-            ``"sdpa"`` is the fastest and, where torch has a fused kernel, needs memory for the tokens only; most others
-            hold every attention weight. On the CPU torch has none with dropout or gradients of a bias.
+        impl: the implementation, one of :data:`vision_attn.IMPLS`, ``"auto"`` or a registered one. They give the same
+            result. ``"sdpa"`` is the fastest where torch has a fused kernel, and needs memory for the tokens only; the
+            others hold every attention weight. ``"auto"`` is ``"sdpa"``, and ``"bmm"`` where torch has no such kernel:
+            on the CPU, with dropout of weights or gradients of a bias.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,
@@ -444,8 +391,10 @@ class Attention3d(Attention):
     rank = 3
 
 
-def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
-    """Refuse what is no batch of maps ``(b, channels, …)`` with ``rank`` axes."""
-    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
+def attention_modules(model: nn.Module) -> dict[str, Attention]:
+    """Every :class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d` of a model, by its path.
+
+    >>> list(attention_modules(nn.ModuleDict({"a": Attention2d(8), "b": nn.ReLU()})))
+    ['a']
+    """
+    return {name: block for name, block in blocks_with_impl(model).items() if isinstance(block, Attention)}

@@ -1,4 +1,4 @@
-"""A convolution with attention beside it: some of its output channels look at the whole map."""
+"""Attention in the place of a convolution, and beside one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.specified import Specified
-from vision_attn.checks import check_divides, check_new
+from vision_attn.attention.position import RelPosDecomposed
+from vision_attn.checks import check_count, check_counts, check_divides, check_new
 
-__all__ = ["AugmentedConv2d"]
+__all__ = ["AugmentedConv2d", "StridedAttention2d"]
 
 
 class AugmentedConv2d(Specified):
@@ -60,10 +61,8 @@ class AugmentedConv2d(Specified):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_new(
-            device, dtype, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size, stride=stride
-        )
-        check_new(device, dtype, num_heads=num_heads, key_channels=key_channels, value_channels=value_channels)
+        check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
+        check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
         for name in ("key_dim", "value_dim", "out_channels", "context_channels"):
@@ -77,26 +76,11 @@ class AugmentedConv2d(Specified):
                 f"{value_channels}: without a convolution it is Attention2d(…, out_channels={out_channels})"
             )
         self.stride = stride
-        self.conv = nn.Conv2d(
-            in_channels,
-            out_channels - value_channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.attn = Attention2d(
-            in_channels,
-            num_heads,
-            key_dim=key_channels // num_heads,
-            value_dim=value_channels // num_heads,
-            out_channels=value_channels,
-            device=device,
-            dtype=dtype,
-            **attention,
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv_channels, padding = out_channels - value_channels, kernel_size // 2
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
+        attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
+        self.attn = Attention2d(in_channels, num_heads, out_channels=value_channels, **factory, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve and attend.
@@ -116,3 +100,72 @@ class AugmentedConv2d(Specified):
 
     def specification(self) -> dict[str, object]:
         return {"stride": self.stride}
+
+
+class StridedAttention2d(Specified):
+    """``average(attention(x))``: attention in the place of ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
+
+    Attention sees the whole map; with a stride, what it gives is averaged over squares of that side. A square that
+    reaches over the border is averaged over the positions that there are. The state dict is ``attn.*``.
+
+    Args:
+        channels: channels of the map.
+        num_heads: number of heads.
+        stride: positions from one output to the next.
+        out_channels: channels of the result; ``channels`` when None.
+        feat_size: size of the map, in positions before the stride: ``position`` is ``RelPosDecomposed(feat_size)``
+            where it is not given.
+        device: where the parameters live.
+        dtype: type of the parameters.
+        **attention: further arguments of :class:`Attention2d`.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
+
+    Source: Srinivas et al., *Bottleneck Transformers*, 2021, section 3, https://arxiv.org/abs/2101.11605
+
+    >>> StridedAttention2d(64, 4, stride=2, feat_size=(14, 10))(torch.randn(2, 64, 14, 10)).shape
+    torch.Size([2, 64, 7, 5])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        stride: int = 1,
+        out_channels: int | None = None,
+        feat_size: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        check_count("stride", stride)
+        if feat_size is not None and attention.get("position") is None:
+            attention["position"] = RelPosDecomposed(feat_size)
+        self.stride = stride
+        self.attn = Attention2d(channels, num_heads, out_channels=out_channels, device=device, dtype=dtype, **attention)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend, then average.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the map before the stride.
+            context: as in :meth:`Attention2d.forward`.
+
+        Returns:
+            ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
+
+        Raises:
+            ValueError: as :meth:`Attention2d.forward`.
+        """
+        y = self.attn(x, mask, context)
+        return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)
+
+    def specification(self) -> dict[str, object]:
+        return {"stride": self.stride}
+
+    def extra_repr(self) -> str:
+        return f"stride={self.stride}"

@@ -1,17 +1,134 @@
-"""Linear attention as a module."""
+"""Linear (efficient) attention, in two forms: ``φ(q) (ψ(k)ᵀ v)``, keys and values first; and its block.
+
+``φ`` and ``ψ`` are a feature map: softmax over the width and over the keys, ``elu + 1`` of both, or nothing.
+
+No matrix of queries by keys exists: the product of keys and values is ``(d, e)`` in each head, whatever the number of
+tokens. The rows of ``φ(q) ψ(k)ᵀ`` are weights, except without a feature map: they are positive and sum to one.
+
+    q (b, n, i, d)    k (b, n, j, d)    v (b, n, j, e)    ->    (b, n, i, e)
+
+``mask`` is None or bool, ``(b or 1, n or 1, j, 1)``: the keys that may be attended to at all.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.attend.linear import LINEAR_IMPLS, attend_linear, check_feature_map, check_linear_impl
-from vision_attn.attention.blocks.attention import check_map
-from vision_attn.attention.blocks.projection import Pointwise2d, in_format_of
+from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_format_of, on_maps
 from vision_attn.attention.blocks.specified import Specified
+from vision_attn.attention.implementations import BMM, EINX, without_autocast
+from vision_attn.attention.masks import open_rows, upcast
+from vision_attn.attention.patterns.line import Cut, Line
 from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
-__all__ = ["LinearAttention2d"]
+__all__ = ["LINEAR_IMPLS", "LinearAttention2d", "attend_linear"]
+
+#: By name.
+FEATURE_MAPS = ("softmax", "elu", "none")
+
+#: One group, the map.
+FULL = Line.parse("b n d h w -> b n (h w) d", {})
+
+
+def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
+    import einx
+
+    if feature_map == "softmax":
+        q, k = einx.softmax("b n i [d]", upcast(q)), einx.softmax("b n [j] d", masked_keys(k, mask))
+    else:
+        q, k = features(q, k, mask, feature_map)
+    context = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
+    return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), context)
+
+
+def linear_bmm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
+    b, n, i, d = q.shape
+    j, e = v.shape[2:]
+    if feature_map == "softmax":
+        q, k = torch.softmax(upcast(q), dim=-1), torch.softmax(masked_keys(k, mask), dim=-2)
+    else:
+        q, k = features(q, k, mask, feature_map)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    context = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
+    return torch.bmm(q.reshape(b * n, i, d), context).view(b, n, i, e)
+
+
+def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
+    return upcast(k) if mask is None else upcast(k).masked_fill(~mask, -torch.inf)
+
+
+def features(q: Tensor, k: Tensor, mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+    """Queries and keys as ``elu + 1``, queries divided by what their weights sum to; or as they are."""
+    q, k = upcast(q), upcast(k)
+    if feature_map == "elu":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    if mask is not None:
+        k = k.masked_fill(~mask, 0.0)
+    if feature_map == "elu":
+        total = k.sum(dim=-2, keepdim=True)
+        # One factor for all keys leaves the weights as they are, and sums over a large map fit into half precision.
+        level = total.mean(dim=-1, keepdim=True)
+        q, k = q / (q @ (total / level).mT), k / level
+    return q, k
+
+
+#: The forms of linear attention.
+LINEAR_IMPLS = {"einx": replace(EINX, attend=linear_einx), "bmm": replace(BMM, attend=linear_bmm)}
+
+
+def attend_linear(
+    q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: Tensor | None = None, feature_map: str = "softmax"
+) -> Tensor:
+    """Linear attention ``φ(q) (ψ(k)ᵀ v)`` by the form of a name.
+
+    Args:
+        q: queries, ``(b, n, i, d)``.
+        k: keys, ``(b, n, j, d)``.
+        v: values, ``(b, n, j, e)``.
+        impl: one of :data:`LINEAR_IMPLS`.
+        mask: bool (True = may be attended to), broadcastable to ``(b, n, j, 1)``.
+        feature_map: ``"softmax"`` over the width of queries and over the keys; ``"elu"`` for ``elu + 1`` of both, with
+            weights divided by their sum; ``"none"`` for ``q (kᵀ v)``.
+
+    Returns:
+        ``(b, n, i, e)`` in the dtype of ``v``; zeros where nothing may be attended to.
+
+    Raises:
+        ValueError: unknown ``impl`` or ``feature_map``.
+
+    Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
+    https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
+    https://arxiv.org/abs/2006.16236
+
+    >>> q = k = v = torch.randn(2, 4, 49, 8)
+    >>> attend_linear(q, k, v).shape
+    torch.Size([2, 4, 49, 8])
+    """
+    check_linear_impl(impl)
+    check_feature_map(feature_map)
+    reachable = None
+    if mask is not None:
+        rows, reachable = open_rows(mask.mT)  # of keys: there is one row for all queries
+        mask = rows.mT
+    with without_autocast(q):
+        y = LINEAR_IMPLS[impl].attend(q, k, v, mask, feature_map)
+    return y if reachable is None else torch.where(reachable, y, torch.zeros((), dtype=y.dtype, device=y.device))
+
+
+def check_linear_impl(impl: str) -> None:
+    """Refuse a name that no form of linear attention has."""
+    if not isinstance(impl, str) or impl not in LINEAR_IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, LINEAR_IMPLS))} for linear attention; got {impl!r}")
+
+
+def check_feature_map(feature_map: str) -> None:
+    """Refuse a name that no feature map has."""
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}; got {feature_map!r}")
 
 
 class LinearAttention2d(Specified):
@@ -48,7 +165,7 @@ class LinearAttention2d(Specified):
     torch.Size([2, 64, 14, 10])
     """
 
-    check_impl = staticmethod(check_linear_impl)
+    rank = 2
 
     def __init__(
         self,
@@ -77,6 +194,7 @@ class LinearAttention2d(Specified):
         self.proj = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
+    @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend.
 
@@ -92,21 +210,19 @@ class LinearAttention2d(Specified):
             ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, tells queries apart
                 or does not fit.
         """
-        if isinstance(x, torch.fx.Proxy):  # one node of the graph: what happens inside depends on the size of the map
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, mask), {})
-        if x.dim() == 3:
-            return self.forward(x[None], mask)[0]
-        check_map("x", x, self.channels, rank=2)
-        if 0 in x.shape:  # einx cannot tell the sizes of nothing
-            return self.proj(torch.zeros_like(x))
-        impl = LINEAR_IMPLS[self.impl]
-        q, k, v = impl.heads_apart(self.qkv(x), 3, self.num_heads)
+        check_map("x", x, self.channels, self.rank)
         if mask is not None:
             mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
-        y = impl.heads_together(
-            attend_linear(q, k, v, impl=self.impl, mask=mask, feature_map=self.feature_map), tuple(x.shape[2:])
-        )
+        if 0 in x.shape:  # einx cannot tell the sizes of nothing
+            return self.proj(torch.zeros_like(x))
+        impl, cut = LINEAR_IMPLS[self.impl], Cut(FULL, [(length,) for length in x.shape[2:]])
+        q, k, v = (impl.heads_apart(cut, y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
+        y = attend_linear(q, k, v, impl=self.impl, mask=mask, feature_map=self.feature_map)
+        y = impl.heads_together(cut, y)
         return in_format_of(x, self.proj_drop(self.proj(y)))
+
+    def check_impl(self, impl: str) -> None:
+        check_linear_impl(impl)
 
     def specification(self) -> dict[str, object]:
         other = {} if self.feature_map == "softmax" else {"feature_map": self.feature_map}
@@ -119,8 +235,9 @@ class LinearAttention2d(Specified):
 
 def key_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The mask as linear attention takes it, ``(b or 1, n or 1, keys or 1, 1)``."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (True = may be attended to) for linear attention; got {mask.dtype}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be a bool tensor (True = may be attended to) for linear attention; got {got}")
     full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(full) != 4 or any(size not in (1, most) for size, most in zip(full, shape, strict=True)):
         raise ValueError(

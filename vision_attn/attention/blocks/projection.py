@@ -1,14 +1,44 @@
-"""Pointwise (1×1) convolution, run as a linear layer on channels-last tokens; and memory formats of maps."""
+"""How blocks take, project and give back maps: pointwise convolutions as linear layers, norms, memory formats."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["POINTWISE", "Pointwise", "Pointwise2d", "in_format_of", "linear"]
+from vision_attn.attention.masks import upcast
+
+__all__ = ["POINTWISE", "Pointwise", "Pointwise2d", "UnitLength", "check_map", "in_format_of", "on_maps", "qk_norms"]
+
+#: How messages call the axes of a map, by how many there are.
+AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
+
+
+def on_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A block's forward that also takes one map without a batch, and is one node where torch.fx traces a network."""
+
+    @wraps(forward)
+    def taken(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        given = (mask,) if context is None else (mask, context)  # not every block has a context
+        if isinstance(x, torch.fx.Proxy):  # what happens inside depends on the size of the map
+            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+            return forward(self, x[None], mask, *(y[None] for y in given[1:]))[0]
+        return forward(self, x, *given)
+
+    return taken
+
+
+def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
+    """Refuse all but a batch of maps ``(b, channels, …)`` with ``rank`` axes."""
+    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
 
 
 class Pointwise:
@@ -20,7 +50,10 @@ class Pointwise:
     def forward(self: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # type: ignore[misc]
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
-        return linear(x, self.weight, self.bias)
+        last = x.dim() - 1
+        channels = last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
+        y = F.linear(x.movedim(channels, last).contiguous(), self.weight.flatten(1), self.bias)
+        return y.movedim(last, channels)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keep the strides that the gradient of a matrix has, also in a network that is made channels-last.
@@ -50,16 +83,31 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A pointwise convolution of ``(b, c, *size)`` or ``(c, *size)`` with weights ``(c', c, 1, …)``."""
-    channels = 1 - weight.dim()
-    return F.linear(x.movedim(channels, -1).contiguous(), weight.flatten(1), bias).movedim(-1, channels)
-
-
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
     """A map in the memory format of another; where that is in both, as with a single channel, in the default one."""
+    last = y.dim() - 1
     if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
-        return y.movedim(1, -1).contiguous().movedim(-1, 1)
+        return y.movedim(1, last).contiguous().movedim(last, 1)
     if y.shape[0] == 1 and y.stride(1) == 1:  # a matrix is transposed in blocks, up to four times as fast on the CPU
-        return y.movedim(1, -1).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
+        return y.movedim(1, last).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
     return y.contiguous()
+
+
+class UnitLength(nn.Module):
+    """Vectors ``(b, n, tokens, d)`` of length one, times ``exp(logit_scale)`` of their head if there is one."""
+
+    def __init__(self, num_heads: int | None = None, **factory: Any) -> None:
+        super().__init__()
+        scale = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(10), **factory)
+        self.logit_scale = None if scale is None else nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.normalize(upcast(x), dim=-1)  # half precision has no number as small as what its length is at least
+        return x if self.logit_scale is None else x * self.logit_scale.clamp(max=math.log(100)).exp()
+
+
+def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms of queries and of keys: none, layer norms, or cosines as in Swin v2."""
+    if kind == "cosine":
+        return UnitLength(num_heads, **factory), UnitLength()
+    return (nn.LayerNorm(width, **factory), nn.LayerNorm(width, **factory)) if kind else (None, None)

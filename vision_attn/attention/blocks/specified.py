@@ -1,30 +1,117 @@
-"""What a block is beyond the names and shapes of its weights, carried by its state dict."""
+"""What all blocks share: a state dict that says what the block is, and the choice of an implementation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["TOLD", "Specified"]
+from vision_attn.attention.implementations import check_impl
+from vision_attn.checks import check_type
+
+__all__ = ["EXCHANGED", "TOLD", "Specified", "blocks_with_impl", "set_impl_", "use_impl"]
 
 #: The entry of a block in the metadata of a state dict, beside torch's own ``version``.
 TOLD = "block"
+
+#: The attribute in which an attention module of another library, which a block stands for, keeps that: ``.block``, what
+#: it ``.sees``, and how that is ``.placed`` on the map. The block is no child of it.
+EXCHANGED = "exchanged"
 
 
 class Specified(nn.Module):
     """A block whose state dict says what it is.
 
-    It says so in the metadata in which torch keeps the version of every module, which ``torch.save`` writes along: the
-    keys are those that they were, and who does not know of it is not disturbed by it.
+    It says so in the metadata in which torch keeps the version of every module, and which ``torch.save`` writes along.
+    The keys stay the same, and code that does not know of it is not disturbed.
     """
 
     def specification(self) -> dict[str, object]:
-        """The arguments that change what the block computes, and no shape of its weights."""
+        """The arguments that change what the block computes and are in no shape of its weights."""
         raise NotImplementedError
+
+    def check_impl(self, impl: str) -> None:
+        """Refuse an implementation that the block cannot run."""
+        check_impl(impl)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
             metadata[TOLD] = {name: repr(value) for name, value in self.specification().items()}
+
+
+def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
+    """Every block of a model that has a choice of implementation, by its path."""
+    check_type("model", model, nn.Module, "a network, an nn.Module")
+    blocks = {
+        name: module if kept is None else kept.block
+        for name, module in model.named_modules()
+        for kept in [vars(module).get(EXCHANGED)]
+    }
+    return {name: block for name, block in blocks.items() if isinstance(block, Specified) and hasattr(block, "impl")}
+
+
+def set_impl_(model: nn.Module, impl: str) -> int:
+    """Let every attention block in a model run another implementation; the weights stay as they are.
+
+    Args:
+        model: any module.
+        impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or one that was registered.
+
+    Returns:
+        How many modules run another implementation than before.
+
+    Raises:
+        ValueError: unknown ``impl``, or one that a block cannot run; then no block is changed.
+
+    >>> from vision_attn.attention.blocks import Attention2d
+    >>> set_impl_(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
+    1
+    """
+    blocks = blocks_with_impl(model)
+    for path, block in blocks.items():
+        try:
+            block.check_impl(impl)
+        except ValueError as error:
+            raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
+    if not blocks:
+        check_impl(impl)
+    changed = [block for block in blocks.values() if block.impl != impl]
+    for block in changed:
+        block.impl = impl
+    return len(changed)
+
+
+@contextmanager
+def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
+    """Run another implementation inside a ``with`` block; afterwards every module runs its own again.
+
+    Args:
+        model: any module.
+        impl: as in :func:`set_impl_`.
+
+    Yields:
+        The model.
+
+    Raises:
+        ValueError: as :func:`set_impl_`.
+
+    >>> import torch
+    >>> from vision_attn.attention.blocks import Attention2d
+    >>> block = Attention2d(8, 2)
+    >>> with use_impl(block, "einx"):
+    ...     block(torch.randn(1, 8, 3, 4)).shape
+    torch.Size([1, 8, 3, 4])
+    >>> block.impl
+    'auto'
+    """
+    before = [(block, block.impl) for block in blocks_with_impl(model).values()]
+    set_impl_(model, impl)
+    try:
+        yield model
+    finally:
+        for block, name in before:
+            block.impl = name

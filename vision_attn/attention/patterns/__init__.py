@@ -4,8 +4,7 @@ A pattern is one line of einx. On maps of one size it is a partition into groups
 and to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the map.
 """
 
-from vision_attn.attention.patterns.line import Cut
-from vision_attn.attention.patterns.partition import Partition, Partitioner, partition_of, row_major
+from vision_attn.attention.patterns.partition import Partition, Partitioner
 from vision_attn.attention.patterns.specifications import (
     PATTERNS,
     AnyPattern,
@@ -14,21 +13,7 @@ from vision_attn.attention.patterns.specifications import (
     Neighborhood,
     Pattern,
     Window,
-    resolve_pattern,
 )
+from vision_attn.attention.patterns.specifications import resolve_pattern as resolve_pattern
 
-__all__ = [
-    "PATTERNS",
-    "AnyPattern",
-    "Cut",
-    "Grid",
-    "Halo",
-    "Neighborhood",
-    "Partition",
-    "Partitioner",
-    "Pattern",
-    "Window",
-    "partition_of",
-    "resolve_pattern",
-    "row_major",
-]
+__all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Partition", "Partitioner", "Pattern", "Window"]

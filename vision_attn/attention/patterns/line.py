@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from vision_attn.checks import MOST, product
 
-__all__ = ["AXES", "Cut", "Line"]
+__all__ = ["AXES", "GRIDS", "WINDOWS", "Cut", "Line", "line_by_axis"]
 
-#: Names of a map's axes, the last ones first to be there: ``w``, ``h w`` and ``t h w``.
+#: Names of a map's axes, of which a map with fewer has the last ones: ``w``, ``h w`` and ``t h w``.
 AXES = ("t", "h", "w")
+
+#: How a line splits each axis into groups ``g<axis>`` of tokens ``<axis>``.
+WINDOWS, GRIDS = "(g{axis} {axis})", "({axis} g{axis})"
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -24,13 +25,13 @@ FORM = "'b n d <axes of the map> -> (b <groups>) n (<tokens>) d', as in 'b n d h
 
 @dataclass(frozen=True)
 class Line:
-    """What a line says; tokens are kept in the order of the map, which attention does not look at."""
+    """A line that was read. Groups and tokens are kept in the order of the map: attention is the same in any order."""
 
     #: for each axis of the map, the names it is split into
     axes: tuple[tuple[str, ...], ...]
-    #: the names that tell one group of tokens from another; groups do not see each other
+    #: the names that number the groups; groups do not see each other
     groups: tuple[str, ...]
-    #: the names that tell the tokens of a group apart, in the order of the map
+    #: the names that number the tokens of a group
     tokens: tuple[str, ...]
     #: names whose size is given
     sizes: tuple[tuple[str, int], ...] = ()
@@ -54,7 +55,7 @@ class Line:
 
     @staticmethod
     def parse(text: str, sizes: Mapping[str, int]) -> Line:
-        """The line that a text says, with the size of each name that does not follow from the map.
+        """Read a line, with the size of each name that does not follow from the map.
 
         >>> Line.parse("b n d h (w s) -> (b s) n (h w) d", {"s": 2}).multiples
         (1, 2)
@@ -88,8 +89,8 @@ class Line:
             unknown = [name for name in axis if name not in sizes]
             if len(unknown) > 1:
                 raise refuse(f"give the size of {' or '.join(map(repr, unknown))}")
-        ordered = tuple(name for name in names if name in tokens)
-        return Line(tuple(axes), groups, ordered, tuple((name, sizes[name]) for name in names if name in sizes))
+        groups, tokens = (tuple(name for name in names if name in side) for side in (groups, tokens))
+        return Line(tuple(axes), groups, tokens, tuple((name, sizes[name]) for name in names if name in sizes))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,18 +108,13 @@ class Line:
 
     @property
     def group_text(self) -> str:
-        return bracketed(("b", *self.groups))
-
-    @property
-    def window_text(self) -> str:
-        """The map that a group is: ``h w``, with 1 for an axis that tells groups apart alone."""
-        tokens = [tuple(name for name in axis if name in self.tokens) for axis in self.axes]
-        return " ".join(bracketed(names) if names else "1" for names in tokens)
+        """The tokens of every group, in each head: ``(b gh gw) n (h w) d``."""
+        return f"{bracketed(('b', *self.groups))} n {bracketed(self.tokens)} d"
 
     @property
     def einx(self) -> str:
         """The line itself, as ``einx.id`` reads it."""
-        return f"b n d {self.map_text} -> {self.group_text} n {bracketed(self.tokens)} d"
+        return f"b n d {self.map_text} -> {self.group_text}"
 
     @property
     def torch(self) -> str:
@@ -130,58 +126,17 @@ class Line:
 
 
 class Cut:
-    """A line on maps of one size, whose axes are multiples of :attr:`Line.multiples`.
+    """A line on maps of one size: how long every name in it is, by axis and name."""
 
-    It cuts a map into as many smaller ones as there are groups, and puts them back, in einx and in torch.
-    """
-
-    def __init__(self, line: Line, shape: Sequence[int]) -> None:
-        given = dict(line.sizes)
+    def __init__(self, line: Line, lengths: Sequence[Sequence[int]]) -> None:
         self.line = line
+        self.lengths = dict(zip(line.names, (length for axis in lengths for length in axis), strict=True))
         #: of the map
-        self.shape = tuple(shape)
-        #: the size of every name in the line
-        self.lengths: dict[str, int] = {}
-        for axis, whole, multiple in zip(line.axes, shape, line.multiples, strict=True):
-            self.lengths.update({name: given.get(name, whole // multiple) for name in axis})
-        #: of the map that each group is
-        self.window = tuple(
-            [product([self.lengths[name] for name in axis if name in line.tokens]) for axis in line.axes]
-        )
+        self.shape = tuple([product(axis) for axis in lengths])
+        #: of the map that is cut: the groups, then the tokens
+        self.group_lengths = [self.lengths[name] for name in (*line.groups, *line.tokens)]
         self.groups = product([self.lengths[name] for name in line.groups])
-        self.tokens = product(self.window)
-
-    # --- the two forms, to be read against each other -----------------------------------------------------------------
-
-    def split_einx(self, x: Tensor) -> Tensor:
-        """The groups of a map ``(b, c, *shape)`` as maps ``(b·groups, c, *window)``."""
-        import einx
-
-        line = self.line
-        return einx.id(f"b c {line.map_text} -> {line.group_text} c {line.window_text}", x, **self.lengths)
-
-    def split_torch(self, x: Tensor) -> Tensor:
-        b, c = x.shape[:2]
-        x = x.movedim(1, -1).reshape(b, *self.lengths.values(), c)
-        return x.permute(self.line.apart).reshape(b * self.groups, *self.window, c).movedim(-1, 1)
-
-    def merge_einx(self, y: Tensor) -> Tensor:
-        """The map ``(b, c, *shape)`` of its groups ``(b·groups, c, *window)``."""
-        import einx
-
-        line = self.line
-        return einx.id(f"{line.group_text} c {line.window_text} -> b c {line.map_text}", y, **self.lengths)
-
-    def merge_torch(self, y: Tensor) -> Tensor:
-        b, c = y.shape[0] // self.groups, y.shape[1]
-        lengths = [self.lengths[name] for name in (*self.line.groups, *self.line.tokens)]
-        return (
-            y.movedim(1, -1)
-            .reshape(b, *lengths, c)
-            .permute(self.line.together)
-            .reshape(b, *self.shape, c)
-            .movedim(-1, 1)
-        )
+        self.tokens = product([self.lengths[name] for name in line.tokens])
 
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:
@@ -201,6 +156,14 @@ def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...
 def normal(side: str) -> str:
     """With one space wherever there is any."""
     return re.sub(r"\(\s+|\s+\)", lambda found: found.group().strip(), " ".join(side.split()))
+
+
+def line_by_axis(form: str, sides: Sequence[int]) -> Line:
+    """The line that splits every axis in the same way, into groups of so many tokens along it."""
+    axes = AXES[-len(sides) :]
+    split = " ".join(form.format(axis=axis) for axis in axes)
+    text = f"b n d {split} -> (b {' '.join(f'g{axis}' for axis in axes)}) n ({' '.join(axes)}) d"
+    return Line.parse(text, dict(zip(axes, sides, strict=True)))
 
 
 def bracketed(names: Sequence[str]) -> str:

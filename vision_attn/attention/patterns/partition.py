@@ -1,117 +1,186 @@
-"""Partition a map into groups of tokens: pad it, roll it (shifted windows), and say which token stands where.
+"""What a pattern makes of maps of one size: along each axis, which positions are the queries and keys of each tile.
 
-A :class:`Partitioner` is what a pattern is on maps with some number of axes; a :class:`Partition` is what it makes of
-one size of map. A block moves a tensor through it in four steps: :meth:`Partition.fit` the map before it is projected,
-:meth:`Partition.queries` and :meth:`Partition.keys` of what it is projected to, and :meth:`Partition.restore` the map
-from what was attended to. They are given how the block's implementation reads the line of the pattern.
+A group has one tile of every axis, and its tokens are the positions that those tiles share. A map is laid out first
+(padded, rolled, or picked position by position), so that the pattern's line of einx cuts it into its groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vision_attn.attention.patterns.line import Cut, Line
 from vision_attn.checks import product
 
-__all__ = ["LinePartitioner", "Partition", "Partitioner", "outer", "partition_of", "row_major"]
+__all__ = ["Axis", "Lay", "Partition", "Partitioner", "Partitions", "Side"]
 
-#: How an implementation cuts a map into groups by a line, or puts them back.
-ReadLine = Callable[[Cut, Tensor], Tensor]
+#: Sizes of maps whose partitions a block keeps.
+SIZES = 4
 
 
+class Lay(NamedTuple):
+    """One axis of a map as the line finds it: padded, then rolled back or picked position by position, then split."""
+
+    places: Tensor  # (tiles, tokens): the position on the axis that each token is; -1 beyond it
+    steps: Tensor  # (tiles or 1, tokens): where it stands, in steps of the pattern
+    lengths: tuple[int, ...]  # of the names that the line splits the axis into
+    before: int = 0  # zeros before its first position
+    after: int = 0  # and after its last one
+    roll: int = 0
+    pick: Tensor | None = None  # which position comes where
+    back: Tensor | None = None  # and where each position has come to
+
+
+class Axis(NamedTuple):
+    """One axis of a map in tiles of queries, with the keys that each tile has."""
+
+    queries: Lay
+    keys: Lay
+    allowed: Tensor | None = None  # (tiles, queries, keys): which keys a query may attend to; None: all of its tile
+
+
+@dataclass(frozen=True)
 class Partitioner:
-    """What a pattern is on maps with ``rank`` axes; compares equal to another of the same pattern."""
+    """A pattern for maps with ``rank`` axes: :meth:`along` says how it cuts one of them."""
 
-    rank: int
-    #: there is one group, the map itself
-    is_global: bool
-    #: queries and keys of a group are the same tokens, in the order of the map
-    same_tokens: bool
-    #: for each axis, whether it tells the tokens of a group apart
-    attended: tuple[bool, ...]
-    #: how many tokens a group has along each axis, where that is the same on every map
-    window_shape: tuple[int | None, ...]
+    #: cuts a map that is laid out into groups
+    line: Line
 
-    def partition(self, size: Sequence[int], device: torch.device) -> Partition:
-        """What it makes of maps of one size."""
+    @property
+    def rank(self) -> int:
+        return len(self.line.axes)
+
+    @property
+    def is_global(self) -> bool:
+        """Whether there is one group, the map itself."""
+        return False
+
+    @property
+    def attended(self) -> tuple[bool, ...]:
+        """For each axis, whether positions along it attend to each other."""
+        return (True,) * self.rank
+
+    @property
+    def window_shape(self) -> tuple[int | None, ...]:
+        """How many tokens a group has along each axis, where that is the same on every map."""
         raise NotImplementedError
+
+    def along(self, axis: int, length: int, device: torch.device) -> Axis:
+        """One axis of so many positions, in tiles."""
+        raise NotImplementedError
+
+
+class Side:
+    """The map of the queries, or that of the keys."""
+
+    def __init__(self, line: Line, size: Sequence[int], lays: Sequence[Lay]) -> None:
+        self.size = tuple(size)
+        self.lays = lays
+        self.cut = Cut(line, [lay.lengths for lay in lays])
+        self.pad = [side for lay in reversed(lays) for side in (lay.before, lay.after)]
+        self.roll = [lay.roll for lay in lays]
+        self.is_padded, self.is_rolled = any(self.pad), any(self.roll)
+        self.as_it_is = not self.is_padded and not self.is_rolled and all(lay.pick is None for lay in lays)
+        self.axes = list(range(1, 1 + len(lays)))  # of a map with its channels last
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """A map ``(b, c, *size)`` as the line cuts it."""
+        if self.as_it_is:
+            return x
+        # With the channels of a position beside each other: whole positions are copied, not single numbers.
+        x = x.movedim(1, x.dim() - 1)
+        if self.is_padded:
+            x = F.pad(x, [0, 0, *self.pad])
+        if self.is_rolled:
+            x = x.roll([-by for by in self.roll], self.axes)
+        for axis, lay in enumerate(self.lays, 1):
+            if lay.pick is not None:
+                x = x.index_select(axis, lay.pick)
+        return x.movedim(x.dim() - 1, 1)
+
+    def take_back(self, y: Tensor) -> Tensor:
+        """The map ``(b, c, *size)`` that was laid out so."""
+        if self.as_it_is:
+            return y
+        y = y.movedim(1, y.dim() - 1)
+        if self.is_rolled:
+            y = y.roll(self.roll, self.axes)
+        for axis, (lay, length) in enumerate(zip(self.lays, self.size, strict=True), 1):
+            if lay.back is not None:
+                y = y.index_select(axis, lay.back)
+            elif lay.before or lay.after:
+                y = y.narrow(axis, lay.before, length)
+        return y.movedim(y.dim() - 1, 1)
+
+    def index(self) -> Tensor:
+        """Where on the map, row-major, each token stands, ``(groups, tokens)``; -1 beyond it."""
+        places = [lay.places for lay in self.lays]
+        strides = [product(self.size[axis + 1 :]) for axis in range(len(places))]
+        index = outer([at * stride for at, stride in zip(places, strides, strict=True)], torch.add)
+        return index.masked_fill(outer([at < 0 for at in places], torch.logical_or), -1)
 
 
 class Partition:
-    """What a pattern makes of maps of one size."""
-
-    #: (groups, queries, keys) bool, which keys a query may attend to; None: all of its group
-    mask: Tensor | None = None
+    """What a pattern makes of maps of one size, and of keys from maps of one size."""
 
     def __init__(
-        self, partitioner: Partitioner, size: Sequence[int], cut: Cut, key_cut: Cut, window_shape: Sequence[int]
+        self, partitioner: Partitioner, size: Sequence[int], keys_size: Sequence[int], device: torch.device
     ) -> None:
+        axes = [partitioner.along(axis, length, device) for axis, length in enumerate(size)]
         self.is_global = partitioner.is_global
-        self.same_tokens = partitioner.same_tokens
-        #: of the map
-        self.size = tuple(size)
-        #: the pattern's line on the maps of queries and of keys
-        self.cut = cut
-        self.key_cut = key_cut
-        self.groups = cut.groups
-        #: queries of a group along each axis of the map
-        self.window_shape = tuple(window_shape)
-        #: groups along each axis that :meth:`offsets` tell apart; as many ones where they are the same for all groups
-        self.tiles: tuple[int, ...] = (1,) * len(self.size)
-        #: what terms make of the offsets once
-        self.kept: dict[Any, Tensor] = {}
+        self.window_shape = partitioner.window_shape
+        self.queries = Side(partitioner.line, size, [axis.queries for axis in axes])
+        if tuple(keys_size) != self.queries.size:  # of a pattern with one group
+            others = [partitioner.along(axis, length, device) for axis, length in enumerate(keys_size)]
+            self.keys = Side(partitioner.line, keys_size, [axis.keys for axis in others])
+        else:
+            same = all(axis.queries is axis.keys for axis in axes)
+            self.keys = self.queries if same else Side(partitioner.line, size, [axis.keys for axis in axes])
+        self.groups = self.queries.cut.groups
+        #: (1, groups, 1, queries, keys) bool, which keys a query may attend to; None: all of its group
+        self.mask: Tensor | None = None
+        if any(axis.allowed is not None for axis in axes):
+            allowed = [everything(axis) if axis.allowed is None else axis.allowed for axis in axes]
+            self.mask = outer(allowed, torch.logical_and)[None, :, None]
 
-    def offsets(self) -> tuple[Tensor, ...]:
-        """Along each axis key's index less query's, ``(tiles, queries, keys)``."""
-        raise NotImplementedError
-
-    def fit(self, x: Tensor, split: ReadLine) -> Tensor:
-        """A map ``(b, c, *size)`` as it is projected: its groups as maps, ``(b·groups, c, *window)``, or as it is."""
-        return x
-
-    def queries(self, q: Tensor, split: ReadLine) -> Tensor:
-        """The queries of each group, ``(b·groups, c, *window)``, of what was fitted and projected."""
-        return q
-
-    def keys(self, kv: Tensor, split: ReadLine) -> Tensor:
-        """The keys and values of each group, likewise."""
-        return kv
-
-    def restore(self, y: Tensor, merge: ReadLine) -> Tensor:
-        """The map ``(b, c, *size)`` of the queries of its groups ``(b·groups, c, *window)``."""
-        return y
-
-    def index(self) -> tuple[Tensor, Tensor]:
-        """Where on the map, row-major, each query and each key stands, ``(groups, tokens)``; -1 for padding."""
-        raise NotImplementedError
+    def steps(self) -> list[Tensor]:
+        """Along each axis, from query to key in steps of the pattern, ``(tiles or 1, queries, keys)``."""
+        found = []
+        for query, key, side in zip(self.queries.lays, self.keys.lays, self.window_shape, strict=True):
+            steps = key.steps[:, None, :] - query.steps[:, :, None]
+            # A tile also has keys that are too far for this query: they are masked, and a table has no row for them.
+            found.append(steps if side is None else steps.clamp(1 - side, side - 1))
+        return found
 
     def causal_mask(self) -> Tensor:
-        """Which keys of its group are no later on the map than the query, ``(groups, queries, keys)``."""
-        queries, keys = self.index()
+        """Which keys of its group are no later on the map than the query, ``(1, groups, 1, queries, keys)``."""
+        queries, keys = self.queries.index()[:, :, None], self.keys.index()[:, None, :]
         # Padding sees everything: it is left out of the result, and a row of nothing would have gradients of NaN.
-        return (keys[:, None, :] <= queries[:, :, None]) | (queries < 0)[:, :, None]
+        return ((keys <= queries) | (queries < 0))[None, :, None]
 
     def cut_mask(self, mask: Tensor) -> Tensor:
-        """A mask ``(b, n, tokens, tokens)`` of the map as its groups see it, ``(b, groups, n, queries, keys)``."""
+        """A mask ``(b, n, tokens, tokens)`` of the map as its groups see it, ``(b, groups, n, queries, keys)``.
+
+        It says nothing of what lies beyond the map: there every query and key is open.
+        """
         if self.is_global:
             return mask[:, None]
-        # Padding (-1) takes some value of the mask: what it is does not matter, the pattern masks it.
-        queries, keys = (index.clamp(min=0) for index in self.index())
-        rows = queries if mask.shape[2] > 1 else torch.zeros_like(queries)
-        columns = keys if mask.shape[3] > 1 else torch.zeros_like(keys)
-        return mask[:, :, rows[:, :, None], columns[:, None, :]].transpose(1, 2)
+        queries, keys = self.queries.index()[:, :, None], self.keys.index()[:, None, :]
+        rows = queries.clamp(min=0) if mask.shape[2] > 1 else torch.zeros_like(queries)
+        columns = keys.clamp(min=0) if mask.shape[3] > 1 else torch.zeros_like(keys)
+        cut = mask[:, :, rows, columns].transpose(1, 2)
+        return cut.masked_fill(((queries < 0) | (keys < 0))[:, None], mask.dtype == torch.bool)
 
     def group_and_row(self, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
         """The group of each wanted query of the map, row-major, and which of its queries it is; of all when None."""
-        queries, _ = self.index()
-        tokens = product(self.size)
+        queries = self.queries.index()
+        tokens = product(self.queries.size)
         # Padding (-1) goes to an index beyond the map.
         order = torch.arange(queries.numel(), device=queries.device)
         place = queries.new_zeros(tokens + 1).index_put((queries.flatten() % (tokens + 1),), order)[:tokens]
@@ -123,128 +192,54 @@ class Partition:
 
         Outside of its group a query has zeros.
         """
-        _, keys = self.index()
-        tokens = product(self.size)
-        columns = (keys % (tokens + 1))[group]  # padding (-1) beyond the map
+        tokens = product(self.keys.size)
+        columns = (self.keys.index() % (tokens + 1))[group]  # padding (-1) beyond the map
         dense = weights.new_zeros(*weights.shape[:3], tokens + 1)
         return dense.scatter(3, columns.expand(*weights.shape[:2], -1, -1), weights)[..., :tokens]
 
 
-@dataclass(frozen=True)
-class LinePartitioner(Partitioner):
-    """Groups of tokens as a line of einx cuts them, the same for queries and keys.
+class Partitions:
+    """The partitions of the sizes that a block last saw. Copies and pickles of a block begin without any."""
 
-    A map whose sides are no multiples of what the line needs is padded at the end of each axis. With a ``shift`` the
-    first whole window begins so many positions from the border, as in Swin.
-    """
+    def __init__(self, partitioner: Partitioner) -> None:
+        self.partitioner = partitioner
+        self.kept: dict[Any, Partition] = {}
 
-    line: Line
-    shift: tuple[int, ...] = ()
+    def __reduce__(self) -> Any:
+        return Partitions, (self.partitioner,)
 
-    same_tokens = True
-
-    def __post_init__(self) -> None:
-        line, given = self.line, dict(self.line.sizes)
-        for name, value in {
-            "rank": line.rank,
-            "is_global": not line.groups and not line.sizes and not any(self.shift),
-            "attended": tuple(any(name in line.tokens for name in axis) for axis in line.axes),
-            "window_shape": tuple(
-                product([given[name] for name in tokens]) if all(name in given for name in tokens) else None
-                for tokens in ([name for name in axis if name in line.tokens] for axis in line.axes)
-            ),
-        }.items():
-            object.__setattr__(self, name, value)
-
-    def partition(self, size: Sequence[int], device: torch.device) -> Partition:
-        return LinePartition(self, size, device)
+    def of(self, x: Tensor, keys_size: Sequence[int]) -> Partition:
+        """That of maps of the size of ``x`` with keys of another map."""
+        size = tuple(x.shape[2:])
+        key = (size, keys_size, x.device)
+        plain = type(x) is Tensor and type(size[0]) is int and not torch.compiler.is_compiling()
+        part = self.kept.get(key) if plain else None
+        if part is None:
+            with torch.inference_mode(False):  # so that it serves training too
+                part = Partition(self.partitioner, size, keys_size, x.device)
+            if plain and lasts(part.queries.lays[0].places):
+                if len(self.kept) >= SIZES:
+                    self.kept.clear()
+                self.kept[key] = part
+        return part
 
 
-class LinePartition(Partition):
-    """A map of one size, cut by a line."""
-
-    def __init__(self, partitioner: LinePartitioner, size: Sequence[int], device: torch.device) -> None:
-        line = partitioner.line
-        padded = padded_size(line, size)
-        cut = Cut(line, padded)
-        super().__init__(partitioner, size, cut, cut, cut.window)
-        #: positions that the map is padded by at the end of each axis, and those that it is rolled back by: none where
-        #: one window holds the whole axis, as in Swin
-        self.padding = tuple(whole - length for length, whole in zip(size, padded, strict=True))
-        self.shift = tuple(
-            by if whole > side else 0
-            for by, whole, side in zip(partitioner.shift or (0,) * len(padded), padded, line.multiples, strict=True)
-        )
-        self.indices = [torch.arange(side, device=device) for side in cut.window]
-        if any(self.padding) or any(self.shift):
-            # Tokens of one region see each other. Where the map was rolled, its two sides meet in one group: they
-            # differ. Padding is a region of its own, so that its rows have keys too, and nothing real looks at it.
-            region = torch.zeros((1,) * len(padded), dtype=torch.int64, device=device)
-            for axis, (length, by) in enumerate(zip(size, self.shift, strict=True)):
-                rolled = (torch.arange(length, device=device) < by).long() << axis
-                region = region + rolled.view([-1 if other == axis else 1 for other in range(len(padded))])
-            region = self.in_groups(region)
-            self.mask = region[:, :, None] == region[:, None, :]
-
-    def offsets(self) -> tuple[Tensor, ...]:
-        return tuple([(along - along[:, None])[None] for along in self.indices])
-
-    def fit(self, x: Tensor, split: ReadLine) -> Tensor:
-        return x if self.is_global else split(self.cut, self.padded_and_rolled(x))
-
-    def restore(self, y: Tensor, merge: ReadLine) -> Tensor:
-        return y if self.is_global else self.cropped(merge(self.cut, y))
-
-    def padded_and_rolled(self, x: Tensor, value: float = 0.0) -> Tensor:
-        padded, rolled = any(self.padding), any(self.shift)
-        if not padded and not rolled:
-            return x
-        # With the channels of a position beside each other: whole positions are copied, not single numbers.
-        x = x.movedim(1, -1)
-        if padded:
-            x = F.pad(x, [0, 0, *(side for end in reversed(self.padding) for side in (0, end))], value=value)
-        if rolled:
-            x = x.roll([-by for by in self.shift], list(range(1, 1 + len(self.shift))))
-        return x.movedim(-1, 1)
-
-    def cropped(self, y: Tensor) -> Tensor:
-        if any(self.shift):
-            y = y.movedim(1, -1).roll(self.shift, list(range(1, 1 + len(self.shift)))).movedim(-1, 1)
-        for axis, (length, end) in enumerate(zip(self.size, self.padding, strict=True), 2):
-            if end:
-                y = y.narrow(axis, 0, length)
-        return y
-
-    def index(self) -> tuple[Tensor, Tensor]:
-        tokens = self.in_groups(torch.arange(product(self.size), device=self.indices[0].device).view(self.size))
-        return tokens, tokens
-
-    def in_groups(self, numbers: Tensor) -> Tensor:
-        """The whole numbers on a map as they come to stand in the groups, ``(groups, tokens)``; -1 for padding."""
-        numbers = self.padded_and_rolled(numbers.expand(*self.size)[None, None], value=-1)
-        return self.cut.split_torch(numbers).reshape(self.cut.groups, self.cut.tokens)
+def lasts(x: Tensor) -> bool:
+    """Whether a tensor is memory: of no mode or transform that ends, and not to be filled by a CUDA graph."""
+    ends = type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not ends and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def padded_size(line: Line, size: Sequence[int]) -> tuple[int, ...]:
-    """The size that a map is padded to."""
-    if not line.sizes:
-        return tuple(size)
-    given = dict(line.sizes)
-    padded = []
-    for axis, length, multiple in zip(line.axes, size, line.multiples, strict=True):
-        if all(name in given for name in axis) and length > multiple:
-            raise ValueError(
-                f"x must have at most {multiple} positions along {' '.join(axis)} for the pattern {line.einx!r}; "
-                f"got a map of {'×'.join(map(str, size))}: leave one of the sizes open"
-            )
-        padded.append(length + -length % multiple)
-    return tuple(padded)
+def everything(axis: Axis) -> Tensor:
+    """A mask in which each query of a tile may attend to each of its keys."""
+    places = axis.queries.places
+    return torch.ones((), dtype=torch.bool, device=places.device).expand(*places.shape, axis.keys.places.shape[1])
 
 
 def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """What each axis of the map says, combined for all of them, the first axis first.
+    """The values along each axis, combined for all axes, the first axis first.
 
-    It is said of its ``(tiles, tokens)`` or its ``(tiles, queries, keys)``; so is what comes out.
+    They are ``(tiles, tokens)`` or ``(tiles, queries, keys)`` of one axis, and come out as those of the whole map.
 
     >>> outer([torch.tensor([[10, 20]]), torch.tensor([[1, 2, 3]])], torch.add)
     tensor([[11, 12, 13, 21, 22, 23]])
@@ -254,35 +249,8 @@ def outer(along: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) 
     for axis, part in enumerate(along):
         view = [1] * (kinds * rank)  # tiles of every axis, then queries of every axis, then keys
         view[axis::rank] = part.shape
-        views.append(part.view(view))
+        views.append(part.reshape(view))
     combined = reduce(combine, views)
     for kind in reversed(range(kinds)):
         combined = combined.flatten(kind * rank, (kind + 1) * rank - 1)
     return combined
-
-
-def row_major(along: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Numbers along each axis, each below its length, as one number for all axes, in the form of :func:`outer`."""
-    strides = [product(lengths[axis + 1 :]) for axis in range(len(lengths))]
-    return outer([part * stride for part, stride in zip(along, strides, strict=True)], torch.add)
-
-
-def partition_of(partitioner: Partitioner, x: Tensor) -> Partition:
-    """What a pattern makes of maps of the size of ``x``; kept for the sizes last seen where tensors are plain ones."""
-    size = x.shape[2:]
-    if (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, nn.Parameter)  # no fake tensor, whose masks would be fake as well
-        or set(map(type, size)) != {int}  # nor a symbol, or what torch.jit.trace has in its place
-        or torch._C._are_functorch_transforms_active()  # what is made inside one of them ends with it
-        or torch._C._len_torch_dispatch_stack()  # nor may a mode have it made as a fake tensor
-        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
-        return partitioner.partition(size, x.device)
-    return kept_partition(partitioner, size, x.device)
-
-
-@lru_cache(maxsize=16)
-def kept_partition(partitioner: Partitioner, size: tuple[int, ...], device: torch.device) -> Any:
-    with torch.inference_mode(False):  # so that it serves training too
-        return partitioner.partition(size, device)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vision_attn.attention.patterns.halo import HaloPartitioner
-from vision_attn.attention.patterns.line import AXES, Line
-from vision_attn.attention.patterns.neighborhood import NeighborhoodPartitioner
-from vision_attn.attention.patterns.partition import LinePartitioner, Partitioner
+from vision_attn.attention.patterns.line import AXES, GRIDS, WINDOWS, Line, line_by_axis
+from vision_attn.attention.patterns.partition import Partitioner
+from vision_attn.attention.patterns.tiles import HaloPartitioner, LinePartitioner, NeighborhoodPartitioner
 from vision_attn.checks import MOST
 
 __all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
@@ -120,7 +118,7 @@ class Window:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         sides = for_axes(self, "size", self.size, rank)
         shift = for_axes(self, "shift", self.shift, rank)
-        return LinePartitioner(line_by_axis("(g{axis} {axis})", sides), shift)
+        return LinePartitioner(line_by_axis(WINDOWS, sides), shift)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class Grid:
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         sides = for_axes(self, "size", self.size, rank)
-        return LinePartitioner(line_by_axis("({axis} g{axis})", sides))
+        return LinePartitioner(line_by_axis(GRIDS, sides))
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,8 @@ class Halo:
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
-        line = line_by_axis("(g{axis} {axis})", for_axes(self, "block_size", self.block_size, rank))
-        return HaloPartitioner(line, halo=for_axes(self, "halo_size", self.halo_size, rank))
+        block = for_axes(self, "block_size", self.block_size, rank)
+        return HaloPartitioner(line_by_axis(WINDOWS, block), for_axes(self, "halo_size", self.halo_size, rank))
 
 
 @dataclass(frozen=True, repr=False)
@@ -240,7 +238,7 @@ class Neighborhood:
         names = ("kernel_size", "dilation", "stride")
         kernel, dilation, stride = (for_axes(self, name, getattr(self, name), rank) for name in names)
         causal = tuple(map(bool, for_axes(self, "causal", self.causal, rank)))
-        return NeighborhoodPartitioner(kernel, dilation, stride, causal)
+        return NeighborhoodPartitioner(line_by_axis(WINDOWS, kernel), dilation, stride, causal)
 
 
 AnyPattern = Pattern | Axial | Window | Grid | Halo | Neighborhood
@@ -265,14 +263,6 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
 
 def name_of(pattern: AnyPattern) -> str:
     return next((name for name, named in PATTERNS.items() if named == pattern), repr(pattern))
-
-
-def line_by_axis(form: str, sides: Sequence[int]) -> Line:
-    """The line that cuts every axis in the same way, into groups ``g<axis>`` of so many tokens ``<axis>``."""
-    axes = AXES[-len(sides) :]
-    split = " ".join(form.format(axis=axis) for axis in axes)
-    text = f"b n d {split} -> (b {' '.join(f'g{axis}' for axis in axes)}) n ({' '.join(axes)}) d"
-    return Line.parse(text, dict(zip(axes, sides, strict=True)))
 
 
 def check_lengths(owner: str, name: str, value: object, least: int) -> None:

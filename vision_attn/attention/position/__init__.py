@@ -5,13 +5,11 @@ the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:
 :class:`RelPosDecomposed`) or on the logits (:class:`RelPosTable`).
 """
 
-from vision_attn.attention.position.absolute import CONVOLUTIONS, AbsPos, ConditionalPos, SinCos
-from vision_attn.attention.position.relative import RelPosDecomposed, RelPosTable, resample
-from vision_attn.attention.position.rotary import Rope2d
-from vision_attn.attention.position.term import AnyPosition, BlockShape, PositionTerm
+from vision_attn.attention.position.absolute import AbsPos, ConditionalPos, Rope2d, SinCos
+from vision_attn.attention.position.relative import RelPosDecomposed, RelPosTable
+from vision_attn.attention.position.term import AnyPosition, BlockShape, PositionTerm, new_term
 
 __all__ = [
-    "CONVOLUTIONS",
     "AbsPos",
     "AnyPosition",
     "BlockShape",
@@ -21,5 +19,5 @@ __all__ = [
     "RelPosTable",
     "Rope2d",
     "SinCos",
-    "resample",
+    "new_term",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.attend import upcast
-from vision_attn.attention.patterns import Partition, row_major
-from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, PositionTerm, check_feat_size
+from vision_attn.attention.masks import upcast
+from vision_attn.attention.patterns import Partition
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 from vision_attn.checks import product
 
 __all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
@@ -25,12 +24,14 @@ DENSE_KEYS = 256
 
 @dataclass(frozen=True)
 class RelativePosition:
-    """What both have: the size of the map that their tables are learned on."""
+    """What both have: the size of the map that their tables are learned on, None along an axis of fixed windows."""
 
-    feat_size: int | tuple[int, ...] | None = None
+    feat_size: int | tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_feat_size(type(self).__name__, self.feat_size)
+        for length in self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,):
+            if length is not None:
+                check_feat_size(type(self).__name__, length)
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,22 @@ class TableTerm(PositionTerm):
         table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
         self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        table = self.relative_position_bias_table.view(*[2 * length - 1 for length in self.lengths], -1)
-        for axis, length in enumerate(part.window_shape):
-            if not self.fixed[axis]:
-                table = resample(table, 2 * length - 1, axis)
-        sides = table.shape[:-1]
-        if torch.compiler.is_compiling():
-            rows = table_rows(part, sides)
-        else:
-            if sides not in part.kept:
-                with torch.inference_mode(False):  # so that it serves training too
-                    part.kept[sides] = table_rows(part, sides)
-            rows = part.kept[sides]
-        # Along the rows of the transposed table memory is read and written in order, and nothing is transposed after.
-        bias = table.flatten(0, -2).t().contiguous().index_select(1, rows.flatten())
-        return q, k, scale, bias.view(1, -1, *rows.shape).transpose(1, 2).contiguous()
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
+        table = (
+            self.relative_position_bias_table.t().contiguous().view(-1, *[2 * length - 1 for length in self.lengths])
+        )
+        steps = part.steps()
+        # One axis after the other is looked up, the last one first, so that no index has as many elements as the bias.
+        for axis in range(len(steps), 0, -1):
+            if not self.fixed[axis - 1]:
+                table = resample(table, 2 * steps[axis - 1].shape[1] - 1, axis)
+            rows = table.shape[axis] // 2 - steps[axis - 1]
+            table = table.index_select(axis, rows.flatten()).unflatten(axis, rows.shape)
+        # From (n, <tiles, queries and keys of each axis>) to (1, groups or 1, n, queries, keys).
+        rank, last = len(steps), 3 * len(steps) + 1
+        bias = table.permute(*range(1, last, 3), 0, *range(2, last, 3), *range(3, last, 3))
+        bias = bias.flatten(2 * rank + 1).flatten(rank + 1, 2 * rank).flatten(0, rank - 1)
+        return q, k, scale, bias[None].contiguous()
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
         here = self.relative_position_bias_table
@@ -111,12 +110,6 @@ class TableTerm(PositionTerm):
             if found >= rows:
                 return sides if found == rows else None
         return None
-
-
-def table_rows(part: Partition, sides: Sequence[int]) -> Tensor:
-    """The row of a table of these sides for each query and key of each group, ``(groups, queries, keys)``."""
-    rows = [width // 2 - offset for offset, width in zip(part.offsets(), sides, strict=True)]
-    return row_major(rows, sides)
 
 
 @dataclass(frozen=True)
@@ -159,16 +152,14 @@ class DecomposedTerm(PositionTerm):
                 table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
                 self.register_parameter(f"{name}_rel", nn.Parameter(table))
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        offsets = part.offsets()
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
+        offsets = part.steps()
         keys_shape = [offset.shape[2] for offset in offsets]
         # A symbol stands for any size: what is exported with it is folded.
         dense = set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS
         # Logits may be beyond float16. Folded they are channels of the query, in its type.
         queries = upcast(q) if dense else q
-        logits = {axis: self.logits(queries, axis, offsets[axis], part) for axis in self.tables}
+        logits = {axis: self.logits(queries, axis, offsets) for axis in self.tables}
         if dense:
             along = [  # b·groups n i (keys of one axis), to be broadcast along the others
                 part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
@@ -179,15 +170,16 @@ class DecomposedTerm(PositionTerm):
         one_hot = [key_one_hot(keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
         return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1), 1.0, None
 
-    def logits(self, q: Tensor, axis: int, offset: Tensor, part: Partition) -> Tensor:
+    def logits(self, q: Tensor, axis: int, offsets: list[Tensor]) -> Tensor:
         """Each query's logit against each of its keys' rows (or columns), ``(b·groups, n, i, keys along the axis)``."""
-        table = getattr(self, self.tables[axis]).to(q.dtype)
+        table, offset = getattr(self, self.tables[axis]).to(q.dtype), offsets[axis]
         if not self.fixed[axis]:
             table = resample(table, 2 * offset.shape[2] - 1)
         relative = table[offset + table.shape[0] // 2]  # (tiles, queries, keys, d)
         # One product for each tile and query along the axis: b T H W n t h w d, with the axis' two in front.
-        rank = len(part.size)
-        x = q.reshape(q.shape[0] // product(part.tiles), *part.tiles, q.shape[1], *part.window_shape, q.shape[3])
+        rank = len(offsets)
+        tiles, window, _ = zip(*[steps.shape for steps in offsets], strict=True)
+        x = q.reshape(q.shape[0] // product(tiles), *tiles, q.shape[1], *window, q.shape[3])
         x = x.movedim((1 + axis, 2 + rank + axis), (0, 1))
         rest = x.shape[2:-1]
         tile, query, key, d = relative.shape

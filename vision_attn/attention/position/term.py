@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from vision_attn.attention.patterns import Partition, Partitioner
 from vision_attn.checks import MOST
 
-__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "PositionTerm", "check_feat_size"]
+__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "Placed", "PositionTerm", "check_feat_size", "new_term"]
 
-#: Names of a map's axes in state dicts, the last ones first to be there.
+#: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
+#: ``(b or 1, groups or 1, n, i, j)`` or None.
+Placed = tuple[Tensor, Tensor, float, Tensor | None]
+
+#: Names of a map's axes in state dicts; a map with fewer axes has the last ones.
 AXIS_NAMES = ("depth", "height", "width")
 
 
@@ -20,14 +24,13 @@ AXIS_NAMES = ("depth", "height", "width")
 class BlockShape:
     """What a term has to know of the block that it is built for."""
 
-    #: of the map
     channels: int
-    #: of queries
     num_heads: int
-    #: width of queries and keys in a head
     key_dim: int
-    #: how the block's pattern cuts its maps
     partitioner: Partitioner
+    #: whether keys are not of the queries' map: they are averaged, or of another map
+    keys_elsewhere: bool = False
+    context_channels: int | None = None
 
     @property
     def rank(self) -> int:
@@ -36,16 +39,20 @@ class BlockShape:
 
 
 class AnyPosition(Protocol):
-    """A position term as it is asked for: small, frozen, printed as the code that makes it."""
+    """The specification of a position term: small, frozen, printed as the code that makes it."""
 
     def build(self, shape: BlockShape, device: object = None, dtype: object = None) -> PositionTerm:
-        """The term for one block, with its parameters if it has any; refused where it cannot be for such a block."""
+        """The term for one block, with its parameters if it has any.
+
+        Raises:
+            ValueError: the term cannot be for such a block.
+        """
 
 
 class PositionTerm(nn.Module):
-    """A term that does nothing; terms override the one method that they act through."""
+    """A term that does nothing; each term overrides the one method that it acts through."""
 
-    #: Whether keys must be positions of the same map as queries are, so that one can be taken from the other.
+    #: Whether queries and keys must be of one map, since their positions are subtracted.
     is_relative = False
     #: Whether it is added to the map, and so is for one number of channels.
     needs_channels = False
@@ -58,28 +65,47 @@ class PositionTerm(nn.Module):
         """The map ``(b, c, *size)`` with its positions in it."""
         return x
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: float, part: Partition, keys: Partition
-    ) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         """Queries ``(b·groups, n, i, d)`` and keys ``(b·groups, m, j, d)`` with their positions in them.
 
-        ``part`` is the partition of the queries' map, ``keys`` that of the keys'. With them come the factor on their
-        logits, and what is added to the logits, ``(b or 1, groups or 1, n, i, j)`` or None.
+        With them come the factor on their logits, and what is added to the logits, ``(b or 1, groups or 1, n, i, j)``
+        or None.
         """
         return q, k, scale, None
 
     def resampled(self, name: str, saved: Tensor) -> Tensor | None:
-        """A saved parameter of this term for another size of map, resampled to the size here; None if it is not."""
+        """A saved parameter of this term for another size of map, resampled to the size here; None if it is none."""
         return None
 
     def extra_repr(self) -> str:
         return repr(self.specification)
 
 
+def new_term(position: AnyPosition, shape: BlockShape, **factory: Any) -> PositionTerm:
+    """The position term of a block; refused where it does not go with the block's other arguments."""
+    if isinstance(position, type) or not hasattr(position, "build"):
+        raise ValueError(
+            "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), ConditionalPos() or "
+            f"SinCos(); got {position!r}"
+        )
+    term = position.build(shape, **factory)
+    if term.is_relative and shape.keys_elsewhere:
+        raise ValueError(
+            f"position must not be {position!r} with kv_stride or context_channels, whose keys are not of the queries' "
+            "map: use Rope2d()"
+        )
+    if term.needs_channels and shape.context_channels not in (None, shape.channels):
+        raise ValueError(
+            f"position must not be {position!r}, which is added to maps of {shape.channels} channels, with "
+            f"context_channels={shape.context_channels}: use Rope2d()"
+        )
+    return term
+
+
 def check_feat_size(owner: str, feat_size: object) -> None:
-    """Refuse what is neither a size of a map in positions, one for all axes or one for each, nor None."""
+    """Refuse any but a size of a map in positions, one for all axes or one for each."""
     lengths = feat_size if isinstance(feat_size, tuple) else (feat_size,)
-    if any(n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST) for n in lengths):
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST for n in lengths):
         raise ValueError(
             f"{owner}: feat_size must be a whole number of at least 1, or a tuple (…, …) of them; got {feat_size!r}"
         )

@@ -1,41 +1,131 @@
-"""The proof of a conversion: a copy of the source and what becomes of it are run on random numbers.
+"""What was made of a layer is proven before anyone gets it; what no proof can see is refused first.
 
-Shapes cannot tell a wrong order of heads from a right one, and a subclass may compute anything. The source's own
-weights may hide a difference (a projection that begins at zero gives zeros in any order), so the copy has others.
+A copy of the layer and what becomes of it are run on random numbers, also on small ones, which the ``eps`` of a norm
+shows in. Shapes cannot tell a wrong order of heads from a right one, and a subclass may compute anything. The layer's
+own weights may hide a difference (a projection that begins at zero gives zeros in any order): the copy has others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
 
-__all__ = ["TOLERANCE", "check_outputs", "difference", "explained", "random_like", "random_map"]
+__all__ = ["HOOKS", "check_source", "check_without", "difference", "drop_of", "path_of", "random_like", "random_map"]
 
-Source = TypeVar("Source", bound=nn.Module)
+#: Of the largest value, in float64. Another order of rows differs by all of it, arithmetic by 1e-15.
+TOLERANCE = 1e-10
 
-#: Of the largest element. Another order of rows differs by all of it; arithmetic by 1e-15, and by 1e-7 where Keras's
-#: fused kernel rounds to float32.
-TOLERANCE = 1e-5
+#: How large the inputs are that both are run on.
+SIZES = (1.0, 1e-3)
 
-#: What is left to whoever has a source that cannot be proven.
-REMEDY = "load its weights into a plain layer of its library, convert that, and do around the block what it did besides"
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+#: How a part or setting prints that does nothing.
+NOTHING = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()")
+
+REMEDY = (
+    "is it a subclass with a forward of its own, was a part of it replaced, as by an adapter or by quantizing, or has "
+    "it an option that no block has? Load its weights into a plain layer of its library, and convert that"
+)
+
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def difference(source: Source, compute: Callable[..., Any], example: Callable[[Source], tuple[Any, ...]]) -> float:
-    """How much ``compute(twin, *arguments)`` differs from what a copy of the source gives; refused if too much."""
-    with torch.inference_mode(False), torch.enable_grad():
-        twin = random_twin(source)
-        arguments = example(twin)
+def path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def part_of(module: Any, path: str) -> Any:
+    """The part or setting of a module at a path with dots; None if it has none."""
+    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
+
+
+def check_source(module: nn.Module) -> None:
+    """Refuse a layer whose hooks, parametrizations or parts in another mode a block would not have."""
+    kind = type(module).__name__
+    for name, part in module.named_modules():
+        where = f"{kind}.{name}" if name else kind
+        if any(getattr(part, hooks) for hooks in HOOKS):
+            raise ValueError(f"{where} has hooks, which a block would not run: remove them, and put them on the block")
+        if is_parametrized(part):
+            raise ValueError(f"{where} has parametrizations: call torch.nn.utils.parametrize.remove_parametrizations")
+        if isinstance(part, (nn.Dropout, nn.MultiheadAttention)) and part.training != module.training:
+            modes = f"{kind} with training={module.training} and {where} with training={part.training}"
+            raise ValueError(f"the block has one mode; got {modes}: call .train() or .eval() on all of it first")
+
+
+def check_without(module: object, remedies: Mapping[str, str]) -> None:
+    """Refuse a layer with one of these parts or settings, unless that does nothing."""
+    for path, remedy in remedies.items():
+        value = part_of(module, path)
+        if repr(value) not in NOTHING:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{type(module).__name__}.{path} cannot be carried over: got {got}; {remedy}")
+
+
+def drop_of(module: Any, path: str) -> float:
+    """The probability of one of a layer's dropouts, 0 if it has none there.
+
+    >>> drop_of(nn.TransformerEncoderLayer(8, 2, dropout=0.25), "dropout1")
+    0.25
+    """
+    part = part_of(module, path)
+    if isinstance(part, (int, float)):
+        return part
+    if type(part) not in (nn.Dropout, nn.Identity, type(None)):
+        raise ValueError(f"{type(module).__name__}.{path} must drop single elements, as nn.Dropout does; got {part}")
+    return getattr(part, "p", 0.0)
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def random_twin(source: nn.Module) -> Iterator[nn.Module]:
+    """A copy in float64, in evaluation mode, with random weights."""
+    with explained(source, "copied, to be run in float64"):
+        twin = copy.deepcopy(source).to("cpu", torch.float64)
+        twin.eval()  # which gives back nothing where a library's own does not
+        parameters = list(twin.parameters())
+        with torch.no_grad():
+            for parameter, values in zip(parameters, random_like(parameters), strict=True):
+                parameter.copy_(values)
+    yield twin
+
+
+def difference(
+    source: nn.Module,
+    compute: Callable[..., Any],
+    example: Callable[[Any], tuple[Any, ...]],
+    twin: Callable[[Any], AbstractContextManager[Any]] = random_twin,
+    **options: bool,
+) -> float:
+    """How much ``compute(copy, *arguments)`` differs from what the copy gives, in parts of the largest value.
+
+    Refused if that is more than float64 explains. The copy is called with the options, too.
+    """
+    worst = 0.0
+    with torch.inference_mode(False), torch.enable_grad(), twin(source) as other:
         with explained(source, "run as a layer of its class is"):
-            expected = output_of(twin(*arguments))
-        return check_outputs(source, expected, output_of(compute(twin, *arguments)))
+            arguments = example(other)
+        for size in SIZES:
+            with torch.no_grad():  # in place, as one tensor may be several arguments
+                for x in {id(x): x for x in arguments if isinstance(x, Tensor)}.values():
+                    x.mul_(size)
+            with explained(source, "run as a layer of its class is"):
+                expected = output_of(other(*arguments, **options))
+            with explained(source, "run by what was made of it", ValueError):  # which says what is wrong
+                worst = max(worst, off_by(source, expected, output_of(compute(other, *arguments))))
+    return worst
 
 
 def output_of(given: Any) -> Tensor:
@@ -45,41 +135,28 @@ def output_of(given: Any) -> Tensor:
     return y.detach()
 
 
-def random_twin(source: Source) -> Source:
-    """A copy in float64, in evaluation mode, with random weights."""
-    with explained(source, "copied, to be run in float64"):
-        twin = copy.deepcopy(source).to("cpu", torch.float64)
-        twin.eval()  # which gives back nothing where a library's own does not
-        parameters = list(twin.parameters())
-        with torch.no_grad():
-            for parameter, values in zip(parameters, random_like(parameters), strict=True):
-                parameter.copy_(values)
-    return twin
-
-
-def check_outputs(source: nn.Module, expected: Tensor, got: Tensor, tolerance: float = TOLERANCE) -> float:
-    """The greatest difference of two outputs, relative to the largest number; refused where it is too large."""
+def off_by(source: nn.Module, expected: Tensor, got: Tensor) -> float:
     why = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if got.shape == expected.shape:
         largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
-        if off <= tolerance * largest:  # which a difference that is no number is not
+        if off <= TOLERANCE * largest:  # which a difference that is no number is not
             return off / largest if largest else 0.0
         why = f"a difference of {off:.2g} where the largest is {largest:.2g}"
     raise ConversionError(
-        f"what was made of this {type(source).__name__} does not compute what it does: outputs have {why}. Is it a "
-        f"subclass with a forward of its own, or has a part of it been exchanged? Then {REMEDY}"
+        f"what was made of this {type(source).__name__} does not compute what it does, outputs have {why}: {REMEDY}"
     )
 
 
 @contextmanager
-def explained(source: nn.Module, what: str) -> Iterator[None]:
-    """Any error in it is a reason why the source cannot be proven."""
+def explained(source: nn.Module, what: str, known: type[Exception] = ConversionError) -> Iterator[None]:
+    """Any error in it, but for those that are known, is a reason why the layer cannot be proven."""
     try:
         yield
+    except (ConversionError, known):
+        raise
     except Exception as error:
-        raise ConversionError(
-            f"this {type(source).__name__} cannot be {what} ({type(error).__name__}: {error}): {REMEDY}"
-        ) from error
+        kind = type(source).__name__
+        raise ConversionError(f"this {kind} cannot be {what} ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
 def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:

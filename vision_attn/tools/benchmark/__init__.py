@@ -1,1 +1,1 @@
-"""Side-by-side timing and memory of attention on feature maps: ours, other libraries' and the floor below all."""
+"""Time and memory of attention on feature maps, side by side: ours, other libraries' and the floor below all."""

@@ -70,9 +70,9 @@ def demo(output: Output = Path("demo-output"), epochs: int = 3, seed: int = 0, j
         seed: of each arm
         jobs: arms side by side (default: as many as cores)
     """
-    from vision_attn.tools.comparison import demo as room
+    from vision_attn.tools.comparison.demo import run_demo
 
-    room.demo(str(output), epochs=epochs, seed=seed, jobs=jobs)
+    run_demo(output, epochs=epochs, seed=seed, jobs=jobs)
 
 
 def predict(
@@ -241,9 +241,10 @@ def compare(words: list[str]) -> None:
 
     from vision_attn.tools.comparison.arms import recipe, settings_of_arm
     from vision_attn.tools.comparison.runs import compare as compare_arms
-    from vision_attn.tools.training.settings import changed
+    from vision_attn.tools.training.settings import Settings, changed
 
-    common = recipe(changed(settings_from(rest, prog)))
+    unset = Settings(insert=("…",))  # the sites are the recipe's or the arm's, where flags name none
+    common = recipe(changed(settings_from(rest, prog, unset), unset))
     share = common.pop("val_share", 0.1) if how.candidates else None
 
     def arms(given: tuple[str, ...], **further: Any) -> dict[str, dict[str, Any]]:
@@ -253,7 +254,7 @@ def compare(words: list[str]) -> None:
             base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
             if not name or "/" in name or name in found:
                 raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
-            own = changed(settings_from(flags, f"{prog} --arms {name}"))
+            own = changed(settings_from(flags, f"{prog} --arms {name}", unset), unset)
             found[name] = {**settings_of_arm(base, own, common), **further}
         return found
 

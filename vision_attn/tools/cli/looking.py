@@ -152,9 +152,9 @@ def maps(
         heads: those to draw (default: all)
         reduce: what is drawn of several heads
     """
-    from vision_attn.networks.capture import capture
     from vision_attn.networks.figures import attention_figure, save_figure, summary_figure
     from vision_attn.networks.insertion import quiet_eval
+    from vision_attn.networks.recording import capture
 
     network, pixels, normalize, paths = looked_at(images, model, pretrained, adapter)
     points = [point_of(word) for word in query] or [tuple(side / 2 for side in pixels.shape[2:])]

@@ -1,34 +1,40 @@
-"""What scores over seeds allow to say: differences with their intervals, and what so many seeds can show."""
+"""What scores over seeds allow to say: the difference of every two arms, with one rule for its verdict."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
-__all__ = ["Difference", "Scores", "compare_scores", "detectable", "pooled_spread"]
+from vision_attn.networks.figures import Figure
+from vision_attn.text import markdown
+
+__all__ = ["Difference", "Scores", "compare_scores", "difference_figure", "difference_table"]
 
 #: by arm, one of each seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
-#: How often two arms that are alike may be told apart, over all comparisons together.
-ALPHA = 0.05
-#: How often a difference that can be shown is shown.
-POWER = 0.8
-#: Fewer scores than these have too few resamples for a bootstrap: of three there are ten.
-FEWEST = 5
+CONFIDENCE = 0.95
+#: The columns of the table that hold words.
+WORDS = (0, 4)
+LEGEND = """\
+The verdict follows from the 95 % interval, by Games and Howell: each arm has its own spread over seeds, and the
+intervals of all pairs hold together. Where all arms are equal, about one table in twenty has a wrong verdict. An
+interval also says how large the difference may be."""
+
+UNKNOWN = (
+    "An arm with one seed, or the same score for each, shows no spread to measure differences by: give more seeds."
+)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of one arm minus that of another, with intervals of 95 % over all comparisons together (Bonferroni).
+    """The mean of one arm minus that of another, with Games and Howell's interval of 95 % over all pairs of arms.
 
-    The verdict follows from ``low`` and ``high``: Student's interval, with the spread pooled over all arms, as three
-    seeds say little of the spread of one. Welch's takes every arm's own; the bootstrap takes no distribution for given.
-    None is what the scores are too few for.
+    ``low``, ``high`` and ``p`` are None where scores do not vary or an arm has one score alone.
     """
 
     arms: tuple[str, str]
@@ -36,81 +42,71 @@ class Difference:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    #: low, high and p
-    welch: tuple[float, float, float] | None = None
-    #: low and high
-    bootstrap: tuple[float, float] | None = None
 
     @property
     def verdict(self) -> str:
-        """What the first arm is to the second.
+        """What the first arm is, compared with the second.
 
         >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
-        ('above', 'not told apart')
+        ('better', 'no significant difference')
         """
         if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return "not told apart"
-        return "above" if self.low > 0 else "below"
+            return "no significant difference"
+        return "better" if self.low > 0 else "worse"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {**asdict(self), "verdict": self.verdict}
 
 
-def compare_scores(scores: Scores, pairs: str = "last") -> list[Difference]:
-    """The last arm minus each of the others, or with ``pairs="all"`` every later arm minus every earlier one.
+def compare_scores(scores: Scores) -> list[Difference]:
+    """Every arm minus every earlier one; the pairs of the last arm come first.
+
+    Source: Games and Howell, *Pairwise Multiple Comparison Procedures with Unequal N's and/or Variances*, 1976,
+    https://doi.org/10.3102/10769986001002113, as ``scipy.stats.tukey_hsd(..., equal_var=False)``.
 
     >>> found, = compare_scores({"plain": [43.1, 44.6, 42.8], "attention": [46.0, 45.4, 45.2]})
     >>> print(f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f}), p = {found.p:.3f}: {found.verdict}")
-    2.03 (0.35 to 3.72), p = 0.028: above
+    2.03 (-0.01 to 4.08), p = 0.051: no significant difference
     """
-    *others, last = scores
-    chosen = [(last, other) for other in others] if pairs == "last" else [two[::-1] for two in combinations(scores, 2)]
-    spread, freedom = pooled_spread(scores)
-    arrays = {arm: np.asarray(values, dtype=float) for arm, values in scores.items()}
-    return [difference(two, arrays[two[0]], arrays[two[1]], spread, freedom, len(chosen)) for two in chosen]
+    arms = list(scores)
+    pairs = [(later, earlier) for later in reversed(range(len(arms))) for earlier in range(later)]
+    means = [float(np.mean(values)) for values in scores.values()]
+    if min(map(len, scores.values())) < 2:
+        return [Difference((arms[one], arms[other]), means[one] - means[other]) for one, other in pairs]
+    with np.errstate(divide="ignore", invalid="ignore"):  # two arms without spread
+        result = stats.tukey_hsd(*scores.values(), equal_var=False)
+        interval = result.confidence_interval(CONFIDENCE)
+    found = []
+    for one, other in pairs:
+        numbers = (interval.low[one, other], interval.high[one, other], result.pvalue[one, other])
+        known = map(float, numbers) if all(map(math.isfinite, numbers)) else ()
+        found.append(Difference((arms[one], arms[other]), means[one] - means[other], *known))
+    return found
 
 
-def pooled_spread(scores: Scores) -> tuple[float, int]:
-    """The standard deviation of an arm over seeds, pooled over all arms, and its degrees of freedom."""
-    freedom = sum(len(values) - 1 for values in scores.values())
-    squares = sum(float(np.var(values)) * len(values) for values in scores.values())
-    return (squares / freedom) ** 0.5 if freedom else float("nan"), freedom
+def difference_table(differences: Sequence[Difference]) -> str:
+    """The differences as a table of Markdown, and below it what the verdicts follow from."""
+    rows = [("difference", "mean", "95 % interval", "p", "verdict")]
+    for one in differences:
+        interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
+        chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
+        rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
+    known = [one for one in differences if one.low is not None]
+    notes = ([LEGEND] if known else []) + ([UNKNOWN] if len(known) < len(differences) else [])
+    return "\n\n".join([markdown(rows, WORDS), *notes])
 
 
-def difference(
-    arms: tuple[str, str], one: np.ndarray, other: np.ndarray, spread: float, freedom: int, comparisons: int
-) -> Difference:
-    mean, level = float(one.mean() - other.mean()), 1 - ALPHA / comparisons
-    error = spread * (1 / len(one) + 1 / len(other)) ** 0.5
-    if not freedom:
-        return Difference(arms, mean)
-    if spread < 1e-9:  # scores that are the same for all seeds: t has no meaning
-        return Difference(arms, mean, mean, mean, float(abs(mean) < 1e-9))
-    low, high = stats.t.interval(level, freedom, mean, error)
-    p = min(1.0, 2 * comparisons * float(stats.t.sf(abs(mean) / error, freedom)))
-    welch = bootstrap = None
-    fewest = min(len(one), len(other))
-    if fewest > 1 and one.std() + other.std() > 1e-9:
-        found = stats.ttest_ind(one, other, equal_var=False)
-        between = found.confidence_interval(level)
-        welch = (float(between.low), float(between.high), min(1.0, comparisons * float(found.pvalue)))
-        if fewest >= FEWEST:
-            how: Any = {"confidence_level": level, "method": "percentile", "rng": np.random.default_rng(0)}
-            found = stats.bootstrap((one, other), lambda a, b, axis: a.mean(axis) - b.mean(axis), **how)
-            bootstrap = (float(found.confidence_interval.low), float(found.confidence_interval.high))
-    return Difference(arms, mean, float(low), float(high), p, welch, bootstrap)
-
-
-def detectable(spread: float, seeds: int, arms: int = 2, comparisons: int = 1) -> float:
-    """The least difference of two means that so many seeds of each arm show, four times in five.
-
-    Args:
-        spread: standard deviation of an arm over seeds.
-        seeds: of each arm, two or more.
-        arms: over which the spread is pooled.
-        comparisons: for which the intervals are corrected.
-
-    >>> round(detectable(0.69, seeds=3), 1), round(detectable(0.25, seeds=10), 2)
-    (2.1, 0.33)
-    """
-    freedom = arms * (seeds - 1)
-    beyond = float(stats.t.ppf(1 - ALPHA / (2 * comparisons), freedom))
-    errors = optimize.brentq(lambda shift: stats.nct.sf(beyond, freedom, shift) - POWER, 0, 3 * beyond + 10)
-    return float(errors) * spread * (2 / seeds) ** 0.5
+def difference_figure(differences: Sequence[Difference]) -> Figure:
+    """The differences with their intervals, one above the other."""
+    picture = Figure(figsize=(7, 1.2 + 0.35 * len(differences)), layout="constrained")
+    axis = picture.subplots()
+    for row, one in enumerate(differences):
+        color = "tab:gray" if one.verdict == "no significant difference" else "tab:blue"
+        axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
+        axis.plot(one.mean, row, "o", color=color)
+    axis.axvline(0, color="black", linewidth=0.7)
+    axis.set_yticks(range(len(differences)), [" − ".join(one.arms) for one in differences])
+    axis.set_xlabel("difference of top-1 %, 95 % interval")
+    axis.set_ylim(len(differences) - 0.5, -0.5)
+    return picture

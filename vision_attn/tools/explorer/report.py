@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vision_attn.checks import check_count, check_type
-from vision_attn.networks.capture import AttentionMap, capture, rollout
-from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.contribution import branches, closed, measured
 from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
+from vision_attn.networks.maps import AttentionMap
+from vision_attn.networks.recording import capture
+from vision_attn.networks.safe import write_atomically
 
 __all__ = ["explore"]
 
@@ -46,7 +47,7 @@ def explore(
     """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
 
     The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and
-    :func:`rollout`, what the network says, and what becomes of that with each block closed. Weights are rounded to a
+    rollout, what the network says, and what becomes of that with each block disabled. Weights are rounded to a
     255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page says which.
     Maps with more than 28 cells along a side are looked from at one cell of several, and their weights added up.
 
@@ -107,13 +108,13 @@ def looked_at(
     for path, one in maps.items():
         if len(one.map_size) != 2:
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
-    rolled = rollout(maps)
+    rolled = maps.rollout()
     blocks: list[dict[str, Any]] = []
-    maps_of = {path: {"heads": coarse(one), "rollout": coarse(rolled[path])} for path, one in maps.items()}
+    parts = [(path, coarse(one), coarse(rolled[path])) for path, one in maps.items()]
     for levels in LEVELS:
         blocks = [
-            {"path": path, **{kind: packed(*part, levels) for kind, part in parts.items()}}
-            for path, parts in maps_of.items()
+            {"path": path, "heads": packed(*heads, levels), "rollout": packed(*rolled_out, levels)}
+            for path, heads, rolled_out in parts
         ]
         if len(json.dumps(blocks)) < LARGEST:
             break
@@ -126,41 +127,33 @@ def looked_at(
     best = scores.topk(min(top, len(scores))).indices.tolist()
     closings = []
     paths = switches(model, maps)
-    for what, shut in [*((path, [path]) for path in paths), ("all of them", paths)][: len(paths) + (len(paths) > 1)]:
+    for what, shut in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
         with without(model, shut):
             others = scores_of(model, x)
         assert others is not None
-        label = int(others.argmax())
-        closings.append(
-            {
-                "what": what,
-                "share": round(found[what].share, 6) if what in found else None,
-                "name": name(label),
-                "probability": round(others[best[0]].item(), 6),
-            }
-        )
+        share = round(found[what].share, 6) if what in found else None
+        probability = round(others[best[0]].item(), 6)
+        closings.append({"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability})
     prediction = [[name(label), round(scores[label].item(), 6)] for label in best]
     return {"blocks": blocks, "prediction": prediction, "closings": closings}
 
 
 def scores_of(model: nn.Module, x: Tensor) -> Tensor | None:
-    """The probability of each class, ``(classes,)``; None where the model gives something else."""
+    """The probability of each class, ``(classes,)``; None where the model gives no scores of classes."""
     output = plain_network(model)(x)
     output = getattr(output, "logits", output)
     return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
 
 
-# --- blocks closed ----------------------------------------------------------------------------------------------------
+# --- blocks disabled --------------------------------------------------------------------------------------------------
 
 
 def switches(model: nn.Module, maps: Iterable[str]) -> list[str]:
-    """What is closed to be without each of these maps: the block around it that adds to a map, or else the module."""
-    around = list(branches(model))
-    return list(dict.fromkeys(switch(path.partition(":")[0], around) for path in maps))
-
-
-def switch(path: str, around: Iterable[str]) -> str:
-    return next((site for site in around if f"{path}.".startswith(f"{site}.")), path)
+    """What is disabled to be without each of these maps: the block around it that adds to a map, or else the module."""
+    around, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
+    return list(
+        dict.fromkeys(next((site for site in around if f"{one}.".startswith(f"{site}.")), one) for one in paths)
+    )
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""A trained network opened again, and written as what others run: a graph (ONNX, torch.export), a folder, weights."""
+"""A trained network written as what others run: a graph of ONNX or torch.export."""

@@ -1,30 +1,35 @@
-"""From a classifier to a file: written aside, read back, compared with the network, and only then put in its place."""
+"""A network written as a graph that others run: ONNX, or torch.export; or as a folder of its own."""
 
 from __future__ import annotations
 
+import copy
+import json
 import os
-import shutil
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torchvision.transforms.v2 import Normalize
 
+from vision_attn.attention.blocks import set_impl_
 from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
-from vision_attn.networks.models.folder import FILES
-from vision_attn.networks.safe import write_atomically, written_folder
-from vision_attn.text import shorten
-from vision_attn.tools.export.classifier import Classifier
-from vision_attn.tools.export.formats import FORMATS, Format
+from vision_attn.networks.insertion import inserted, plain_network
+from vision_attn.networks.models.folder import save_model
+from vision_attn.version import __version__
 
-__all__ = ["ExportReport", "export_classifier"]
+__all__ = ["ExportReport", "export_model"]
 
-#: Difference from the network's logits that rounding explains, as a share of the largest of them.
+#: The entry of the metadata that says, as JSON, what must be known to use the graph.
+ENTRY = "classifier"
+#: Difference from the network's output that rounding explains, as a share of its largest value.
 TOLERANCE = 1e-4
-#: Images in the batches that are compared: other numbers than the one that a graph is traced with.
+#: Images in the batches that are compared: other numbers than the two that a graph is traced with.
 BATCHES = (1, 3)
 
 
@@ -32,131 +37,159 @@ BATCHES = (1, 3)
 class ExportReport:
     """What was written, and how it compares; prints as a summary."""
 
-    #: the file or folder
     path: Path
-    #: its form
-    format: str
     #: of an image that it takes: channels, rows, columns
     input_size: tuple[int, int, int]
     #: whether it normalises the pixels itself
     normalize: bool
-    #: how many classes it has
-    classes: int
-    #: bytes on disk
-    size: int
-    #: largest difference of a logit from the network's
+    #: largest difference of an output from the network's, and the largest output
     difference: float
-    #: the largest of these logits
     largest: float
 
     def __str__(self) -> str:
         pixels = "of pixels in 0…1, normalised inside" if self.normalize else "normalised by mean and std before"
         return (
-            f"{self.path}: {self.format}, {self.size / 1e6:.2f} MB, {self.classes} classes; takes images "
-            f"(batch, {', '.join(map(str, self.input_size))}) {pixels}\n"
-            f"read back and run on {sum(BATCHES)} random images: the largest difference of a logit from the network's "
-            f"is {self.difference:.1e}, of logits up to {self.largest:.3g}"
+            f"{self.path}: {self.path.stat().st_size / 1e6:.2f} MB; takes images (batch, "
+            f"{', '.join(map(str, self.input_size))}) {pixels}\n"
+            f"read back and run on {sum(BATCHES)} random images: the largest difference from the network's output is "
+            f"{self.difference:.1e}, of values up to {self.largest:.3g}"
         )
 
 
-def export_classifier(
-    classifier: Classifier, output: str | Path, *, format: str | None = None, normalize: bool | None = None
-) -> ExportReport:
+def export_model(
+    model: nn.Module,
+    output: str | Path,
+    *,
+    normalize: bool = True,
+    classes: Sequence[str] | None = None,
+    input_size: tuple[int, int, int] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> ExportReport | Path:
     """Write a network in a form that others run, and prove that it computes the same.
 
-    What is written is read back, run on random images in batches of another size, and compared with the network,
-    before it takes the place that was asked for. It holds float32 weights and, unless it is a folder, the
-    classes and statistics as JSON in its metadata, under ``classifier``.
+    A graph takes batches of any size and holds float32 weights, and as metadata, under ``classifier``, a text of JSON
+    with the classes, the size and the statistics of images. It is read back, run on random images and compared with
+    the network before it takes its place.
 
-    >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
-    >>> classifier = Classifier(network, ("cat", "dog"), (3, 8, 8), mean=(0.5,) * 3, std=(0.25,) * 3)
-    >>> report = export_classifier(classifier, Path(tempfile.mkdtemp()) / "network.pt2")
-    >>> report.format, report.normalize, report.difference < 1e-5
-    ('torch-export', True, True)
+    Args:
+        model: a network that takes images ``(b, c, h, w)``, such as :func:`vision_attn.load_model` gives.
+        output: ``.onnx`` for ONNX, ``.pt2`` for ``torch.export``; without an ending a folder, as
+            :func:`vision_attn.save_model` writes it.
+        normalize: whether the graph takes pixels in 0…1 and normalises them itself.
+        classes: name of each class; by default ``model.classes``.
+        input_size: channels, rows and columns of an image; by default, as mean and std, of ``model.pretrained_cfg``.
+        mean: of each channel, of pixels in 0…1.
+        std: standard deviation of each channel.
+
+    Returns:
+        What was written and how it compares; of a folder its path.
+
+    Raises:
+        ValueError: ``output`` has another ending, or the network does not say what its images are like.
+        ExportError: the network cannot be exported, or what was written computes something else. No file is left of
+            it, and a file that was there before stays.
+
+    >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    >>> statistics = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2", classes=("cat", "dog"), **statistics)
+    >>> report.difference < 1e-5
+    True
     """
-    check_type("classifier", classifier, Classifier, "a Classifier")
-    check_type("format", format, (str, type(None)), "a text, or None")
-    output = Path(os.path.abspath(output))  # or the name of .. is none
-    name = format_of(output, format)
-    form = FORMATS[name]
-    if normalize is not None and not form.graph:
-        raise ValueError(f"normalize applies to onnx and torch-export, which are graphs; got {name}, which is none")
-    normalize = form.graph if normalize is None else normalize
-    refuse_something_else(output, form)
-    for package in form.packages:
-        import_module(package)
-    classifier = classifier.to_export()
-
+    check_type("model", model, nn.Module, "a network")
+    output, plain = Path(os.path.abspath(output)), plain_network(model)
+    ending = output.suffix.lower()
+    if ending not in ("", *FORMATS):
+        raise ValueError(f"output must end in {' or '.join(FORMATS)}, or in nothing for a folder; got {output.name!r}")
+    if output.exists() and output.is_dir() == bool(ending):
+        raise ValueError(f"output: {output} is a {'folder' if ending else 'file'}: choose another")
+    if not ending:
+        return save_model(plain, output, classes=classes)
+    config = getattr(plain, "pretrained_cfg", None) or {}
+    about: dict[str, Any] = {
+        "classes": list(classes or vars(plain).get("classes") or ()),
+        "input_size": input_size or config.get("input_size"),
+        "mean": mean or config.get("mean"),
+        "std": std or config.get("std"),
+    }
+    missing = [name for name, value in about.items() if value is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given: the network has no pretrained_cfg that says them")
+    network = copy.deepcopy(plain).cpu().float().eval()
+    set_impl_(network, "sdpa")  # all compute the same; this one is exported with batches of any size
+    if normalize:
+        network = nn.Sequential(Normalize(list(about["mean"]), list(about["std"])), network).eval()
+    about |= {
+        "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
+        "architecture": config.get("architecture"),
+        "inserted": list(inserted(plain)),
+        "library": f"vision_attn {__version__}",
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
-        path = Path(aside) / f"network{form.ending}"
-        difference, largest = write_and_compare(form, classifier, normalize, path)
-        size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else (path,)))
-        if path.is_dir():
-            with written_folder(output) as new:
-                shutil.copytree(path, new, dirs_exist_ok=True)
-        else:
-            write_atomically(output, path.read_bytes())
-    return ExportReport(
-        output, name, classifier.input_size, normalize, len(classifier.classes), size, difference, largest
-    )
+        path = Path(aside) / output.name
+        difference, largest = write_and_compare(network, path, ending, about)
+        os.replace(path, output)
+    return ExportReport(output, tuple(about["input_size"]), normalize, difference, largest)
 
 
-def format_of(output: Path, format: str | None) -> str:
-    """The format that is named, or that the ending says; they must not say two."""
-    by_ending = next((name for name, form in FORMATS.items() if form.ending == output.suffix.lower()), None)
-    if format not in (None, *FORMATS) or (format is None and by_ending is None):
-        endings = ", ".join(form.ending for form in FORMATS.values() if form.ending)
-        raise ValueError(
-            f"output must end in {endings}, or in nothing for a folder, or format be one of "
-            f"{', '.join(FORMATS)}; got {output.name!r} and {format!r}"
-        )
-    if format is not None and output.suffix and by_ending not in (None, format):
-        raise ValueError(f"format: {output.name!r} has the ending of {by_ending}; got {format!r}: give one of the two")
-    return format or str(by_ending)
-
-
-def refuse_something_else(output: Path, form: Format) -> None:
-    """Refuse to write over what is no export."""
-    if output.exists() and output.is_dir() == bool(form.ending):
-        raise ValueError(
-            f"output: {output} is a {'folder' if output.is_dir() else 'file'}, and what is written a "
-            f"{'file' if form.ending else 'folder'}: choose another --output"
-        )
-    others = sorted({path.name for path in output.iterdir()} - FILES) if output.is_dir() else []
-    if others:
-        raise ValueError(f"output: {output} holds more than an export ({shorten(others)}): choose another --output")
-
-
-def write_and_compare(form: Format, classifier: Classifier, normalize: bool, path: Path) -> tuple[float, float]:
-    """Write it, read it back, and compare it with the network: the largest difference, and the largest logit."""
-    generator = torch.Generator().manual_seed(0)
-    pixels = [torch.rand(count, *classifier.input_size, generator=generator) for count in BATCHES]
-    images = [classifier.normalization(batch) for batch in pixels]
+def write_and_compare(network: nn.Module, path: Path, ending: str, about: dict[str, Any]) -> tuple[float, float]:
+    """Write a graph, read it back, and compare it: the largest difference, and the largest output."""
+    write, reopen = FORMATS[ending]
+    images = [torch.rand(b, *about["input_size"], generator=torch.Generator().manual_seed(0)) for b in BATCHES]
     with torch.no_grad():
-        expected = torch.cat([classifier.model(batch) for batch in images])
-    if expected.shape[1:] != (len(classifier.classes),):
-        given, named = tuple(expected.shape[1:]), len(classifier.classes)
-        raise ValueError(f"classes: the network gives {given} numbers for an image, and {named} classes are named")
+        expected = torch.cat([network(batch) for batch in images])
+    if about["classes"] and expected.shape[1:] != (len(about["classes"]),):
+        raise ValueError(f"classes must be {expected.shape[1]}, as many as outputs; got {len(about['classes'])}")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # Of the exporters, about themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-            form.write(classifier, normalize, path)
-            run = form.reopen(classifier, path)
-            found = torch.cat([run(batch) for batch in (pixels if normalize else images)])
-    except Exception as error:
-        if not form.graph or isinstance(error, OSError):
-            raise
-        # torch's exporters, and what runs their graphs, may fail in any way.
+            write(network, torch.zeros(2, *about["input_size"]), path, json.dumps(about, ensure_ascii=False))
+            run = reopen(path)
+            found = torch.cat([run(batch) for batch in images])
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
         raise ExportError(f"the network cannot be exported ({type(error).__name__}: {error})") from error
-    if found.shape != expected.shape:
-        raise ExportError(f"what was written gives {tuple(found.shape)}, the network {tuple(expected.shape)}")
-    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    largest = float(expected.abs().max())
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:  # also where it is no number
         raise ExportError(
-            f"what was written computes something else: a logit differs by {difference:.1e} from the network's, which "
-            f"are up to {largest:.3g}; nothing is left of it"
+            f"what was written computes something else: an output differs by {difference:.1e} from the network's, "
+            f"which are up to {largest:.3g}; nothing is left of it"
         )
     return difference, largest
+
+
+def write_onnx(network: nn.Module, images: Tensor, path: Path, about: str) -> None:
+    import onnxruntime  # noqa: F401 - said to be missing before the work
+    import onnxscript  # noqa: F401
+
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": ({0: "batch"},)}
+    # Its verify=True only logs what differs; what was written is compared here.
+    program = torch.onnx.export(network, (images,), dynamo=True, verbose=False, **names)
+    assert program is not None
+    program.model.metadata_props[ENTRY] = about
+    program.save(path, external_data=False)
+
+
+def open_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def write_program(network: nn.Module, images: Tensor, path: Path, about: str) -> None:
+    program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, path, extra_files={ENTRY: about})
+
+
+def open_program(path: Path) -> Callable[[Tensor], Tensor]:
+    return torch.export.load(path).module()
+
+
+#: By the ending of the file: what writes a graph, and what reads it back.
+FORMATS = {".onnx": (write_onnx, open_onnx), ".pt2": (write_program, open_program)}

@@ -188,9 +188,9 @@ def differences(one: Settings, other: Settings) -> list[str]:
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
-def changed(settings: Settings) -> dict[str, Any]:
+def changed(settings: Settings, default: Settings | None = None) -> dict[str, Any]:
     """The settings that are not as by default."""
-    default = Settings()
+    default = default or Settings()
     names = [field.name for field in fields(Settings)]
     return {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(default, name)}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product as pairs
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
-from vision_attn.attention.blocks.weights import Prepared, weights_on_map
+from vision_attn.attention.blocks.weights import looking, weights_on_map
+from vision_attn.attention.implementations import Given
 from vision_attn.attention.patterns import Partition
 from vision_attn.checks import as_list, product
-from vision_attn.networks.capture.attention_map import AttentionMap
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
+from vision_attn.networks.maps import AttentionMap, Maps
 
-__all__ = ["LARGEST", "Maps", "capture", "chosen_heads"]
+__all__ = ["LARGEST", "capture", "numbers"]
 
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
@@ -33,21 +36,6 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 
 #: A point of the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
-
-
-class Maps(dict[str, AttentionMap]):
-    """The maps of a forward pass by module path, in the order of running.
-
-    >>> Maps()["layer4"]
-    Traceback (most recent call last):
-    KeyError: "no map of 'layer4': captured are none. A module has none until the model ran, if ..."
-    """
-
-    def __missing__(self, path: str) -> AttentionMap:
-        raise KeyError(
-            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}. A module has none until the "
-            "model ran, if the model did not call it, or if swap_'s module served the call by itself"
-        )
 
 
 @contextmanager
@@ -104,9 +92,9 @@ def capture(
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, module in modules.items():
-            seen: list[tuple[Partition, Prepared]] = []
-            stack.enter_context(overheard(module, seen))
-            chosen = chosen_heads(heads, module.num_heads)
+            seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
+            stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
+            chosen = numbers("heads", heads, module.num_heads)
             hook = partial(recording.record, path, exchanged[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
@@ -136,28 +124,21 @@ class Recording:
         for point in self.points or ():
             inside = all(0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != self.axes or not inside:
+                size = "×".join(map(str, self.image_size))
                 raise ValueError(
-                    f"queries must be points {'(y, x)' if self.axes == 2 else f'of {self.axes} coordinates'} in pixels "
-                    f"of an image of {'×'.join(map(str, self.image_size))}; got {tuple(point)}"
+                    f"queries must be points, as (y, x), in pixels of an image of {size}; got {tuple(point)}"
                 )
 
     def record(
-        self,
-        path: str,
-        kept: Any,
-        heads: list[int],
-        seen: list[tuple[Partition, Prepared]],
-        module: Any,
-        args: Any,
-        kwargs: Any,
-        y: Any,
+        self, path: str, kept: Any, heads: list[int], seen: deque[tuple[Partition, Given]], *called: Any
     ) -> None:
         """A module has attended."""
+        module, args, kwargs, _ = called
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         if not seen:
             return  # an empty batch
-        (part, prepared), prefix = seen.pop(), 0
+        (part, given), prefix = seen.pop(), 0
         x = args[0] if args else kwargs["x"]
         if kept is None or kept.sees == "maps":
             size = tuple(x.shape[-module.rank :])
@@ -167,35 +148,32 @@ class Recording:
             if placed is None:
                 return  # they are of no map of this image
             part, prefix = placed
-            size = keys = part.size
-            prepared = in_groups_of(prepared, part.groups)
+            size = keys = part.queries.size
+            given = in_groups_of(given, part.groups)
+        whole = part.queries.size
         cells = cells_of(self.points, size, self.image_size, path)
-        names = tuple(f"head {head}" for head in heads)
         groups = [[head] for head in heads] if self.reduce else [heads]
-        self.count(path, len(prepared.q) // part.groups, len(groups[0]), len(cells), product(keys), prepared.q.dtype)
-        if self.reduce and len(heads) > 1:
-            names = (f"{self.reduce} of {len(heads)} heads",)
+        self.count(path, len(given.q) // part.groups, len(groups[0]), len(cells), product(keys), given.q.dtype)
+        merged = self.reduce and len(heads) > 1
+        names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
         def looked(tokens: Tensor | None) -> Tensor:
-            weights: Tensor | None = None
-            for group in groups:
-                some = weights_on_map(part, prepared, tokens, group)[..., prefix:]
-                weights = some if weights is None else REDUCTIONS[self.reduce or ""](weights, some)
-            assert weights is not None
+            each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
+            weights = functools.reduce(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(groups) if self.reduce == "mean" else weights
-            if product(part.size) == product(size):
+            if whole == size:
                 return weights.unflatten(-1, keys)
             # Where the block has padded its map, the queries stand on a wider one.
-            return weights.unflatten(-1, part.size)[(..., *map(slice, keys))]
+            return weights.unflatten(-1, whole)[(..., *map(slice, keys))]
 
-        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, part.size)) for cell in cells], device=x.device)
-        every = self.points is None and len(tokens) == product(part.size) and not prefix
+        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, whole)) for cell in cells], device=x.device)
+        every = self.points is None and whole == size and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
             first = looked(torch.arange(prefix, device=x.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         place = f"{path}:{earlier + 1}" if earlier else path
-        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, names, first)
+        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, tuple(names), first)
 
     def count(self, path: str, images: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> None:
         """Refuse maps that are too large."""
@@ -209,32 +187,12 @@ class Recording:
         self.taken += needed
 
 
-@contextmanager
-def overheard(module: Attention, seen: list[tuple[Partition, Prepared]]) -> Iterator[None]:
-    """Keep what a block hands to its kernel in the forward pass."""
-    own = vars(module)
-    prepare, outer = module.prepare, own.get("prepare")  # the outer one of two captures
-
-    def look(*args: Any) -> Prepared:
-        found = prepare(*args)
-        seen[:] = [(args[3], found)]
-        return found
-
-    own["prepare"] = look
-    try:
-        yield
-    finally:
-        own.pop("prepare")
-        own.update({} if outer is None else {"prepare": outer})
-
-
-def in_groups_of(prepared: Prepared, groups: int) -> Prepared:
-    """What a block prepares for groups that are maps of a batch to it, as if it had cut them itself."""
+def in_groups_of(given: Given, groups: int) -> Given:
+    """What a block gives its kernel for groups that are maps of a batch to it, as if it had cut them itself."""
     mask, reachable = (
-        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups))
-        for x in (prepared.mask, prepared.reachable)
+        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (given.mask, given.reachable)
     )
-    return prepared._replace(mask=mask, reachable=reachable)
+    return given._replace(mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
@@ -261,24 +219,23 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     """Points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
-    points = [] if isinstance(queries, (str, bytes)) or not isinstance(queries, Iterable) else list(queries)
-    if not points or not all(is_point(point) for point in points):
+    try:
+        points: list[Point] = [tuple(float(at + 0.0) for at in point) for point in queries]  # texts have no sum
+    except (TypeError, ValueError, OverflowError):
+        points = []
+    if not points or not all(math.isfinite(at) for point in points for at in point):
         raise ValueError(
             f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
         )
     return points
 
 
-def is_point(value: Any) -> bool:
-    held = value.tolist() if hasattr(value, "tolist") else value
-    return isinstance(held, (tuple, list)) and all(isinstance(at, Real) and math.isfinite(at) for at in held)
-
-
-def chosen_heads(heads: int | Iterable[int] | None, count: int) -> list[int]:
-    chosen = list(range(count)) if heads is None else as_list("heads", heads, "numbers of heads", single=Integral)
-    if not chosen or not all(isinstance(head, Integral) and 0 <= int(head) < count for head in chosen):
-        raise ValueError(f"heads must be from 0 to {count - 1}; got {chosen}")
-    return [int(head) for head in chosen]
+def numbers(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
+    """Numbers below a count, of heads or queries; all of them when None."""
+    chosen = list(range(count)) if value is None else as_list(name, value, "whole numbers", single=Integral)
+    if not chosen or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in chosen):
+        raise ValueError(f"{name} must be from 0 to {count - 1}; got {value}")
+    return [int(one) for one in chosen]  # which True and False are not to torch
 
 
 def cells_of(
@@ -288,10 +245,8 @@ def cells_of(
     if points is None:
         return list(pairs(*map(range, size)))
     if len(size) != len(image_size):
-        raise ValueError(
-            f"queries must be None for {path!r}, whose map has {len(size)} axes and the image {len(image_size)}: a "
-            "point has no place on it; leave it out by sites="
-        )
+        axes = f"{len(size)} axes and the image {len(image_size)}"
+        raise ValueError(f"queries must be None for {path!r}, whose map has {axes}: or leave it out by sites=")
     return [
-        tuple(int(at * n / length) for at, n, length in zip(point, size, image_size, strict=True)) for point in points
+        tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
     ]

@@ -1,22 +1,23 @@
-"""Attention masks: combined, checked, and the rows that may attend to nothing."""
+"""Attention masks: checked, combined, and the rows that may attend to nothing.
+
+Letters: ``b`` batch, ``n`` heads, ``i`` query token, ``j`` key token. A mask is bool (True = may attend) or an additive
+float.
+"""
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "add_mask",
-    "causal_mask",
-    "check_mask",
-    "combine_masks",
-    "open_rows",
-    "upcast",
-    "with_causal_mask",
-    "zero_rows",
-]
+from vision_attn.attention.patterns import Partition
+from vision_attn.checks import product
+
+__all__ = ["Mask", "add_mask", "causal_mask", "check_mask", "combine_masks", "masks_of_groups", "open_rows", "upcast"]
+
+#: None is for a mask that hides nothing.
+Mask = Tensor | None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -24,10 +25,10 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def add_mask(logits: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
     """Masked logits ``(b·groups, n, i, j)``; the mask is ``(b or 1, groups or 1, n or 1, i, j)``, bool or additive."""
     if causal:
-        mask = with_causal_mask(mask, logits.shape[2], logits.shape[3], logits.device)
+        mask = combine_masks(causal_mask(logits.shape[2], logits.shape[3], logits.device), mask)
     if mask is None:
         return logits
     logits = logits.unflatten(0, groups_of(mask))
@@ -40,22 +41,14 @@ def groups_of(mask: Tensor) -> tuple[int, int]:
     return (-1, mask.shape[1]) if mask.shape[0] == 1 else (mask.shape[0], -1)
 
 
-@overload
-def combine_masks(first: Tensor, second: Tensor | None) -> Tensor: ...
-@overload
-def combine_masks(first: Tensor | None, second: Tensor) -> Tensor: ...
-@overload
-def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
-
-
-def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """One mask that does what both do: bool if both are, else additive; None if both are None.
+def combine_masks(first: Tensor, second: Mask) -> Tensor:
+    """One mask that does what both do: bool if both are, else additive.
 
     >>> combine_masks(torch.tensor([True, True, False]), torch.tensor([0.5, 0.0, 0.5]))
     tensor([0.5000, 0.0000,   -inf])
     """
-    if first is None or second is None:
-        return second if first is None else first
+    if second is None:
+        return first
     if first.dtype == second.dtype == torch.bool:
         return first & second
     if first.dtype == torch.bool or second.dtype == torch.bool:
@@ -65,21 +58,38 @@ def combine_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The keys that are no later than the query, ``(i, j)``.
+    """The keys that are no later than the query, ``(1, 1, 1, i, j)``.
 
-    >>> causal_mask(2, 3, torch.device("cpu"))
+    >>> causal_mask(2, 3, torch.device("cpu"))[0, 0, 0]
     tensor([[ True, False, False],
             [ True,  True, False]])
     """
-    return torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None]
+    return (torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None])[None, None, None]
 
 
-def with_causal_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """A mask with five axes that hides the keys that are later than the query as well."""
-    return combine_masks(mask, causal_mask(queries, keys, device)[None, None, None])
+def masks_of_groups(part: Partition, mask: Mask, bias: Mask, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+    """All that masks the groups of a map, in one mask ``(b or 1, groups or 1, n or 1, i, j)``.
+
+    ``mask`` is that of the user, on the map, broadcastable to ``(b, n, tokens, key tokens)``; ``bias`` that of the
+    position term, in the groups. With the one mask come the rows that may attend to anything (None: all), and whether
+    the kernel is to hide later keys, as it can where there is no mask.
+    """
+    own, reachable = part.mask, None
+    by_kernel = causal and part.is_global and mask is None and bias is None
+    if causal and not by_kernel:
+        own = combine_masks(part.causal_mask(), own)
+    if mask is not None:
+        mask = part.cut_mask(with_four_axes(mask))
+        own, reachable = open_rows(combine_masks(mask, own))
+    return own if bias is None else combine_masks(bias, own), reachable, by_kernel
 
 
-def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:
+def with_four_axes(mask: Tensor) -> Tensor:
+    """``(b or 1, n or 1, i or 1, j or 1)``."""
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def zero_rows(y: Tensor, reachable: Mask) -> Tensor:
     """``(b·groups, n, i, …)`` with zeros for rows not ``reachable``, ``(b or 1, groups or 1, n or 1, i, 1)``."""
     if reachable is None:
         return y
@@ -88,10 +98,10 @@ def zero_rows(y: Tensor, reachable: Tensor | None) -> Tensor:
 
 
 def open_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask whose every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
+    """A mask in which every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
 
     What comes out of the other rows is to be set to zero: kernels differ in what they make of them. The largest value
-    of a row is taken off an additive mask: softmax does not see it, and half precision holds what is left.
+    of a row is taken off an additive mask: softmax does not see it, and half precision holds the rest.
     """
     if mask.dtype == torch.bool:
         reachable = mask.any(dim=-1, keepdim=True)
@@ -102,19 +112,17 @@ def open_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     return (mask - torch.where(reachable, largest, 0.0)).masked_fill(~reachable, 0.0), reachable
 
 
-def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask with four axes; refused where it is none for logits of this shape ``(b, n, i, j)``."""
+def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]) -> None:
+    """Refuse all but a mask for so many maps and heads, of queries and keys from maps of these sizes."""
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor, or None; got {type(mask).__name__}: make it one with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"mask must be bool (True = may attend) or an additive float; got {mask.dtype}: convert it with mask.bool()"
         )
-    fits = len(mask.shape) <= 4 and all(
-        size in (1, full) for size, full in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
-    if not fits or not mask.shape:
+    shape = (batch, heads, product(size), product(keys_size))
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if not 1 <= mask.dim() <= 4 or any(length not in (1, full) for length, full in sizes):
         raise ValueError(
             f"mask must broadcast to (batch, heads, query tokens, key tokens) = {shape}; got {tuple(mask.shape)}"
         )
-    return mask[(None,) * (4 - mask.dim())]

@@ -1,0 +1,58 @@
+"""The controls of comparisons: blocks without attention, in its place."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vision_attn as va
+from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+
+
+@pytest.mark.parametrize("block", [ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d])
+def test_a_new_control_is_the_identity_and_its_gate_or_last_projection_learns_first(block):
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 4, 5)
+    assert torch.equal(block(16)(x), x)
+    assert not torch.equal(block(16, gate_init=0.1)(x), x)
+    new = block(16)
+    new(x).square().sum().backward()
+    moved = {key for key, parameter in new.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+    assert moved == ({"project.weight", "project.bias"} if block is ConvBlock2d else {"gate"})
+
+
+def test_what_is_no_control_is_refused():
+    with pytest.raises(ValueError, match="gate_init must"):
+        SqueezeExciteBlock2d(8, gate_init=None)
+    with pytest.raises(ValueError, match="kernel_size must be odd"):
+        ConvBlock2d(8, kernel_size=4)
+
+
+def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
+    for channels in (8, 16, 32, 64, 256, 1024):
+        kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
+        blocks = (va.AttentionBlock2d, SqueezeExciteBlock2d, *kernels)
+        attention, *controls = (sum(p.numel() for p in block(channels).parameters()) for block in blocks)
+        # One hidden channel more or less is 2c + 11 parameters, or 2c + 1, or 2c + 171.
+        assert all(abs(attention - found) <= (2 * channels + 11) / 2 + 1 for found in controls[:-1])
+        assert channels < 16 or abs(attention - controls[-1]) <= (2 * channels + 171) / 2 + 1
+    block, x = SqueezeExciteBlock2d(8, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    y = torch.stack([F.layer_norm(x[:, :, i, j], (8,)) for i in range(3) for j in range(4)], dim=2).unflatten(2, (3, 4))
+    hidden = torch.relu(y.mean((2, 3)) @ block.excite.fc1.weight.flatten(1).T + block.excite.fc1.bias)
+    scale = torch.sigmoid(hidden @ block.excite.fc2.weight.flatten(1).T + block.excite.fc2.bias)
+    torch.testing.assert_close(block(x), x + 0.5 * y * scale[:, :, None, None])
+    torch.testing.assert_close(NormBlock2d(8, gate_init=0.5)(x), x + 0.5 * y)
+
+
+def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
+    block, x = ConvBlock2d(8, kernel_size=None, gate_init=0.5), torch.randn(2, 8, 3, 4)
+    added = block(x) - x
+    pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
+    torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
+    with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
+        block, x = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
+        other = x.clone()
+        other[..., 0] += torch.randn(8, 1)
+        changed = (block(x) != block(other)).any(1)[0, 0]
+    assert changed.tolist() == [True] * 7 + [False] * 13

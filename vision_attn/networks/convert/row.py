@@ -1,0 +1,350 @@
+"""One row of the table: what is known of another library's attention layer, and the block that is made of it.
+
+Our ``qkv`` has rows ordered (qkv, heads, width), or ``[heads·d, kv_heads·d, kv_heads·e]`` with other widths. Shapes
+cannot tell one order from another, so every function that brings rows into ours has its line here:
+
+==========================================  ===================================================  ======================
+weight                                      found in                                             brought into order by
+==========================================  ===================================================  ======================
+``((qkv n d), c)``                          torch, timm, torchvision                             :func:`rows_of`
+``((n qkv d), c)``                          timm's MaxxViT and CoAtNet, unless they say          :func:`heads_first`
+``((n d), c)``, ``((m d), c)``, …           llama, diffusers, multi-query                        :func:`side_by_side`
+``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`kernel_rows`
+==========================================  ===================================================  ======================
+
+Nothing is detached before :func:`filled` copies it: whether a parameter is trained is seen by whether what it is made
+of asks for a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks import Attention, Attention1d, Attention2d, Attention3d
+from vision_attn.attention.blocks.projection import in_format_of
+from vision_attn.attention.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
+from vision_attn.networks.convert.proof import check_source, check_without, drop_of, random_map, random_twin
+
+__all__ = ["BLOCKS", "OWN", "Row", "Rows", "Weights", "block_of", "filled", "parameters_of", "residual", "rows_of"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+#: By the number of axes of a map.
+BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
+RESIDUAL = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
+
+#: What a row's ``call`` returns for a call that the layer has to serve itself.
+OWN: Any = object()
+
+# --- the rows of a weight, in our order -------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A linear map of channels."""
+
+    #: ``(rows, channels)``
+    weight: Tensor
+    #: ``(rows,)``, or None
+    bias: Tensor | None = None
+
+
+#: Projections of a block, and its other parameters, by name.
+Weights: TypeAlias = dict[str, Any]
+
+
+def rows_of(layer: Any) -> Rows:
+    """The rows of a linear layer or a 1×1 convolution, as they are.
+
+    >>> rows_of(torch.nn.Conv2d(8, 24, 1)).weight.shape
+    torch.Size([24, 8])
+    """
+    return Rows(layer.weight.flatten(1), layer.bias)
+
+
+def named(qkv: str, proj: str = "") -> Callable[[Any], Weights]:
+    """The weights of a layer whose projections have these names: of queries, keys and values in one, or three.
+
+    >>> list(named("q k v", "out")(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q", "k", "v", "out")})))
+    ['qkv', 'proj']
+    """
+
+    def weights(layer: Any) -> Weights:
+        inputs = [rows_of(layer.get_submodule(name)) for name in qkv.split()]
+        out = {"proj": rows_of(layer.get_submodule(proj))} if proj else {}
+        return {**({"qkv": inputs[0]} if len(inputs) == 1 else input_projections(*inputs)), **out}
+
+    return weights
+
+
+def heads_first(rows: Rows, num_heads: int, *widths: int) -> Rows:
+    """The rows, ordered (heads, qkv, width), in the order (qkv, heads, width); of three equal widths, or of these.
+
+    >>> heads_first(Rows(torch.arange(12)[:, None]), num_heads=2).weight.flatten().tolist()
+    [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    """
+
+    def reordered(x: Tensor) -> Tensor:
+        parts = x.unflatten(0, (num_heads, -1)).split(widths or len(x) // (3 * num_heads), dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    return Rows(reordered(rows.weight), None if rows.bias is None else reordered(rows.bias))
+
+
+def side_by_side(**parts: Rows) -> Rows:
+    """One projection of several, their rows after each other; of all or none of them with a bias.
+
+    >>> side_by_side(q=Rows(torch.ones(8, 4)), kv=Rows(torch.ones(2, 4))).weight.shape
+    torch.Size([10, 4])
+    """
+    check_biases(**parts)
+    biases = [part.bias for part in parts.values() if part.bias is not None]
+    return Rows(torch.cat([part.weight for part in parts.values()]), torch.cat(biases) if biases else None)
+
+
+def check_biases(**parts: Rows) -> None:
+    """Refuse projections of which some have a bias and others none: the block has one option for all."""
+    lacking = [name for name, part in parts.items() if part.bias is None]
+    if 0 < len(lacking) < len(parts):
+        raise ValueError(f"{', '.join(parts)} must all have a bias, or none of them; got none for {', '.join(lacking)}")
+
+
+def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
+    """The projections of a block: ``qkv``, or ``q`` and ``kv`` where these are of other channels than queries."""
+    check_biases(q=q, k=k, v=v)
+    if k.weight.shape[1] == q.weight.shape[1]:
+        return {"qkv": side_by_side(q=q, k=k, v=v)}
+    return {"q": q, "kv": side_by_side(k=k, v=v)}
+
+
+def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
+    """The rows of a kernel that keeps heads as its second axis.
+
+    >>> kernel_rows(torch.ones(8, 2, 5), None).weight.shape
+    torch.Size([10, 8])
+    """
+    return Rows(kernel.flatten(1).T, None if bias is None else bias.flatten())
+
+
+def with_bias(rows: Rows) -> Rows:
+    """The rows with a bias: of zeros, which are not trained, if they have none."""
+    return Rows(rows.weight, rows.weight.new_zeros(len(rows.weight)) if rows.bias is None else rows.bias)
+
+
+# --- the block that they fill -----------------------------------------------------------------------------------------
+
+
+def block_of(
+    rank: int,
+    weights: Weights,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
+    kind: type[Attention] | None = None,
+    **options: Any,
+) -> Attention:
+    """The block for these weights, on the meta device. What their shapes and names tell need not be said."""
+    first, out = weights.get("qkv") or weights["q"], weights.get("proj")
+    rows, kv_heads = len(first.weight), num_kv_heads or num_heads
+    e = out.weight.shape[1] // num_heads if out else value_dim or rows // (num_heads + 2 * kv_heads)
+    return (kind or BLOCKS[rank])(
+        first.weight.shape[1],
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=rows // num_heads if "q" in weights else (rows - kv_heads * e) // (num_heads + kv_heads),
+        value_dim=e,
+        out_channels=len(out.weight) if out else num_heads * e,
+        context_channels=weights["kv"].weight.shape[1] if "kv" in weights else None,
+        qkv_bias=first.bias is not None,
+        proj_bias=out is not None and out.bias is not None,
+        qk_norm="cosine" if "q_norm.logit_scale" in weights else "q_norm.weight" in weights,
+        output_gate="gate" in weights,
+        device="meta",
+        **options,
+    )
+
+
+def parameters_of(weights: Weights, rank: int) -> dict[str, Tensor]:
+    """The parameters of a block by name: a 1×1 convolution for each projection."""
+    tensors = {}
+    for name, x in weights.items():
+        if isinstance(x, Tensor):
+            tensors[name] = x
+            continue
+        tensors[f"{name}.weight"] = x.weight[(..., *(None,) * rank)]
+        if x.bias is not None:
+            tensors[f"{name}.bias"] = x.bias
+    return tensors
+
+
+def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
+    """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are."""
+    copies = {
+        name: nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format)) for name, x in tensors.items()
+    }
+    block.load_state_dict(copies, assign=True)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(tensors[name].requires_grad)
+    return block.train(training)
+
+
+def residual(attn: Attention, norm: Any = None) -> AttentionBlock:
+    """``x + attn(norm(x))`` with a group norm as the layer's, or none; the gate of ones is not trained."""
+    block = RESIDUAL[attn.rank](attn.channels, 1, device="meta")
+    block.attn, block.norm, block.begins_open = attn, nn.Identity(), False  # type: ignore[assignment]
+    if norm is not None:
+        copied = nn.GroupNorm(norm.num_groups, norm.num_channels, norm.eps, device="meta")
+        block.norm = filled(copied, {"weight": norm.weight, "bias": norm.bias}, training=attn.training)  # type: ignore[assignment]
+    block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
+    return block.train(attn.training)
+
+
+class PaddedAttention2d(Attention2d):
+    """Attention in windows that pads its map with zeros, as far as the windows reach, and attends to them."""
+
+    #: whether what it was made of pads after it has shifted, which this does not
+    rolls_first = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        if isinstance(x, torch.fx.Proxy):
+            return super().forward(x, mask, context)
+        padded = self.padded(x, mask, context)
+        y = super().forward(padded, mask, context)
+        return y if padded is x else in_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
+
+    def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
+        """Of the positions of the map as it is padded."""
+        return super().attention_weights(self.padded(x, mask, context), mask, queries, context)
+
+    def padded(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        size: Any = self.pattern.size  # type: ignore[union-attr]
+        rows, columns = (size, size) if isinstance(size, int) else size
+        below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
+        if not below and not right:
+            return x
+        if mask is not None or context is not None or self.rolls_first:
+            what = "x must be of" if self.rolls_first else "with a mask or a context x must be of"
+            got = f"{x.shape[-2]}×{x.shape[-1]}"
+            raise ValueError(f"{what} whole windows of {rows}×{columns}; got {got}: pad it yourself")
+        return F.pad(x, (0, right, 0, below))
+
+
+class WholeWindows2d(PaddedAttention2d):
+    """For a layer whose network rolls its map before it pads it."""
+
+    rolls_first = True
+
+
+# --- the row ----------------------------------------------------------------------------------------------------------
+
+
+def unbiased(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """For a layer that adds nothing to its logits: a call with more than a map is its own."""
+    return OWN if any(given is not None for given in (*args, *kwargs.values())) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One attention layer of another library; all functions are given the layer first.
+
+    ``attend`` stands for the block: ``attend(x, mask=None, context=None)`` on ``(b, channels, *axes)``.
+    """
+
+    #: the block's parameters by name, made of the layer's; without ``proj`` where the layer does not project
+    weights: Callable[[Any], Weights]
+    #: arguments of the block that its weights do not tell: an attribute of the layer by name, or a function of it
+    options: Mapping[str, Any] = field(default_factory=lambda: {"num_heads": "num_heads"})
+    #: how what it is given lies: tokens ``b t c``, or maps with their channels first or last
+    axes: str = "b c h w"
+    #: its dropouts, of the weights and of the output
+    drops: tuple[str, str] = ("attn_drop", "proj_drop")
+    #: parts and settings that no block has, with a remedy
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    #: those that the layer does around the block when it is swapped, and a block alone does not
+    around: tuple[str, ...] = ()
+    #: ``(layer, x, *args)`` to what a call adds to the logits, or :data:`OWN`; ``x`` has its channels first
+    bias: Callable[..., Any] = unbiased
+    #: ``(layer, attend, *args)`` to what the layer gives, or :data:`OWN`, if that is more than ``attend(x, bias)``
+    call: Callable[..., Any] | None = None
+    #: calls that the layer serves itself, in words
+    serves_itself: str = ""
+    #: the size of a map to try it with
+    size: Callable[[Any], tuple[int, ...]] | None = None
+    #: arguments to try it with, if these are not one map
+    example: Callable[[Any], tuple[Any, ...]] | None = None
+    #: ``(layer, pattern)`` to options of the block, for a layer that is given the groups of a map
+    groups: Callable[..., dict[str, Any]] | None = None
+    #: ``(row, layer, rank)`` to a module with more than attention, for ``from_layer`` alone; None for the block
+    whole: Callable[[Row, Any, int], nn.Module | None] = lambda row, layer, rank: None
+    #: gives a copy of the layer, with other weights, to be run
+    twin: Callable[[Any], AbstractContextManager[Any]] = random_twin
+    #: what a call of it is told beside these arguments
+    told: Mapping[str, bool] = field(default_factory=dict)
+    #: whether it is trained now
+    mode: Callable[[Any], bool] = lambda layer: layer.training
+    #: whether ``swap_`` is for it
+    swaps: bool = True
+
+    @property
+    def rank(self) -> int:
+        """Axes of the block's maps when it is swapped."""
+        return len(self.axes.split()) - 2
+
+    def refuse(self, layer: Any) -> None:
+        """Refuse what no proof can see, or what can be said better by name."""
+        check_source(layer)
+        check_without(layer, self.refuses)
+
+    def empty_block(self, layer: Any, weights: Weights, **options: Any) -> Attention:
+        """The block on the meta device, without weights."""
+        attn_drop, proj_drop = (drop_of(layer, name) for name in self.drops)
+        own = {name: getattr(layer, x) if isinstance(x, str) else x(layer) for name, x in self.options.items()}
+        told = {"rank": self.rank, "attn_drop": attn_drop, "proj_drop": proj_drop, **own, **options}
+        block = block_of(weights=weights, **told)
+        for name in ("q_norm", "k_norm"):  # of whose eps no state dict knows
+            if isinstance(norm := getattr(block, name), nn.LayerNorm):
+                norm.eps = getattr(layer, name).eps
+        return block.train(self.mode(layer))
+
+    def block(self, layer: Any, **options: Any) -> Attention:
+        """The block, with copies of the weights."""
+        weights = self.weights(layer)
+        block = self.empty_block(layer, weights, **options)
+        return filled(block, self.parameters(weights, block), training=block.training)
+
+    def parameters(self, weights: Weights, block: Attention) -> dict[str, Tensor]:
+        """The block's, by name; the output projection is the identity where the layer has none."""
+        if "proj" not in weights:
+            like = weights["qkv"].weight
+            weights = {**weights, "proj": Rows(torch.eye(block.out_channels, dtype=like.dtype, device=like.device))}
+        return parameters_of(weights, block.rank)
+
+    def forward(self, layer: Any, attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What the layer gives for a call, by a block, or :data:`OWN`."""
+        return (self.call or self.attended)(layer, attend, *args, **kwargs)
+
+    def attended(self, layer: Any, attend: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dim() != self.rank + 2:
+            return OWN
+        last = self.axes.endswith("c")
+        x = x.movedim(-1, 1) if last else x
+        bias = self.bias(layer, x, *args, **kwargs)
+        if bias is OWN:
+            return OWN
+        y = attend(x, bias)
+        return y.movedim(1, -1) if last else y
+
+    def arguments(self, layer: Any) -> tuple[Any, ...]:
+        """Arguments to try the layer with."""
+        if self.example is not None:
+            return self.example(layer)
+        channels = self.weights(layer)["qkv"].weight.shape[1]
+        x = random_map(2, channels, *((3, 4, 5)[: self.rank] if self.size is None else self.size(layer)))
+        return (x.movedim(1, -1) if self.axes.endswith("c") else x,)
