@@ -330,11 +330,11 @@ class Trainer:
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
         """Note Ctrl-C and SIGTERM inside, so that a run ends after a step; what the process ignores stays ignored."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():  # Python takes signals there
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+        taken = threading.current_thread() is threading.main_thread()  # Python takes signals there
+        numbers = [
+            n for n in (signal.SIGINT, signal.SIGTERM) if taken and signal.getsignal(n) not in (signal.SIG_IGN, None)
+        ]
+        before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}
         try:
             yield
         finally:

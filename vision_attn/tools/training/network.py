@@ -110,8 +110,6 @@ def block_class(name: str) -> Callable[..., nn.Module]:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"block must be attention or a class, MODULE:CLASS ({error}); got {name!r}") from error
-    finally:
-        sys.path.pop()
     return found
 
 
