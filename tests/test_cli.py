@@ -5,6 +5,7 @@ import csv
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -47,13 +48,12 @@ def test_every_setting_is_a_flag_with_help(capsys):
     code, out, _ = run(capsys, "train", "--help")
     shown = " ".join(out.replace("│", " ").split())
     assert code == 0
-    names = [field.name for field in fields(Settings)]
-    for name, following in zip(names, [*names[1:], None], strict=True):
-        flag = f"--{name.replace('_', '-')}"
-        assert f"{flag} " in shown or f"{flag}, " in shown, name
-        text = shown.partition(f"{flag} ")[2].partition(f"--{(following or '').replace('_', '-')} ")[0]
-        assert len(text.partition("(default")[0].split()) > 2, f"{name} has no help"
     assert "vision-attn train --data flowers --model resnet18 --pretrained --insert layer3" in shown
+    names, shown = [field.name for field in fields(Settings)], shown.partition(" options ")[2]
+    for name, following in zip(names, [*names[1:], "$"], strict=True):
+        this, other = (one.replace("_", "-") for one in (name, following))
+        text = re.search(rf"--{this}[ ,](.*?)(--{other}[ ,]|$)", shown)[1].rpartition(f"--no-{this} ")[2]
+        assert len(text.partition("(default")[0].split()) > 2, f"{name} has no help"
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def test_the_curves_are_drawn(tmp_path, monkeypatch):
         assert list(line.get_xdata()) == [1, 2, 3]
         assert list(line.get_ydata()) == [row[key] for row in rows]
     assert len(curves_figure([{**row, "branch_share": None} for row in rows]).axes) == 3
-    write_rows(tmp_path, rows)
+    write_rows(tmp_path, rows, draw=True)
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 500
 

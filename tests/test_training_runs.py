@@ -200,7 +200,7 @@ def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, place, tmp_
 def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, processes, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if processes > 1 else []
     kills, chance = (20, random.Random(0)) if processes == 1 else (5, random.Random(1))
-    base = replace(base, model="test_resnet", epochs=6 * kills, save_every=2, img_size=32)
+    base = replace(base, model="test_resnet", epochs=4 * kills, save_every=2, img_size=32)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def start(settings, log):

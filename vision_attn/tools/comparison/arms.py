@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["ARMS", "recipe", "settings_of_arm"]
 
 CONTROLS = "vision_attn.tools.comparison.controls:"
-#: What each arm has of its own, by its name; None is the network without a block.
+#: What each arm has of its own, by its name; None for the network without a block.
 ARMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "convolution": {"block": f"{CONTROLS}ConvBlock2d"},

@@ -29,8 +29,8 @@ class ConvBlock2d(GatedResidual):
         dtype: type of the parameters.
 
     Raises:
-        ValueError: ``channels`` is no whole number of at least 1, ``kernel_size`` none that is odd, or ``gate_init`` no
-            finite number.
+        ValueError: ``channels`` is not a whole number of at least 1, ``kernel_size`` not odd, or ``gate_init`` not
+            finite.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> count = lambda block: sum(p.numel() for p in block.parameters())
@@ -84,7 +84,7 @@ class NormBlock2d(GatedResidual):
         dtype: type of the parameters.
 
     Raises:
-        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+        ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
 
     >>> NormBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
@@ -121,7 +121,7 @@ class SqueezeExciteBlock2d(NormBlock2d):
         dtype: type of the parameters.
 
     Raises:
-        ValueError: ``channels`` is no whole number of at least 1, or ``gate_init`` no finite number.
+        ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
 
     Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
 

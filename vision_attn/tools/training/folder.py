@@ -53,10 +53,11 @@ def write_table(path: Path, lines: Iterable[Iterable[object]]) -> None:
     write_atomically(path, table.getvalue().encode())
 
 
-def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write ``metrics.csv`` and ``curves.png``."""
+def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -> None:
+    """Write ``metrics.csv``, and draw ``curves.png``."""
     write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
-    save_figure(curves_figure(rows), folder / "curves.png")
+    if draw:
+        save_figure(curves_figure(rows), folder / "curves.png")
 
 
 def write_classes(folder: Path, confusions: Tensor, classes: Sequence[str]) -> None:

@@ -46,6 +46,8 @@ __all__ = ["Progress", "Trainer"]
 
 #: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
 LOOK_EVERY = 10
+#: Seconds between two drawings of the curves, each of which takes a third of one.
+PAUSE = 30
 #: Images in the picture of the first batch.
 PICTURED = 32
 
@@ -118,7 +120,7 @@ class Trainer:
         self.folder, self.classes, self.data, self.evaluation = folder, classes, data, evaluation
         self.steps = len(data.labels) // settings.batch_size
         self.progress = Progress()
-        self.frozen, self.signal = False, 0
+        self.frozen, self.signal, self.drawn = False, 0, time.monotonic()
         self.model = model = network.model.to(accelerator.device)
         #: without what lets a network run in half precision and on several processes: what is saved
         self.plain = copy.deepcopy(model).cpu().eval()
@@ -201,6 +203,8 @@ class Trainer:
                 self.train_epoch()
                 final, seen = self.evaluation(self.evaluated)
                 self.close_epoch(final, seen)
+        if self.accelerator.is_main_process:
+            write_rows(self.folder, progress.rows, draw=True)
         return final, seen
 
     def out_of_patience(self) -> bool:
@@ -309,7 +313,9 @@ class Trainer:
         if self.accelerator.is_main_process:
             if improved:
                 self.save_best()
-            write_rows(self.folder, progress.rows)
+            draw = time.monotonic() - self.drawn > PAUSE
+            write_rows(self.folder, progress.rows, draw=draw)
+            self.drawn = time.monotonic() if draw else self.drawn
         self.save()
 
     def network_now(self) -> nn.Module:
@@ -330,11 +336,11 @@ class Trainer:
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
         """Note Ctrl-C and SIGTERM inside, so that a run ends after a step; what the process ignores stays ignored."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():  # Python takes signals there
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, lambda number, frame: setattr(self, "signal", number))
+        taken = threading.current_thread() is threading.main_thread()  # Python takes signals there
+        numbers = [
+            n for n in (signal.SIGINT, signal.SIGTERM) if taken and signal.getsignal(n) not in (signal.SIG_IGN, None)
+        ]
+        before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}
         try:
             yield
         finally:

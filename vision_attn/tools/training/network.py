@@ -43,7 +43,7 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
 
     A run that is ``resumed`` has its weights from its own state: none are loaded.
     """
-    options = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
+    options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
     channels, classes = 3 if source.pixels is None else source.pixels.shape[3], len(source.classes)
     options |= {"num_classes": classes, "in_chans": channels, "pretrained": settings.pretrained and not resumed}
     model = create_model(settings.model, **options)
@@ -71,7 +71,7 @@ def prepare_network(network: Network, settings: Settings, source: Source, say: C
             f"model must be one that timm makes by name, or it could not be loaded again, for the {classes} classes of "
             f"{source.name}; got a {type(model).__name__} for {getattr(model, 'num_classes', '?')}"
         )
-    config = model.pretrained_cfg = configured(model, settings, source)
+    config = vars(model)["pretrained_cfg"] = configured(model, settings, source)
     try:
         with quiet_eval(model):
             model(torch.zeros(1, *config["input_size"], device=next(model.parameters()).device))
@@ -110,8 +110,6 @@ def block_class(name: str) -> Callable[..., nn.Module]:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"block must be attention or a class, MODULE:CLASS ({error}); got {name!r}") from error
-    finally:
-        sys.path.pop()
     return found
 
 

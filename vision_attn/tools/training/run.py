@@ -147,9 +147,10 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Callable[[str
     else:
         refuse_old_run(path)
         model = load_model(path, block=None if settings.block == "attention" else block_class(settings.block))
-        if list(model.classes or source.classes) != list(source.classes):
-            classes = f"the classes {shorten(model.classes)}; {source.name} has {shorten(source.classes)}"
-            raise ValueError(f"{path} was trained for {classes}: name the folders alike")
+        classes = vars(model)["classes"] or source.classes
+        if classes != source.classes:
+            has = f"{source.name} has {shorten(source.classes)}"
+            raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {has}: name the folders alike")
         network = prepare_network(Network(model, {}, "", ()), settings, source, log)
     evaluation = evaluation_on(source, settings, network, accelerator, log)
     model = network.model.to(accelerator.device).eval()

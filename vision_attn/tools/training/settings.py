@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,12 +36,9 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1000)]
 Amount = Annotated[float, Field(ge=0, le=1000)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Whole = Annotated[int, Field(ge=0, le=1_000_000)]
+Whole = Annotated[int, Field(ge=0, lt=2**32)]
 Words = Annotated[tuple[str, ...], BeforeValidator(as_words)]
 DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$")]
-Side = Annotated[int, Field(ge=1, le=65_536)]
-Several = Annotated[int, Field(ge=2, le=1_000_000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Crop = Literal["pad", "resized"]
 Output = Annotated[Path | None, arg(aliases=("-o",))]
 
@@ -83,7 +80,7 @@ class Settings:
     train_split: str = "train"  # part of a data set of timm's that is trained on
     val_split: str = "validation"  # part of it that is evaluated
     val_share: Part | None = None  # share of each class that is held out of training for it; None: 0.1 without val/
-    img_size: Side | None = None  # side in pixels; None: the data's, or the model's
+    img_size: Count | None = None  # side in pixels; None: the data's, or the model's
     mean: tuple[float, ...] | None = None  # of each channel, of pixels in 0…1; None: the model's
     std: tuple[Rate, ...] | None = None  # standard deviation of each channel; None: the model's
     crop: Crop | None = None  # random crops of the padded image (by default up to 64 pixels), or of any size
@@ -113,7 +110,7 @@ class Settings:
     # --- recipe
 
     epochs: Count = 30  # passes over the training images
-    batch_size: Several = 128  # images in a step, over all processes together
+    batch_size: Count = 128  # images in a step, over all processes together
     grad_accum_steps: Count = 1  # parts that the batch is computed in, to save memory
     opt: str = "sgd"  # optimizer: sgd (with Nesterov momentum), adamw or any other of timm's
     lr: Rate | None = None  # learning rate; None: sgd 0.1, adamw 0.001, a tenth of that from given weights
@@ -131,7 +128,7 @@ class Settings:
     class_weights: bool = False  # let rare classes count more in the loss
     ema: Share | None = None  # decay of a moving average of the weights, which is evaluated and saved: 0.999
     early_stopping: Count | None = None  # epochs without a higher top-1 after which the run stops
-    seed: Seed = 0  # of everything random
+    seed: Whole = 0  # of everything random
 
     # --- machine
 
@@ -184,15 +181,13 @@ class Settings:
 
 def differences(one: Settings, other: Settings) -> list[str]:
     """The names of the settings by which two runs may end with other results."""
-    names = [field.name for field in fields(Settings) if field.name not in OF_MACHINE | OF_CALL]
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
+    return [name for name in changed(one, other) if name not in OF_MACHINE | OF_CALL]
 
 
 def changed(settings: Settings, default: Settings | None = None) -> dict[str, Any]:
     """The settings that are not as by default."""
-    default = default or Settings()
-    names = [field.name for field in fields(Settings)]
-    return {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(default, name)}
+    usual = vars(default or Settings())
+    return {name: value for name, value in vars(settings).items() if value != usual.get(name, value)}
 
 
 def write_settings(settings: Settings) -> bytes:
