@@ -232,17 +232,16 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES), time: bool = 
 
 def timed(entry: Entry) -> tuple[str, ...]:
     """As `vision-attn bench --swap` measures it, on images of the model's own size."""
-    from vision_attn.tools.benchmark.plan import Plan
     from vision_attn.tools.benchmark.run import run_benchmark
 
     config = getattr(timm.create_model(entry.model), "pretrained_cfg", {}) if entry.library == "timm" else {}
     side = config.get("input_size", (3, 224, 224))[-1]
     name = entry.model if entry.library == "timm" else f"torchvision:{entry.model}"
-    plan = Plan(swap=(name,), shapes=((4, 3, side, side),), threads=1, device="cpu", rounds=7)
-    rows = run_benchmark(plan, say=lambda text: None)[0].rows
-    ours, theirs = rows["exchanged"], rows["as it was"]
-    time = [theirs[f"{what} ratio"][1] for what in ("forward", "gradients")]
-    memory = [ours[f"{what} MiB"] / theirs[f"{what} MiB"] for what in ("forward", "gradients")]
+    how = {"shapes": [(4, 3, side, side)], "threads": 1, "device": "cpu", "rounds": 7, "say": lambda text: None}
+    (found,) = run_benchmark(swap=[name], **how)
+    ours, theirs = found.timings["swapped"].mebibytes, found.timings["as it was"].mebibytes
+    time = [found.ratio("as it was", what) for what in ours]
+    memory = [ours[what] / theirs[what] for what in ours]
     return tuple(f"{value:.2f}" for value in (*time, *memory))
 
 
