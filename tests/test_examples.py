@@ -17,7 +17,6 @@ import timm
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
@@ -101,11 +100,8 @@ def score_of(out):
 
 @torch.no_grad()
 def accuracy(model, folder):
-    statistics = create_model("resnet20", num_classes=3).pretrained_cfg
-    transform = Compose([ToTensor(), Normalize(statistics["mean"], statistics["std"])])
-    images = ImageFolder(folder, transform)
-    right = [int(model(image[None]).argmax()) == label for image, label in images]
-    return 100 * sum(right) / len(right)
+    images = ImageFolder(folder, timm.data.create_transform(**timm.data.resolve_data_config(model=model)))
+    return 100 * sum(int(model(image[None]).argmax()) == label for image, label in images) / len(images)
 
 
 def with_attention():
