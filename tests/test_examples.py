@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "train_cifar.py": ["--epochs", "2", "--batch-size", "16", "--device", "cpu"],
+    "train_cifar.py": ["--epochs", "1", "--batch-size", "24", "--seeds", "2", "--lr", "0.05"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
@@ -65,6 +65,18 @@ def test_every_example_is_tested():
 def test_torch_hub_finds_the_networks(name):
     model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
     assert sum(p.numel() for p in model.parameters()) > 20_000
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_train_cifar_ends_with_mean_and_deviation_over_seeds(image_folder, tmp_path, run_here, device):
+    for name, half in (("train", "train"), ("test", "val")):
+        (tmp_path / name).symlink_to(image_folder / half)
+    code, out, err = run_here("train_cifar.py", "--data", tmp_path, "--device", device)
+    assert (code, err) == (0, "")
+    assert "3 blocks inserted" in out
+    scores = [float(score) for score in re.findall(r"seed \d: top-1 ([\d.]+) %", out)]
+    assert float(re.findall(r"top-1 ([\d.]+) ± .* over 2 seed", out)[0]) == pytest.approx(sum(scores) / 2, abs=0.01)
+    assert "inserted" not in run_here("train_cifar.py", "--data", tmp_path, "--plain", "--images", "24")[1]
 
 
 # --- finetune_folder.py -----------------------------------------------------------------------------------------------
