@@ -22,6 +22,7 @@ from sklearn.datasets import load_sample_images
 
 import vision_attn as va
 import vision_attn.networks.models  # registers digit_pairs_attention and resnet20_attention with timm
+from vision_attn.networks.contributions import disabled
 from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.tools.training.digits import CLASSES, digit_pairs
 
@@ -87,7 +88,7 @@ figure
 # by itself, which is nothing: half of the canvases are of either kind.
 
 # %%
-with va.closed(model):
+with disabled(model):
     closed = 100 * (model(images).argmax(1) == labels).float().mean()
 print(f"with the block closed: {closed:.1f} %")
 assert 45 < closed < 55
