@@ -90,7 +90,7 @@ figure
 # %%
 with disabled(model):
     closed = 100 * (model(images).argmax(1) == labels).float().mean()
-print(f"with the block closed: {closed:.1f} %")
+print(f"with the block disabled: {closed:.1f} %")
 assert 45 < closed < 55
 
 # %% [markdown]
