@@ -70,27 +70,27 @@ print(f"wrote {OUTPUT / 'attention_maps.png'}")
 figure
 
 # %% [markdown]
-# **Each head** has weights of its own. The picture averages over them; here they are apart. On the first canvas two of
-# the four look at the same cell; over all canvases any two do so in less than a quarter of them.
+# **Each head** has weights of its own. The picture averages over them; here they are apart. All four look at both digits
+# and past the gap between them. In the digits they differ: any two have the same cell on top in 36 % of the canvases at
+# most.
 
 # %%
 figure = attention_figure(images[chosen], six, reduction="none", width=11)
 save_figure(figure, OUTPUT / "attention_heads.png")
 print(f"wrote {OUTPUT / 'attention_heads.png'}")
-heads = six.weights[0]
-assert (heads[0] - heads[2]).abs().max() < 1e-4
+assert (attention.weights.mean((0, 2)).sum(1)[:, 3:8].sum(1) < 0.01).all()  # of each head, what the gap gets
 top = attention.weights.flatten(3).argmax(3)[:, :, 0]
-assert max((top[:, m] == top[:, n]).float().mean() for m in range(4) for n in range(m)) < 0.25
+assert max((top[:, m] == top[:, n]).float().mean() for m in range(4) for n in range(m)) < 0.365
 figure
 
 # %% [markdown]
-# **Does it matter?** Maps alone do not say so. With the block closed the same network is left with what each place says
+# **Does it matter?** Maps alone do not say so. With the block disabled the same network is left with what each place says
 # by itself, which is nothing: half of the canvases are of either kind.
 
 # %%
 with disabled(model):
     closed = 100 * (model(images).argmax(1) == labels).float().mean()
-print(f"with the block closed: {closed:.1f} %")
+print(f"with the block disabled: {closed:.1f} %")
 assert 45 < closed < 55
 
 # %% [markdown]
@@ -108,7 +108,7 @@ assert (widely < 11).all()
 
 # %% [markdown]
 # **To explore.** One page of HTML has all of it: where each head looks from each place, and what the network says with
-# its block closed. Open it in a browser and move the pointer over the image. `vision-attn explore` writes such a page
+# its block disabled. Open it in a browser and move the pointer over the image. `vision-attn explore` writes such a page
 # of image files.
 
 # %%

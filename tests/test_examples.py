@@ -17,7 +17,6 @@ import timm
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import Compose, Normalize, ToTensor
 
 import vision_attn as va
 from vision_attn.networks.models import create_model
@@ -68,22 +67,16 @@ def test_torch_hub_finds_the_networks(name):
     assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
-@pytest.fixture
-def small_cifar(image_folder, tmp_path):
-    """A folder as the script wants it: train and test of 32×32 images."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_train_cifar_ends_with_mean_and_deviation_over_seeds(image_folder, tmp_path, run_here, device):
     for name, half in (("train", "train"), ("test", "val")):
         (tmp_path / name).symlink_to(image_folder / half)
-    return tmp_path
-
-
-def test_train_cifar(small_cifar, run_here):
-    arguments = "train_cifar.py", *EXAMPLES["train_cifar.py"], "--data", small_cifar, "--device", "cpu"
-    code, out, err = run_here(*arguments)
+    code, out, err = run_here("train_cifar.py", "--data", tmp_path, "--device", device)
     assert (code, err) == (0, "")
     assert "3 blocks inserted" in out
     scores = [float(score) for score in re.findall(r"seed \d: top-1 ([\d.]+) %", out)]
     assert float(re.findall(r"top-1 ([\d.]+) ± .* over 2 seed", out)[0]) == pytest.approx(sum(scores) / 2, abs=0.01)
-    assert "inserted" not in run_here(*arguments, "--plain", "--images", "24")[1]
+    assert "inserted" not in run_here("train_cifar.py", "--data", tmp_path, "--plain", "--images", "24")[1]
 
 
 # --- finetune_folder.py -----------------------------------------------------------------------------------------------
@@ -119,11 +112,8 @@ def score_of(out):
 
 @torch.no_grad()
 def accuracy(model, folder):
-    statistics = create_model("resnet20", num_classes=3).pretrained_cfg
-    transform = Compose([ToTensor(), Normalize(statistics["mean"], statistics["std"])])
-    images = ImageFolder(folder, transform)
-    right = [int(model(image[None]).argmax()) == label for image, label in images]
-    return 100 * sum(right) / len(right)
+    images = ImageFolder(folder, timm.data.create_transform(**timm.data.resolve_data_config(model=model)))
+    return 100 * sum(int(model(image[None]).argmax()) == label for image, label in images) / len(images)
 
 
 def with_attention():

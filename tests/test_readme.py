@@ -80,12 +80,6 @@ def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
         assert numbers == pytest.approx(shown_numbers, rel=1e-3)
 
 
-def test_code_and_output_are_told_apart():
-    text = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx = 1\n```\n\nAnd then:\n\n```text\ny\n```\n"
-    assert code_and_output(text) == [("print(1)\n", "1\n"), ("x = 1\n", "")]
-    assert numbers_apart("loss +3.50 in 2 of 3") == ("loss … in 2 of 3", [3.5])
-
-
 # --- what pages show of the code, and tables of all there is ----------------------------------------------------------
 
 
@@ -151,13 +145,6 @@ def commands(text):
     return [words for words in found if "…" not in words]
 
 
-def test_commands_are_found():
-    assert sum(len(commands(path.read_text())) for path in DOCS) >= 12
-    text = "type `vision-attn train --help` or\n```text\nvision-attn bench\nx\n```\nand `python examples/a.py --b`"
-    expected = [["vision-attn", "bench"], ["vision-attn", "train", "--help"], ["python", "examples/a.py", "--b"]]
-    assert commands(text) == expected
-
-
 def parse(name, *words):
     """A command line that is not carried out; what cannot be parsed ends the program."""
     if name in cli.PLAIN:
@@ -169,6 +156,9 @@ def parse(name, *words):
 
 
 def test_the_commands_are_commands():
+    text = "type `vision-attn train --help` or\n```text\nvision-attn bench\nx\n```\nand `python examples/a.py --b`"
+    expected = [["vision-attn", "bench"], ["vision-attn", "train", "--help"], ["python", "examples/a.py", "--b"]]
+    assert commands(text) == expected
     for path in PAGES:
         for program, *arguments in commands(path.read_text()):
             if program == "python":
@@ -183,6 +173,7 @@ def test_the_commands_are_commands():
 
 def test_the_readme_is_one_page_and_ci_runs_its_two_command_lines():
     assert len(README.splitlines()) <= 110
+    assert f"## {vision_attn.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     commands = [block.strip() for block in blocks(README, "sh")]
     assert len(commands) == 2
     assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install ") for command in commands)
@@ -254,7 +245,3 @@ def test_docstrings_become_markdown():
 def test_a_card_names_the_file_it_belongs_to(weights):
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     assert f"`{digest}`" in (weights.parent / "README.md").read_text()
-
-
-def test_the_changelog_has_this_version():
-    assert f"## {vision_attn.__version__}" in (ROOT / "CHANGELOG.md").read_text()

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import logging
 import re
 import runpy
 import sys
@@ -33,6 +34,7 @@ def run(path, folder):
         patch.setenv("KERAS_HOME", str(folder))  # where Keras writes its settings
         patch.setenv("KERAS_BACKEND", "torch")
         warnings.simplefilter("error")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it says which CUDA a machine has
         try:
             runpy.run_path(str(path), run_name="__main__")
         finally:
