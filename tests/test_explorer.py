@@ -12,9 +12,9 @@ import pytest
 import torch
 from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
-from vision_attn.networks.contribution import closed
 
 import vision_attn as va
+from vision_attn.networks.contributions import disabled
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
@@ -91,7 +91,7 @@ def test_the_page_says_what_becomes_of_the_prediction_without_each_block(page):
         np.testing.assert_allclose([share for _, share in one["prediction"]], scores[order], atol=1e-6)
         report = va.contribution(model, x)
         for line, sites in zip(one["closings"], (["1"], ["3"], ["1", "3"]), strict=True):
-            with closed(model, sites):
+            with disabled(model, sites):
                 others = model(x).softmax(1)[0]
             assert abs(others[order[0]] - scores[order[0]]) > 1e-3
             assert line["probability"] == pytest.approx(others[order[0]].item(), abs=1e-6)

@@ -24,7 +24,7 @@ from torch.utils.benchmark import Timer
 from vision_attn.checks import check_counts
 from vision_attn.errors import BenchmarkError
 from vision_attn.networks.convert.swap import swap_
-from vision_attn.networks.inspection.inspect import network_of
+from vision_attn.networks.inspection import network_of
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown, table
 from vision_attn.tools.benchmark.contestants import LAYOUTS, ROWS, Maker, Row, Shape
