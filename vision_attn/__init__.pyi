@@ -65,7 +65,6 @@ from .networks.checkpoints import set_adapter as set_adapter
 from .networks.contribution import Contribution as Contribution
 from .networks.contribution import closed as closed
 from .networks.contribution import contribution as contribution
-from .networks.convert.swap import SwapReport as SwapReport
 from .networks.convert.swap import swap_ as swap_
 from .networks.convert.swap import swap_back_ as swap_back_
 from .networks.insertion import (
