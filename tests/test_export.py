@@ -76,6 +76,7 @@ def test_a_graph_computes_what_the_network_does_and_says_what_must_be_known(expo
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert about(path) == {
         "classes": ["cat", "dog"], "input_size": [3, 16, 24], "mean": list(MEAN), "std": list(STD), "pixels": "0…1",
+        "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear",
         "architecture": None, "inserted": ["0"], "library": f"vision_attn {va.__version__}",
     }  # fmt: skip
 

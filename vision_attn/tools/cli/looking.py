@@ -70,7 +70,7 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
     from timm.models import get_pretrained_cfg
 
     from vision_attn.networks.checkpoints import load_adapter_
-    from vision_attn.networks.checkpoints.adapter_file import read_adapter
+    from vision_attn.networks.checkpoints.adapter import read_adapter
     from vision_attn.networks.convert.swap import swap_
     from vision_attn.networks.models.registry import config_of, create_model
 
@@ -90,8 +90,8 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
         transform = create_transform(**resolve_data_config(pretrained_cfg=config))
         vars(model).update(classes=classes or None, transform=transform, pretrained_cfg=config)
-    if exchanged := swap_(model):
-        print(f"attention of the network's own is run by blocks, to look into it: {len(exchanged)} modules swapped")
+    if swapped := swap_(model):
+        print(f"attention of the network's own is run by blocks, to look into it: {len(swapped)} modules swapped")
     return model
 
 
