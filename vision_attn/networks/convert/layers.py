@@ -206,7 +206,7 @@ def to_timm_attention(block: Attention) -> nn.Module:
         proj_drop=block.proj_drop.p,
         device="meta",
     )
-    if isinstance(block.q_norm, nn.LayerNorm):
+    if isinstance(block.q_norm, nn.LayerNorm) and isinstance(block.k_norm, nn.LayerNorm):
         layer.q_norm.eps, layer.k_norm.eps = block.q_norm.eps, block.k_norm.eps
     names = {f"{name}.": name for name in ("qkv", "proj", "q_norm", "k_norm")}
     return taken_back(block, layer, names, "key_dim", "value_dim", "proj_drop")

@@ -125,7 +125,7 @@ def swap_(
     (torch.Size([1, 1000]), True)
     """
     model = changeable(model)
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     inside = chosen_attention(modules, names, where)
     lines, swaps = [], {}
     for name, module in inside.items():
@@ -137,7 +137,7 @@ def swap_(
     if not dry_run:
         for name, swap in swaps.items():
             vars(modules[name]).update({EXCHANGED: swap})
-            modules[name].__class__ = swapped_class(type(modules[name]))
+            modules[name].__class__ = swapped_class(modules[name].__class__)
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped")
 
 

@@ -175,7 +175,7 @@ def attend_pooled(layer: Any, attend: Attend, x: Tensor) -> Any:
     return layer.pool(attend(x))
 
 
-def non_local(layer: Any, block: Attention) -> nn.Module:
+def non_local(layer: Any, block: Any) -> nn.Module:
     """With the batch norm in the output projection."""
     check_without(layer, {"training": "its batch norm is not that of one map: call .eval()"})
     norm, proj = layer.norm, block.proj
