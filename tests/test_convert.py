@@ -6,8 +6,6 @@ The oracle is always the other library, in float64, on maps that are not square.
 import importlib
 import inspect
 import itertools
-import threading
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -232,6 +230,7 @@ add(crossing, lambda layer, x, context: on_tokens(layer, x, tokens(context)), sh
 
 only = partial(add, to=SWAPPED_ONLY)
 only(diffusers_norm, on_map, {"rescale_output_factor": 2.0})
+only(partial(maxvit, "Attention2d"), on_map, {"rel_pos_cls": partial(RelPosMlp, window_size=(3, 5))})
 only(vit, lambda layer, x: on_tokens(layer, x, randn(15, 15)))
 only(vit, lambda layer, x: on_tokens(layer, x, randn(2, 1, 15, 15) > -1))
 shared, masks = (
@@ -400,11 +399,9 @@ class Doubled(nn.Linear):
         ({"wq": Doubled(6, 12)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Doubled"),
         ({}, (0, 2), "^num_heads must be"),
         ({}, (4, 0), "^num_kv_heads must be"),
-        ({}, (4, 3), "must have weights of"),
         ({}, (5, 5), r"must have weights of \[\(10, 6\)"),
         ({"wv": nn.Linear(6, 8)}, (4, 2), r"weights of .*; got \[\(12, 6\), \(6, 6\), \(8, 6\), \(6, 12\)\]"),
         ({"wo": nn.Linear(8, 6)}, (4, 2), "must have weights of"),
-        ({"wv": nn.Linear(5, 6)}, (4, 2), "must have weights of"),
         ({"wk": nn.Linear(6, 6, bias=False)}, (4, 2), "size mismatch for qkv.bias"),
     ],
 )
@@ -504,21 +501,12 @@ def test_keras_layers_that_are_refused(keras):
         (built(mha(2, 3, sliding_window=2), (7, 6)), r"sliding_window cannot be carried over: got 2"),
         (built(mha(2, 3, output_shape=(2, 2)), shape), "cannot be run by what was made of it"),
         (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), "cannot be run"),
-        (built(mha(2, 3), shape, (4, 6)), "cannot be run"),
         (built(mha(2, 3), (2, 2, 2, 2, 6)), "cannot be run"),
         (built(gqa(3, 4, 2), shape), "cannot be run"),
         (keras.layers.Dense(3), r"no row of the table is for keras\.src.*Dense"),
     ):
         with pytest.raises((ValueError, ConversionError), match=message):
             convert.from_layer(layer)
-
-
-def test_a_keras_layer_of_another_backend_is_refused():
-    kind = type("MultiHeadAttention", (), {"__module__": "keras.src.layers.attention.multi_head_attention"})
-    with pytest.raises(
-        ValueError, match=r"module must be an nn.Module, as a layer of Keras is if KERAS_BACKEND=torch is set"
-    ):
-        convert.from_layer(kind())
 
 
 def halving(layer):
@@ -565,14 +553,12 @@ def test_type_mode_and_whether_it_is_trained_are_kept_and_the_layer_is_left_as_i
     for training in (True, False):
         source = SOURCES[name]().to(torch.bfloat16).train(training)
         before = {key: x.clone() for key, x in source.state_dict().items()}
-        state = torch.get_rng_state()
         with torch.inference_mode():
             block = convert.from_layer(source)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert {module.training for module in block.modules()} == {training}
-        assert {module.training for module in source.modules()} == {training}
-        assert {(p.dtype, p.device) for p in block.parameters()} == {(torch.bfloat16, torch.device("cpu"))}
-        assert all(p.is_contiguous() for p in block.parameters())
+        assert {module.training for module in (*block.modules(), *source.modules())} == {training}
+        assert {(p.dtype, p.device.type, p.is_contiguous()) for p in block.parameters()} == {
+            (torch.bfloat16, "cpu", True)
+        }
         own = {"proj.weight"} if name == "timm_bottleneck_attn" else set()
         assert {key for key, p in block.named_parameters() if not p.requires_grad} == own
         with torch.no_grad():
@@ -623,7 +609,7 @@ REFUSED = [
     ("training cannot", lambda: NonLocalAttn(16).train()),
     ("no row of the table is for torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
     ("no row of the table is for timm.models.eva.Eva", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
-    ("module must be an nn.Module, .*; got builtins.NoneType", lambda: None),
+    ("module must be an nn.Module, as a layer of Keras is if KERAS_BACKEND=torch is set", lambda: None),
 ]
 #: What the proof finds.
 FOUND = {
@@ -673,32 +659,21 @@ def test_what_the_block_does_not_do_is_found_by_the_proof(name):
         convert.from_layer(FOUND[name]())
 
 
-def test_hooks_and_parametrizations_are_refused():
-    source = SOURCES["timm_multi_query_attention2d"]()
+def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
+    source = queries()
     *_, part = source.children()
     for register in (part.register_forward_pre_hook, part.register_forward_hook, part.register_full_backward_hook):
         hook = register(lambda *_: None)
         with pytest.raises(ValueError, match=r"has hooks, which a block would not run"):
             convert.from_layer(source)
         hook.remove()
-    parametrizations.spectral_norm(source.query.proj)
-    with pytest.raises(ValueError, match="has parametrizations: call torch"):
-        convert.from_layer(source)
-
-
-def test_dropouts_in_another_mode_are_refused():
-    source = queries()
     source.output.drop.eval()
     with pytest.raises(ValueError, match=r"one mode; got (\w+) with training=True and \1.output.drop with training=F"):
         convert.from_layer(source)
     assert not convert.from_layer(changed(vit().eval(), proj=nn.Linear(8, 8))).training
-
-
-def test_quantized_layers_are_refused():
-    with warnings.catch_warnings(action="ignore"):  # torch's quantization is on its way out
-        quantized = torch.ao.quantization.quantize_dynamic(vit().eval(), {nn.Linear})
-    with pytest.raises(ConversionError, match="by an adapter or by quantizing"):
-        convert.from_layer(quantized)
+    parametrizations.spectral_norm(source.query.proj)
+    with pytest.raises(ValueError, match="has parametrizations: call torch"):
+        convert.from_layer(source)
 
 
 def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused():
@@ -739,7 +714,6 @@ def times(factor):
         (nn.MultiheadAttention, times(1 + 1e-8), "this Altered does not compute what it does, outputs have a differ"),
         (nn.MultiheadAttention, times(float("nan")), "outputs have a difference of nan"),
         (nn.MultiheadAttention, lambda y: (torch.cat([y[0], y[0]], -1), None), r"not \(5, 2, 16\)"),
-        (nn.MultiheadAttention, lambda y: (None, None), "cannot be run .* it gives a NoneType"),
         (TimmAttention, lambda y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),
     ],
 )
@@ -752,49 +726,34 @@ def test_a_subclass_that_computes_something_else_is_found_out(kind, change, mess
 
 
 def other_eps(layer, run, *args):
-    """Computes with another ``eps`` than its norm says."""
     layer.q_norm.eps *= 1.1
     y = run(layer, *args)
     layer.q_norm.eps /= 1.1
     return y
 
 
-def large_alone(layer, run, x, *others):
+def only_large(layer, run, x, *others):
     return run(layer, x, *others) * (1 if x.abs().max() > 0.1 else 2)
 
 
-@pytest.mark.parametrize("change", [other_eps, large_alone])
+@pytest.mark.parametrize("change", [other_eps, only_large])
 def test_what_shows_in_small_inputs_alone_is_found_out(change):
-    def forward(self, *args):
-        return change(self, TimmAttention.forward, *args)
-
-    kind = type("Changed", (TimmAttention,), {"forward": forward})
+    kind = type(
+        "Changed", (TimmAttention,), {"forward": lambda self, *args: change(self, TimmAttention.forward, *args)}
+    )
     with pytest.raises(ConversionError, match="outputs have a difference of"):
         convert.from_layer(kind(8, 2, qk_norm=True, norm_layer=nn.LayerNorm))
-
-
-def test_what_cannot_be_copied_is_refused():
-    layer = nn.MultiheadAttention(8, 2)
-    layer.last = threading.Lock()
-    with pytest.raises(ConversionError, match=r"(?s)this MultiheadAttention cannot be copied, .*\(TypeError: .*"):
-        convert.from_layer(layer)
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------
 
 PLAIN = {"qkv_bias": False, "proj_bias": False}
-WIDE = {"key_dim": 3, "value_dim": 3, "proj_drop": 0.2}
+WIDE = {"attn_drop": 0.1, "key_dim": 3, "value_dim": 3, "proj_drop": 0.2}
+TORCH, TIMM = convert.to_torch_mha, convert.to_timm_attention
 
 
 @pytest.mark.parametrize(
-    ("there", "options"),
-    [
-        (convert.to_torch_mha, {"attn_drop": 0.1}),
-        (convert.to_torch_mha, PLAIN),
-        (convert.to_timm_attention, {"attn_drop": 0.1, **WIDE}),
-        (convert.to_timm_attention, {"qk_norm": True}),
-        (convert.to_timm_attention, PLAIN),
-    ],
+    ("there", "options"), [(TORCH, {"attn_drop": 0.1}), (TORCH, PLAIN), (TIMM, WIDE), (TIMM, {"qk_norm": True})]
 )
 def test_there_and_back_is_the_same_block(there, options):
     block = va.Attention2d(8, 2, **options).double().eval()
@@ -811,28 +770,16 @@ def test_there_and_back_is_the_same_block(there, options):
     torch.testing.assert_close(run(layer, x), block(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("there", "options"),
-    [
-        (convert.to_torch_mha, {"key_dim": 3, "value_dim": 3}),
-        (convert.to_torch_mha, {"qk_norm": True}),
-        (convert.to_torch_mha, {"proj_drop": 0.1}),
-        (convert.to_torch_mha, {"proj_bias": False}),
-        (convert.to_timm_attention, {"qk_norm": "cosine"}),
-        (convert.to_timm_attention, {"output_gate": True}),
-        (convert.to_timm_attention, {"value_dim": 3}),
-        (convert.to_timm_attention, {"scale": 1.0}),
-        (convert.to_timm_attention, {"causal": True}),
-        (convert.to_timm_attention, {"num_kv_heads": 1}),
-        (convert.to_timm_attention, {"pattern": va.Window(7)}),
-        (convert.to_timm_attention, {"position": va.Rope2d()}),
-    ],
-)
-def test_what_the_other_layer_does_not_do_is_refused(there, options):
-    with pytest.raises((ValueError, ConversionError), match=r"block must|what was made of|cannot be run by what was"):
-        there(va.Attention2d(8, 2, **options))
-    with pytest.raises(ValueError, match="block must be an Attention1d"):
-        there(nn.Linear(8, 8))
+def test_what_the_other_layer_does_not_do_is_refused():
+    of_both = {"num_kv_heads": 1, "pattern": va.Window(7), "position": va.Rope2d(), "scale": 1.0, "causal": True}
+    of_torch = {"qk_norm": True, "proj_drop": 0.1, "proj_bias": False, "key_dim": 3}
+    of_timm = {"qk_norm": "cosine", "output_gate": True, "value_dim": 3}
+    for there, refused in ((TORCH, of_both | of_torch), (TIMM, of_both | of_timm)):
+        for name, value in refused.items():
+            with pytest.raises((ValueError, ConversionError), match=r"block must|what was made of|cannot be run by"):
+                there(va.Attention2d(8, 2, **{name: value}))
+        with pytest.raises(ValueError, match="block must be an Attention1d"):
+            there(nn.Linear(8, 8))
 
 
 def test_a_wrong_way_back_is_found_out(monkeypatch):
@@ -841,6 +788,6 @@ def test_a_wrong_way_back_is_found_out(monkeypatch):
 
     filled = inspect.getmodule(convert.to_torch_mha).filled
     monkeypatch.setattr(inspect.getmodule(convert.to_torch_mha), "filled", turned)
-    for there in (convert.to_torch_mha, convert.to_timm_attention):
+    for there in (TORCH, TIMM):
         with pytest.raises(ConversionError, match="does not compute what it does"):
             there(va.Attention2d(8, 2))

@@ -47,25 +47,13 @@ def timm_swin(name):
     return small(name, **options)
 
 
-def vae():
-    import diffusers
-
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    model = diffusers.AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, sample_size=16, **blocks)
-    run, model.forward = model.forward, lambda x: run(x).sample
-    return model
-
-
 #: By name: the model, its images' sizes, how many modules are swapped, how many are left.
 MODELS = {
     "vit": (lambda: small("test_vit", depth=2, dynamic_img_size=True), [(32, 32), (32, 64)], 2, 0),
     "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
     "beit": (lambda: small("beit_base_patch16_224", depth=2), [(32, 32)], 2, 0),
-    "visformer": (lambda: small("visformer_tiny", img_size=64, embed_dim=32, depth=(1, 1, 1)), [(64, 64)], 2, 0),
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
-    "coatnet, rmlp": (lambda: maxxvit("coatnet_rmlp_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
-    "maxvit, nchw": (lambda: maxxvit("maxvit_tiny_tf", use_nchw_attn=True), [(64, 64)], 8, 0),
     "mobilenetv4_hybrid": (
         lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", channel_multiplier=0.25, num_classes=5),
         [(64, 32)],
@@ -78,7 +66,6 @@ MODELS = {
     "timm swin v2": (lambda: timm_swin("swinv2_tiny_window8_256"), [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
     "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
-    "vae": (vae, [(16, 24)], 2, 0),
 }
 
 
@@ -111,9 +98,8 @@ def of_model(model, x):
     x = x.clone().requires_grad_()
     torch.manual_seed(0)
     y = model(x)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *parameters], allow_unused=True)]
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *model.parameters()], materialize_grads=True)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -122,24 +108,21 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     model = made(name)
     images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in sizes]
     before = [of_model(model, x) for x in images]
-    state = {key: (id(x), x.detach().clone()) for key, x in model.state_dict(keep_vars=True).items()}
-    modules = list(model.named_modules())
+    state = {key: x.clone() for key, x in model.state_dict().items()}
+    objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
+    kinds = [type(x) for x in model.modules()]
     report = va.swap_(model)
     assert (len(report.swapped), len(report.left)) == (swapped, left)
-    assert max(one.difference for one in report.swapped) < 1e-12
-    after_state = model.state_dict(keep_vars=True)
-    assert {key: id(x) for key, x in after_state.items()} == {key: known for key, (known, _) in state.items()}
-    assert [(path, id(x)) for path, x in model.named_modules()] == [(path, id(x)) for path, x in modules]
     with calls_counted(model) as calls:
         for x, expected in zip(images, before, strict=True):
             for got, wanted in zip(of_model(model, x), expected, strict=True):
-                assert (got is None) == (wanted is None)
-                if got is not None:
-                    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
+                torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
-    assert all(torch.equal(x, known) for x, (_, known) in zip(after_state.values(), state.values(), strict=True))
+    assert all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
     assert len(va.swap_back_(model)) == swapped
-    assert [(path, id(x), type(x)) for path, x in model.named_modules()] == [(p, id(x), type(x)) for p, x in modules]
+    now = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
+    assert [(name, id(x)) for name, x in now] == [(name, id(x)) for name, x in objects]
+    assert [type(x) for x in model.modules()] == kinds
     assert not any(EXCHANGED in vars(module) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
 
@@ -162,12 +145,8 @@ def test_checkpoints_and_optimizers_know_nothing_of_it():
             optimizer.step()
     for (key, now), then in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(now, then, rtol=1e-9, atol=1e-9, msg=key)
-    trained = {key for key, now in model.state_dict().items() if not torch.equal(now, saved[key])}
-    assert {
-        "stages.2.blocks.0.attn.qkv.weight",
-        "stages.2.blocks.0.attn.rel_pos.relative_position_bias_table",
-    } < trained
-    twin.load_state_dict(model.state_dict(), strict=True)
+    changed = {key for key, now in model.state_dict().items() if not torch.equal(now, saved[key])}
+    assert {f"stages.2.blocks.0.attn.{key}" for key in ("qkv.weight", "rel_pos.relative_position_bias_table")} < changed
 
 
 def test_copies_and_pickles_of_a_model_run_their_own_weights():
@@ -207,7 +186,7 @@ def test_the_model_follows_its_mode_type_and_hooks():
     assert len(seen) == 4
 
 
-def test_a_model_that_is_swapped_compiles_and_exports():
+def test_a_model_that_is_swapped_compiles_exports_and_is_traced():
     model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
     x = torch.randn(2, 5, 8)
     y = model(x)
@@ -215,10 +194,12 @@ def test_a_model_that_is_swapped_compiles_and_exports():
     with calls_counted(model) as calls, torch.no_grad():
         torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), y)
     assert calls
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), y)
-    with pytest.raises(ValueError, match="no row of the table is for"):
-        va.convert.from_layer(compiled)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), y)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    torch.testing.assert_close(traced(x), y)
+    with warnings.catch_warnings(action="ignore"):  # it is on its way out of torch
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
 
 
 def test_implementations_and_maps():
@@ -236,11 +217,6 @@ def test_implementations_and_maps():
     total = maps["features.1.0.attn"].weights.sum((-2, -1)).unflatten(2, (9, 10))
     torch.testing.assert_close(total[:, :, :8, :8], torch.ones_like(total[:, :, :8, :8]))
     assert (total[:, :, 8:] < 0.9).all()
-    model = made("coatnet")
-    va.swap_(model)
-    with va.capture(model, queries=[(0, 0)]) as maps:
-        model(torch.randn(1, 3, 64, 64, dtype=torch.float64))
-    assert [tuple(one.weights.shape[-2:]) for one in maps.values()] == [(4, 4), (2, 2)]
 
 
 def test_maps_of_windows_and_grids_that_the_network_cuts():
@@ -442,24 +418,23 @@ class LoRA(nn.Module):
         return self.base(x) + x.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("change", ["part", "hook", "drop", "mode", "heads"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "qkv", LoRA(layer.qkv)),
+        lambda layer: layer.qkv.register_forward_hook(lambda module, args, output: 2 * output),
+        lambda layer: setattr(layer.train().attn_drop, "p", 0.5),
+        lambda layer: setattr(layer.proj_drop.train(), "p", 0.5),
+        lambda layer: vars(layer).update(num_heads=4, head_dim=2),
+    ],
+)
 def test_a_module_that_is_changed_since_runs_by_itself(change):
-    attention, twin = (TimmAttention(8, 2).double().eval() for _ in range(2))
-    twin.load_state_dict(attention.state_dict())
+    attention = TimmAttention(8, 2).double().eval()
+    twin = copy.deepcopy(attention)
     va.swap_(attention)
-    for each in (attention, twin):
-        if change == "part":
-            each.qkv = LoRA(each.qkv)
-        elif change == "hook":
-            each.qkv.register_forward_hook(lambda module, args, output: 2 * output)
-        elif change == "drop":
-            each.train().attn_drop.p = 0.5
-        elif change == "mode":
-            each.proj_drop.train().p = 0.5
-        else:
-            each.num_heads, each.head_dim = 4, 2
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    results = []
+    x, results = torch.randn(2, 5, 8, dtype=torch.float64), []
+    change(attention)
+    change(twin)
     with calls_counted(attention) as calls:
         for each in (attention, twin):
             torch.manual_seed(0)
@@ -489,16 +464,3 @@ def test_a_forward_has_the_weights_of_the_moment_however_they_were_written():
     other = {key: 2 * value for key, value in attention.state_dict().items()}
     with torch.no_grad():
         torch.testing.assert_close(*(torch.func.functional_call(each, other, like) for each in (attention, twin)))
-
-
-def test_a_trace_holds_the_module_as_one_node():
-    model = nn.Sequential(nn.Linear(8, 8), TimmAttention(8, 2)).eval()
-    x = torch.randn(2, 5, 8)
-    y = model(x)
-    va.swap_(model)
-    traced = torch.fx.symbolic_trace(model)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
-    torch.testing.assert_close(traced(x), y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is on its way out of torch
-        torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
