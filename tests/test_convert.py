@@ -3,7 +3,6 @@
 The oracle is always the other library, in float64, on maps that are not square.
 """
 
-import importlib
 import inspect
 import itertools
 from dataclasses import replace
@@ -305,10 +304,6 @@ def test_every_row_is_tried():
     tried = {row_of(make(**variant).get_submodule(part))[0] for make, variant, part, *_ in [*PARITY, *SWAPPED_ONLY]}
     old = "timm.models.vision_transformer.Attention"
     assert tried | {old} | {path for path in TABLE if path.startswith("keras.")} == set(TABLE)
-    for path in set(TABLE) - {old}:
-        module, _, name = path.rpartition(".")
-        if module.startswith(("timm.", "torch", "diffusers.")):
-            assert isinstance(getattr(importlib.import_module(module), name), type), path
 
 
 def test_the_table_of_the_docs_is_that_of_the_rows():
@@ -331,25 +326,19 @@ def test_torchs_mask_is_ours_the_other_way_round():
     torch.testing.assert_close(tokens(got), expected, rtol=0, atol=1e-12)
 
 
-def test_torchvision_swin_attends_to_its_padding_and_so_does_the_block():
+def test_swin_attends_to_its_padding_and_so_does_the_block():
     block = convert.from_layer(randomised(swin(shift_size=[1, 2])))
     x = randn(2, 8, 5, 7).to(memory_format=torch.channels_last)
     assert block(x).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(block(x[0]), block(x)[0], rtol=0, atol=1e-12)
-    with pytest.raises(
-        ValueError, match="x must be of whole windows of 2×3; got 5×7 with a shift, a mask or a context"
-    ):
-        block(x, torch.ones(35, 35, dtype=torch.bool))
     plain = va.Attention2d(8, 2, pattern=block.pattern, position=va.RelPosTable(), dtype=torch.float64)
     plain.load_state_dict(block.state_dict())
     assert (plain(x) - block(x)).abs().max() > 0.01
-
-
-def test_a_shift_of_timms_swin_is_for_maps_of_whole_windows():
-    block = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
-    assert block(torch.randn(2, 8, 6, 10)).shape == (2, 8, 6, 10)
+    with pytest.raises(ValueError, match="x must be of whole windows of 2×3; got 5×7 with a shift, a mask or"):
+        block(x, torch.ones(35, 35, dtype=torch.bool))
+    rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     with pytest.raises(ValueError, match="x must be of whole windows of 3×5; got 7×10 with a shift"):
-        block(torch.randn(2, 8, 7, 10))
+        rolled_first(torch.randn(2, 8, 7, 10))
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------
@@ -398,7 +387,6 @@ class Doubled(nn.Linear):
         ({"wq": nn.Conv2d(6, 12, 1)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Conv2d"),
         ({"wq": Doubled(6, 12)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Doubled"),
         ({}, (0, 2), "^num_heads must be"),
-        ({}, (4, 0), "^num_kv_heads must be"),
         ({}, (5, 5), r"must have weights of \[\(10, 6\)"),
         ({"wv": nn.Linear(6, 8)}, (4, 2), r"weights of .*; got \[\(12, 6\), \(6, 6\), \(8, 6\), \(6, 12\)\]"),
         ({"wo": nn.Linear(8, 6)}, (4, 2), "must have weights of"),
@@ -430,9 +418,6 @@ def run_keras(layer, x, context=None):
     return y.movedim(-1, 1)
 
 
-TWO_AXES = va.Pattern("b n d t h w -> (b h) n (t w) d")
-
-
 @pytest.mark.parametrize(
     ("options", "size", "pattern"),
     [
@@ -440,7 +425,7 @@ TWO_AXES = va.Pattern("b n d t h w -> (b h) n (t w) d")
         ({"attention_axes": (1,)}, (3, 5), "columns"),
         ({"attention_axes": (-2,)}, (3, 5), "rows"),
         ({}, (2, 3, 4), "full"),
-        ({"attention_axes": (1, 3)}, (2, 3, 4), TWO_AXES),
+        ({"attention_axes": (1, 3)}, (2, 3, 4), va.Pattern("b n d t h w -> (b h) n (t w) d")),
         ({"use_bias": False, "dropout": 0.3}, (3, 5), "full"),
         ({"output_shape": (4,), "value_dim": 1}, (3, 5), "full"),
         ({"use_gate": True}, (3, 5), "full"),
@@ -457,12 +442,6 @@ def test_keras_multihead(keras, options, size, pattern):
     frozen = {name for name, p in block.named_parameters() if not p.requires_grad}
     assert frozen == ({"gate.bias"} if "use_gate" in options and "use_bias" in options else set())
     assert_same(block, partial(run_keras, layer), (6, *size))
-
-
-@pytest.mark.parametrize("channels", [6, 7])
-def test_keras_multihead_between_two_maps(keras, channels):
-    layer = built(keras.layers.MultiHeadAttention(2, 3, dtype="float64"), (3, 5, 6), (4, 2, channels))
-    assert_same(convert.from_layer(layer), partial(run_keras, layer), (6, 3, 5), (channels, 4, 2))
 
 
 @pytest.mark.parametrize("options", [{}, {"use_bias": False, "use_gate": True}, {"use_gate": True}], ids=str)
@@ -573,25 +552,23 @@ def drops(block):
 
 
 def test_dropouts_are_carried():
-    assert drops(convert.from_layer(nn.MultiheadAttention(8, 2, dropout=0.3))) == (0.3, 0.0)
-    assert drops(convert.from_layer(swin(shift_size=[0, 0], attention_dropout=0.1, dropout=0.2))) == (0.1, 0.2)
     both = {"attn_drop": 0.1, "proj_drop": 0.2}
-    for layer, last in (
-        (vit(**both), "proj_drop"),
-        (TimmAttention2d(8, None, 2, **both), "proj_drop"),
-        (MultiQueryAttention2d(8, None, 2, **both), "output__drop"),
-        (tm.maxxvit.AttentionCl(8, dim_head=4, **both), "proj_drop"),
+    for layer, expected in (
+        (mha(dropout=0.3), (0.3, 0.0)),
+        (swin(shift_size=[0, 0], attention_dropout=0.1, dropout=0.2), (0.1, 0.2)),
+        (vit(**both), (0.1, 0.2)),
+        (map_attention(**both), (0.1, 0.2)),
+        (queries(**both), (0.1, 0.2)),
+        (tm.maxxvit.AttentionCl(8, dim_head=4, **both), (0.1, 0.2)),
+        (changed(vit(**both), attn_drop=nn.Identity(), proj_drop=nn.Identity()), (0.0, 0.0)),
     ):
-        assert drops(convert.from_layer(layer)) == (0.1, 0.2)
-        without = changed(layer, **{"attn_drop": nn.Identity(), last: nn.Identity()})
-        assert drops(convert.from_layer(without)) == (0.0, 0.0)
+        assert drops(convert.from_layer(layer)) == expected
 
 
 normed = partial(vit, qk_norm=True, norm_layer=nn.LayerNorm)
 #: What a layer may not have, by name, and such a layer.
 REFUSED = [
     ("bias_k cannot", lambda: mha(add_bias_kv=True)),
-    ("add_zero_attn cannot", lambda: mha(add_zero_attn=True)),
     ("attn_drop must drop single elements", lambda: changed(vit(), attn_drop=nn.AlphaDropout(0.1))),
     ("rel_pos cannot", lambda: RelPosAttention(8, 2, rel_pos_cls=REL_POS[1])),
     ("relative_position_bias_table cannot", lambda: BeitAttention(8, 2, window_size=(2, 3))),
@@ -599,7 +576,6 @@ REFUSED = [
     ("pos_embed cannot", pool),
     ("sr cannot", lambda: EfficientAttention(8, head_dim=4, sr_ratio=2)),
     ("kv_stride cannot", lambda: queries(kv_stride=2)),
-    ("query_strides cannot", lambda: queries(query_strides=2)),
     ("pool cannot", lambda: BottleneckAttn(8, feat_size=(4, 6), stride=2)),
     ("block_stride cannot", lambda: HaloAttn(8, num_heads=2, block_size=4, stride=2)),
     ("rel_pos.mlp cannot", lambda: maxvit("Attention2d", rel_pos_cls=partial(RelPosMlp, window_size=(3, 5)))),
@@ -619,32 +595,12 @@ FOUND = {
     "RMS norms": lambda: vit(qk_norm=True, norm_layer=RmsNorm),
     "norms without bias": lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False)),
     "norm before the output": lambda: vit(scale_norm=True, norm_layer=nn.LayerNorm),
-    "adapter": lambda: changed(vit(), qkv=Adapted(nn.Linear(8, 24))),
     "no projection": lambda: changed(vit(), proj=nn.Identity()),
     "doubled": lambda: changed(vit(), proj=Doubled(8, 8)),
-    "processor": lambda: with_processor(lambda attn, hidden_states, **others: 2 * hidden_states),
+    "processor": lambda: changed(diffusers_attention(8, heads=2, dim_head=4), processor=lambda attn, x, **others: x),
     "keys and values of other widths": lambda: mha(kdim=5, vdim=3),
     "meta": lambda: mha(device="meta"),
 }
-
-
-def with_processor(processor):
-    layer = diffusers_attention(8, heads=2, dim_head=4)
-    layer.set_processor(processor)
-    return layer
-
-
-class Adapted(nn.Module):
-    """As of a library of adapters: what it adds is nothing at first."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer, self.update = layer, nn.Linear(8, 24, bias=False)
-        self.weight, self.bias = layer.weight, layer.bias
-        nn.init.zeros_(self.update.weight)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.update(x)
 
 
 @pytest.mark.parametrize(("message", "make"), REFUSED, ids=[message for message, _ in REFUSED])
@@ -677,42 +633,30 @@ def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
 
 
 def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused():
-    for rank in (0, 4, "2"):
-        with pytest.raises(ValueError, match="rank must be the axes of a map, 1, 2 or 3"):
-            convert.from_layer(mha(), rank=rank)
-    with pytest.raises(ValueError, match="rank must be None for a "):
-        convert.from_layer(SOURCES["torchvision_swin"](), rank=2)
-    maxvits = (SOURCES["timm_maxxvit_attention"], partial(TorchvisionMaxVit, 8, 4, 9))
-    for make, pattern in ((mha, "rows"), *((make, va.Neighborhood(3)) for make in maxvits)):
-        with pytest.raises(ValueError, match="pattern must be None, or a Window or Grid if a layer is given groups"):
-            convert.from_layer(make(), pattern=pattern)
-    for make in maxvits:
-        with pytest.raises(ValueError, match=r"feat_size must be that of the pattern's groups, \(7, 7\); got"):
-            convert.from_layer(make(), pattern=va.Window(7))
+    maxvit = partial(TorchvisionMaxVit, 8, 4, 9)
+    for make, options, message in (
+        (mha, {"rank": 4}, "rank must be the axes of a map, 1, 2 or 3"),
+        (SOURCES["torchvision_swin"], {"rank": 2}, "rank must be None for a "),
+        (mha, {"pattern": "rows"}, "pattern must be None, or a Window or Grid if a layer is given groups"),
+        (maxvit, {"pattern": va.Neighborhood(3)}, "pattern must be None, or a Window or Grid if"),
+        (maxvit, {"pattern": va.Window(7)}, r"feat_size must be that of the pattern's groups, \(7, 7\); got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert.from_layer(make(), **options)
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def test_rows_in_a_wrong_order_are_found_out_even_where_the_output_is_zero(monkeypatch):
-    layer = mha()
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    convert.from_layer(layer)
-    turn_rows(monkeypatch, layer)
-    with pytest.raises(ConversionError, match=r"does not compute what it does, outputs have a difference of [\d.]+"):
-        convert.from_layer(layer)
-
-
-def times(factor):
-    return lambda output: (factor * output[0], output[1])
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (nn.MultiheadAttention, times(1 + 1e-8), "this Altered does not compute what it does, outputs have a differ"),
-        (nn.MultiheadAttention, times(float("nan")), "outputs have a difference of nan"),
+        (
+            nn.MultiheadAttention,
+            lambda y: ((1 + 1e-8) * y[0], None),
+            "Altered does not compute what it does, outputs have",
+        ),
+        (nn.MultiheadAttention, lambda y: (float("nan") * y[0], None), "outputs have a difference of nan"),
         (nn.MultiheadAttention, lambda y: (torch.cat([y[0], y[0]], -1), None), r"not \(5, 2, 16\)"),
         (TimmAttention, lambda y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),
     ],

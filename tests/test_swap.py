@@ -18,7 +18,6 @@ from timm.models.mobilenetv3 import _gen_mobilenet_v4
 from timm.models.twins import LocallyGroupedAttn
 from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
-from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
 
 import vision_attn as va
 from vision_attn.attention.blocks import EXCHANGED
@@ -38,20 +37,19 @@ def small(name, **options):
     return timm.create_model(name, num_classes=5, **{"img_size": 32, "embed_dim": 16, "num_heads": 4, **options})
 
 
-def swin(**options):
-    return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0, **options)
+def swin():
+    return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0)
 
 
-def timm_swin(name):
+def timm_swin():
     options = {"window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), "strict_img_size": False}
-    return small(name, **options)
+    return small("swin_tiny_patch4_window7_224", **options)
 
 
 #: By name: the model, its images' sizes, how many modules are swapped, how many are left.
 MODELS = {
     "vit": (lambda: small("test_vit", depth=2, dynamic_img_size=True), [(32, 32), (32, 64)], 2, 0),
     "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
-    "beit": (lambda: small("beit_base_patch16_224", depth=2), [(32, 32)], 2, 0),
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
     "mobilenetv4_hybrid": (
@@ -61,9 +59,7 @@ MODELS = {
         4,
     ),
     "swin": (swin, [(64, 64), (68, 40)], 4, 0),
-    "swin v2": (lambda: swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), [(68, 40)], 4, 0),
-    "timm swin": (lambda: timm_swin("swin_tiny_patch4_window7_224"), [(32, 32), (40, 52)], 4, 0),
-    "timm swin v2": (lambda: timm_swin("swinv2_tiny_window8_256"), [(32, 32), (40, 52)], 4, 0),
+    "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
     "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
 }
@@ -167,23 +163,21 @@ def test_copies_and_pickles_of_a_model_run_their_own_weights():
 
 
 def test_the_model_follows_its_mode_type_and_hooks():
-    model = made("torchvision vit")
-    attention = model.encoder.layers[0].self_attention
-    seen = []
+    model, x = made("torchvision vit"), torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)
+    attention, seen = model.encoder.layers[0].self_attention, []
     attention.register_forward_hook(lambda module, args, output: seen.append(output[0].dtype))
     va.swap_(model)
     attention.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.to(torch.bfloat16).train()
     assert all(block.training for block in blocks_in(model))
     with calls_counted(model) as calls:
-        model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16))
+        model(x)
     assert len(calls) == 2
-    assert seen == ["before", torch.bfloat16]
     va.swap_back_(model)
     assert type(attention) is nn.MultiheadAttention
     assert attention.training
-    model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16))
-    assert len(seen) == 4
+    model(x)
+    assert seen == ["before", torch.bfloat16] * 2
 
 
 def test_a_model_that_is_swapped_compiles_exports_and_is_traced():
@@ -320,11 +314,12 @@ def test_modules_are_chosen_by_name_or_by_a_function():
 
 
 def test_what_cannot_be_swapped_is_left_and_the_reason_said():
+    rotated = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})
     for module, reason in (
         (nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k cannot be carried over"),
         (nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
-        (Rotated(8, 2), "subclass of Attention with a forward of its own"),
+        (rotated(8, 2), "subclass of Attention with a forward of its own"),
         (LocallyGroupedAttn(8, 2, ws=2), "no row of the table is for timm.models.twins.LocallyGroupedAttn"),
     ):
         kind = type(module)
@@ -333,11 +328,6 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
         assert reason in report.left[0].reason
         assert type(module) is kind
     assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
-
-
-class Rotated(TimmAttention):
-    def forward(self, x, attn_mask=None, is_causal=False):
-        return super().forward(x.roll(1, 1), attn_mask, is_causal)
 
 
 # --- the table of families ---
@@ -354,21 +344,6 @@ def test_a_row_of_the_table_is_what_is_measured(family):
     (line,) = (line for line in text.splitlines() if f"| `{entry.model}` |" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert [cells[i] for i in (0, 1, 2, 3, 4, -1)] == [row.cells()[i] for i in (0, 1, 2, 3, 4, -1)]
-
-
-def test_every_family_of_the_table_agrees():
-    lines = [line for line in families.TABLE.read_text().splitlines() if line.startswith("| ")]
-    assert [line.split("|")[3].strip(" `") for line in lines[2:]] == [entry.model for entry in families.ENTRIES]
-    for line in lines[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        count, single, double = cells[4:7]
-        assert count.startswith("0 of") == (not single)
-        single, _, rounding = single.partition("; its own rounding ")
-        for dtype, numbers in (("float32", single), ("float64", double)):
-            most = families.limit(dtype, float(rounding or 0))
-            assert all(float(number) <= most for number in numbers.split(", ") if number)
-        swapped, known = count.split(" of ")
-        assert swapped == known or cells[-1]
 
 
 # --- calls that the module serves itself ------------------------------------------------------------------------------
@@ -409,19 +384,10 @@ def test_causal_calls_and_later_processors_are_served_by_the_layer():
     torch.testing.assert_close(layer(x), 2 * x)
 
 
-class LoRA(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.weight, self.bias = base, base.weight, base.bias
-
-    def forward(self, x):
-        return self.base(x) + x.sum(-1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda layer: setattr(layer, "qkv", LoRA(layer.qkv)),
+        lambda layer: setattr(layer, "qkv", nn.Sequential(layer.qkv, nn.ReLU())),  # as by LoRA
         lambda layer: layer.qkv.register_forward_hook(lambda module, args, output: 2 * output),
         lambda layer: setattr(layer.train().attn_drop, "p", 0.5),
         lambda layer: setattr(layer.proj_drop.train(), "p", 0.5),
@@ -457,10 +423,9 @@ def test_a_forward_has_the_weights_of_the_moment_however_they_were_written():
         change(attention)
         change(twin)
         like = x.to(attention.qkv.weight.dtype)
-        for mode in (torch.inference_mode, torch.enable_grad):
-            with mode(), calls_counted(attention) as calls:
-                torch.testing.assert_close(attention(like), twin(like))
-            assert calls
+        with torch.inference_mode(), calls_counted(attention) as calls:
+            torch.testing.assert_close(attention(like), twin(like))
+        assert calls
     other = {key: 2 * value for key, value in attention.state_dict().items()}
     with torch.no_grad():
         torch.testing.assert_close(*(torch.func.functional_call(each, other, like) for each in (attention, twin)))
