@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vision_attn.checks import check_number, check_type
+from vision_attn.checks import check_type
 from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import numbers
@@ -31,7 +31,6 @@ NAMED = 1.4
 #: How much of the picture the largest weight covers.
 OPAQUE = 0.8
 REDUCTIONS = ("mean", "max", "none")
-ENDINGS = (".png", ".svg", ".pdf")
 
 
 class Figure(matplotlib_figure.Figure):
@@ -90,8 +89,6 @@ def attention_figure(
     7
     """
     check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
-    check_type("attention", attention, AttentionMap, "an AttentionMap")
-    check_number("width", width, above=0)
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         raise ValueError(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
@@ -140,7 +137,8 @@ def attention_figure(
                     text = axis.text(at[1], at[0], str(number), ha="center", va="center", fontsize=8, color="white")
                     text.set_path_effects([withStroke(linewidth=2, foreground="black")])
             axis.set_axis_off()
-            axis.add_patch(square((place[1] * cell[1], place[0] * cell[0]), cell))
+            corner = place[1] * cell[1], place[0] * cell[0]
+            axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
             above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
             axis.set_title(above, fontsize=9, loc="left", pad=3)
         top += high + GAP
@@ -211,10 +209,6 @@ def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> F
     return figure
 
 
-def square(corner: tuple[float, float], cell: tuple[float, float]) -> Rectangle:
-    return Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2)
-
-
 def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
     """Write a figure as PNG, SVG or PDF, whole or not at all.
 
@@ -223,7 +217,7 @@ def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
         path: the file, ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        ValueError: the path has another ending.
+        ValueError: matplotlib knows no such ending.
         OSError: the file cannot be written.
 
     >>> import tempfile
@@ -233,8 +227,6 @@ def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
     b'PNG'
     """
     path = Path(path)
-    if path.suffix not in ENDINGS:
-        raise ValueError(f"path must end in {', '.join(ENDINGS)}; got {path.name!r}")
     write_atomically(path, as_bytes(figure, path.suffix[1:], dpi=150))
 
 

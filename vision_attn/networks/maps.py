@@ -77,10 +77,6 @@ class AttentionMap:
         >>> seen.distance()
         tensor([[[2.]]])
         """
-        if len(self.map_size) != len(self.image_size):
-            raise ValueError(
-                f"distance is of maps with as many axes as the image, {len(self.image_size)}; got {len(self.map_size)}"
-            )
         rows = torch.tensor([[0.5 + at for at in cell] for cell in self.cells])
         queries = rows * torch.tensor(self.image_size) / torch.tensor(self.map_size)
         keys = centres(self.weights.shape[3:], self.image_size)
@@ -141,7 +137,7 @@ class Maps(dict[str, AttentionMap]):
             For each block the map of its queries, with one head, on the cells of the first block.
 
         Raises:
-            ValueError: there is no map, one is of chosen queries only, or ``residual`` is not in 0…1.
+            ValueError: a map is of chosen queries only, or ``residual`` is not in 0…1.
 
         Source: Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020, section 3,
         https://arxiv.org/abs/2005.00928
@@ -152,8 +148,6 @@ class Maps(dict[str, AttentionMap]):
                 [0.1250, 0.1250]])
         """
         check_probability("residual", residual)
-        if not self:
-            raise ValueError("maps must hold one at least; got none")
         found = Maps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()

@@ -151,7 +151,7 @@ class Recording:
             size = keys = part.queries.size
             given = in_groups_of(given, part.groups)
         whole = part.queries.size
-        cells = cells_of(self.points, size, self.image_size, path)
+        cells = cells_of(self.points, size, self.image_size)
         groups = [[head] for head in heads] if self.reduce else [heads]
         self.count(path, len(given.q) // part.groups, len(groups[0]), len(cells), product(keys), given.q.dtype)
         merged = self.reduce and len(heads) > 1
@@ -240,14 +240,11 @@ def numbers(name: str, value: int | Iterable[int] | None, count: int) -> list[in
 
 
 def cells_of(
-    points: Sequence[Point] | None, size: tuple[int, ...], image_size: tuple[int, ...], path: str
+    points: Sequence[Point] | None, size: tuple[int, ...], image_size: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """The cells of a map that points of the image lie in; all of them when None."""
     if points is None:
         return list(pairs(*map(range, size)))
-    if len(size) != len(image_size):
-        axes = f"{len(size)} axes and the image {len(image_size)}"
-        raise ValueError(f"queries must be None for {path!r}, whose map has {axes}: or leave it out by sites=")
     return [
         tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
     ]
