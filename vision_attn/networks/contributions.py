@@ -120,9 +120,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     with quiet_eval(model):
         with measured(model) as found:
             whole = scores()
-        blocks = [
-            BlockContribution(site, one.share, share(one.squares), difference([site])) for site, one in found.items()
-        ]
+        blocks = [BlockContribution(at, one.share, share(one.squares), difference([at])) for at, one in found.items()]
         together = difference(sites)
     return Contribution(tuple(blocks), together, 0 if whole is None else whole.argmax(1).numel())
 
@@ -143,9 +141,8 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
     taken = replaced(model)
     found = {site: block for site, block in inserted(model).items() if site not in taken}
-    known = {id(block) for block in found.values()}
     for path, module in plain_network(model).named_modules():
-        if isinstance(module, GatedResidual) and id(module) not in known:
+        if isinstance(module, GatedResidual) and module not in found.values():
             found[path] = module
     return found
 

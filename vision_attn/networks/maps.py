@@ -42,8 +42,7 @@ class AttentionMap:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))
-        names = self.heads or [f"head {number}" for number in range(self.weights.shape[1])]
-        object.__setattr__(self, "heads", tuple(names))
+        object.__setattr__(self, "heads", tuple(self.heads or [f"head {n}" for n in range(self.weights.shape[1])]))
 
     def shares(self) -> Tensor:
         """The weights, ``(b, heads, queries, keys)``, made to sum to one; zeros where they are all zero."""
@@ -108,13 +107,12 @@ class Maps(dict[str, AttentionMap]):
 
     >>> Maps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "no map of 'layer4': captured are none. A module has none until the model ran, if ..."
+    KeyError: "no map of 'layer4': captured are none; did the model run it?"
     """
 
     def __missing__(self, path: str) -> AttentionMap:
         raise KeyError(
-            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}. A module has none until the "
-            "model ran, if the model did not call it, or if swap_'s module served the call by itself"
+            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}; did the model run it?"
         )
 
     def rollout(self, *, residual: float = 0.5) -> Maps:
