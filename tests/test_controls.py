@@ -22,13 +22,6 @@ def test_a_new_control_is_the_identity_and_its_gate_or_last_projection_learns_fi
     assert moved == ({"project.weight", "project.bias"} if block is ConvBlock2d else {"gate"})
 
 
-def test_what_is_no_control_is_refused():
-    with pytest.raises(ValueError, match="gate_init must"):
-        SqueezeExciteBlock2d(8, gate_init=None)
-    with pytest.raises(ValueError, match="kernel_size must be odd"):
-        ConvBlock2d(8, kernel_size=4)
-
-
 def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     for channels in (8, 16, 32, 64, 256, 1024):
         kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
