@@ -23,13 +23,7 @@ def drawn(rng):
     """One way of attending: sizes, type, layout, mask, how large the logits are."""
     heads = rng.choice((1, 2, 4))
     return {
-        "sizes": (
-            rng.choice((0, 1, 2, 3)),
-            heads,
-            rng.choice((1, heads)),
-            rng.choice((1, 2, 5, 16)),
-            rng.choice((1, 3, 33)),
-        ),
+        "sizes": [rng.choice(some) for some in ((0, 1, 2, 3), (heads,), (1, heads), (1, 2, 5, 16), (1, 3, 33))],
         "widths": (rng.choice((1, 4, 8)), rng.choice((1, 4, 8, 12))),
         "dtype": rng.choice(list(BOUNDS)),
         "strided": rng.choice((False, True)),
