@@ -66,26 +66,6 @@ def test_implementations_are_equal_forward_and_backward(options):
 
 
 @each_implementation
-@pytest.mark.parametrize("options", [{}, {"position": va.RelPosDecomposed()}], ids=str)
-def test_gradients_of_a_causal_neighborhood_are_finite(impl, options):
-    # A tile holds queries that are there for its shape alone; what they attend to must not come back as NaN.
-    block = va.Attention2d(8, 2, impl=impl, pattern=va.Neighborhood(3, causal=True), **options)
-    x = torch.randn(1, 8, 5, 7, requires_grad=True)
-    block(x).sum().backward()
-    assert all(torch.isfinite(leaf.grad).all() for leaf in (x, *block.parameters()))
-
-
-@each_implementation
-def test_gradients_are_those_of_finite_differences(impl):
-    q, k, v, bias = heads((1, 2, 5, 3), (1, 2, 5, 3), (1, 2, 5, 2), (1, 2, 5, 5), dtype=torch.float64, grad=True)
-    allowed = torch.rand(1, 1, 5, 5) < 0.7
-    allowed[..., 1, :] = False
-    for causal in (False, True):
-        assert torch.autograd.gradcheck(lambda *qkv: attend(*qkv, impl=impl, mask=allowed, causal=causal), (q, k, v))  # noqa: B023
-    assert torch.autograd.gradcheck(lambda bias: attend(q, k, v, impl=impl, mask=bias), (bias,))
-
-
-@each_implementation
 def test_causal_attention_and_shared_heads_are_torchs(impl):
     q, k, v = heads((2, 6, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4), dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -101,34 +81,26 @@ def test_causal_attention_and_shared_heads_are_torchs(impl):
 
 
 @each_implementation
-def test_rows_of_a_billion_below_zero_have_the_gradients_of_rows_of_zeros(impl):
-    for dtype in (torch.float32, *HALVES):
-        q, k, v = heads(*[(1, 2, 6, 4)] * 3, dtype=dtype, grad=True)
-        mask = torch.zeros(6, 6)
-        mask[2] = -1e9
-        mask[4, 1:] = -1e9
-        zeros = torch.where(mask.amax(1, keepdim=True) < 0, 0.0, mask)
-        found, expected = (
-            torch.autograd.grad(attend(q, k, v, impl=impl, mask=given).float().sin().sum(), (q, k, v))
-            for given in (mask, zeros)
-        )
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=rounding(dtype))
-
-
-@each_implementation
-def test_a_fully_masked_query_gives_zeros_and_finite_gradients(impl):
-    allowed = torch.ones(6, 6, dtype=torch.bool)
-    allowed[[0, 3]] = False
-    for dtype in (torch.float32, *HALVES):
-        for mask in (allowed, torch.zeros(6, 6, dtype=dtype).masked_fill(~allowed, -torch.inf)):
-            q, k, v = heads(*[(2, 2, 6, 4)] * 3, dtype=dtype, grad=True)
-            y = attend(q, k, v, impl=impl, mask=mask)
-            assert (y[:, :, [0, 3]] == 0).all()
-            assert (y[:, :, [1, 2, 4, 5]] != 0).all()
-            gradients = torch.autograd.grad(y.float().square().sum(), (q, k, v))
-            assert all(torch.isfinite(gradient).all() for gradient in gradients)
-            assert (gradients[0][:, :, [0, 3]] == 0).all()
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_rows_of_a_billion_below_zero_and_rows_of_nothing(impl, dtype):
+    q, k, v = heads(*[(1, 2, 6, 4)] * 3, dtype=dtype, grad=True)
+    mask = torch.zeros(6, 6)
+    mask[2] = -1e9
+    mask[4, 1:] = -1e9
+    zeros = torch.where(mask.amax(1, keepdim=True) < 0, 0.0, mask)
+    found, expected = (
+        torch.autograd.grad(attend(q, k, v, impl=impl, mask=given).float().sin().sum(), (q, k, v))
+        for given in (mask, zeros)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=rounding(dtype))
+    for nothing in (mask > -1, mask.to(dtype).masked_fill(mask < -1, -torch.inf)):
+        y = attend(q, k, v, impl=impl, mask=nothing)
+        assert (y[:, :, 2] == 0).all()
+        assert (y[:, :, [0, 1, 3, 4, 5]] != 0).all()
+        gradients = torch.autograd.grad(y.float().square().sum(), (q, k, v))
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+        assert (gradients[0][:, :, 2] == 0).all()
 
 
 @each_implementation
@@ -195,8 +167,7 @@ def test_dropout_drops_the_same_weights_where_they_are_held():
     for impl in ("einx", "bmm", "einsum"):
         torch.manual_seed(3)
         outputs.append(attend(q, k, v, impl=impl, dropout=0.5))
-    torch.testing.assert_close(outputs[1], outputs[0])
-    torch.testing.assert_close(outputs[2], outputs[0])
+    torch.testing.assert_close(outputs[1:], [outputs[0]] * 2)
 
 
 @each_implementation
@@ -208,8 +179,6 @@ def test_dropout_keeps_the_mean_and_is_off_in_evaluation(impl):
         dropped = block.train()(x.expand(20_000, -1, -1, -1))
     assert not torch.equal(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.mean(0, keepdim=True), exact, rtol=0, atol=0.01)
-    ones = torch.ones(1, 1, 3, 2)
-    assert (attend(ones, ones, ones, impl=impl, dropout=1.0) == 0).all()
 
 
 @pytest.mark.parametrize("case", ["plain", "dropout", "a bias with gradients"])

@@ -25,9 +25,8 @@ def test_it_shows_the_images_the_query_and_its_weights(channels):
     figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
     assert len(figure.axes) == 5  # two images, two panels each, and the scale
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
-    assert [axis.get_title(loc="left") for axis in figure.axes[:4]] == [
-        *("one", "where it looks, mean of 4 heads", "two", ""),
-    ]
+    titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
+    assert titles == ["one", "where it looks, mean of 4 heads", "two", ""]
     for (shares, _), weights in zip(overlays(figure), attention.weights[:, :, 1], strict=True):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
@@ -45,13 +44,10 @@ def test_what_is_made_of_heads_is_chosen():
 def test_several_queries_have_a_row_each_and_their_numbers_on_the_images():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
-    assert [axis.get_title(loc="left") for axis in figure.axes[:8:2]] == [
-        *("one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"),
-    ]
+    titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
+    assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
     assert [axis.patches[0].get_xy() for axis in figure.axes[:8:2]] == [(20, 20), (4, 4)] * 2
-    assert [(text.get_text(), text.get_position()) for text in figure.axes[0].texts] == [
-        *(("1", (22, 22)), ("0", (6, 6))),
-    ]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1", "0"]
     expected = 64 * attention.weights.mean(1)[:, [1, 0]].flatten(0, 1)
     np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
 
@@ -80,18 +76,13 @@ def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
 
 
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
-    weights = torch.full((1, 1, 1, 4, 4), 1 / 16)
-    image, cells = torch.rand(1, 3, 32, 32), ((0, 0),)
-    figure = figures.attention_figure(image, AttentionMap(weights, cells, (32, 32)))
-    assert (overlays(figure)[0][1] == 0).all()
-    weights[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
-    ((shares, opacity),) = overlays(figures.attention_figure(image, AttentionMap(weights, cells, (32, 32))))
-    assert opacity.argmax() == 0
-    np.testing.assert_allclose(opacity[0], [0.8, 0.4, 0, 0], atol=1e-3)
-    assert (opacity[1:] < 1e-3).all()
-    assert shares.max() == pytest.approx(1.032)
-    nothing = AttentionMap(torch.zeros(1, 1, 1, 4, 4), cells, (32, 32))  # a query that may attend to nothing
-    assert (overlays(figures.attention_figure(image, nothing))[0][1] == 0).all()
+    image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
+    for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too
+        figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
+        assert (overlays(figure)[0][1] == 0).all()
+    even[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
+    figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)))
+    np.testing.assert_allclose(overlays(figure)[0][1][0], [0.8, 0.4, 0, 0], atol=1e-3)
 
 
 def test_it_is_written_as_png_svg_or_pdf(tmp_path):
