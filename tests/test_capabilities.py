@@ -100,14 +100,6 @@ def gives_gradients_by_sample(block):
         torch.testing.assert_close(by_sample[name][1], value)
 
 
-def runs_on_parameters_from_outside(block):
-    other = make("bmm")
-    with torch.no_grad():
-        parameters = {name: 0.3 * torch.randn_like(value) for name, value in block.named_parameters()}
-        other.load_state_dict(parameters)
-        torch.testing.assert_close(torch.func.functional_call(block, parameters, (example(),)), other(example()))
-
-
 def has_forward_mode_gradients(block):
     _, tangent = torch.func.jvp(block, (example(),), (torch.ones_like(example()),))
     with torch.no_grad():
@@ -134,7 +126,7 @@ def is_made_and_run_on_the_meta_device(block):
 
 def is_traced_by_fx(block):
     traced = torch.fx.symbolic_trace(nn.Sequential(block))
-    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+    assert "call_module" in {node.op for node in traced.graph.nodes}
     torch.testing.assert_close(traced(example()), block(example()))
 
 
@@ -146,7 +138,6 @@ CAPABILITIES = {
     "… one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,
     "`torch.export`, one size": exports,
     "`torch.export`, any batch and size": exports_with_any_batch_and_size,
-    "`torch.func.functional_call`": runs_on_parameters_from_outside,
     "`torch.func.vmap`": maps_over_a_further_axis,
     "gradients by sample (`vmap` of `grad`), on the CPU": gives_gradients_by_sample,
     "forward-mode gradients (`jvp`), on the CPU": has_forward_mode_gradients,
@@ -220,14 +211,32 @@ def test_the_default_implementation_does_it_with_every_pattern_and_term(options)
         capability(make("auto", **OPTIONS[options]))
 
 
-def test_a_pattern_and_a_term_are_compiled_and_exported():
+#: Compiled and exported in every run of the tests; the others before a release.
+ALWAYS = ("rows, convolution", "TransformerBlock2d")
+OTHERS = {block.__name__: block for block in (va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in (*OPTIONS, *OTHERS)]
+)
+def test_every_block_is_compiled_and_exported_with_any_size(name):
+    block = make("auto", **OPTIONS[name]) if name in OPTIONS else OTHERS[name](16, 2).eval()
+    compiles_with_its_backward_pass(block)
+    whole = re.match("shift|neigh|str", name)  # windows: whether there is padding is a fact of the graph
+    exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
+
+
+def test_a_window_and_a_table_are_compiled_and_exported():
     block = make("auto", **OPTIONS["shifted window, table"])
     compiles_with_its_backward_pass(block)
     exports(block)
 
 
-def test_a_pattern_and_a_term_are_exported_with_any_size():
-    exports_with_any_batch_and_size(make("auto", **OPTIONS["rows, convolution"]))
+@pytest.mark.thorough
+def test_every_implementation_is_compiled_to_machine_code():
+    for block in map(make, va.IMPLS):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -241,61 +250,19 @@ def test_the_exporter_by_traces_writes_what_the_block_computes(options):
     torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
 
 
-OTHERS = [va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d]
-
-
-@pytest.mark.parametrize("block", OTHERS)
+@pytest.mark.parametrize("block", OTHERS.values(), ids=list(OTHERS))
 def test_other_blocks_are_traced(block):
-    block = block(16, 2).eval()
-    traced = torch.fx.symbolic_trace(nn.Sequential(block))
-    torch.testing.assert_close(traced(example()), block(example()))
-
-
-def test_a_transformer_block_is_compiled():
-    compiles_with_its_backward_pass(va.TransformerBlock2d(16, 2).eval())
-
-
-@pytest.mark.thorough
-def test_every_block_is_compiled_and_exported_with_any_size():
-    """Those that the tests above leave out: with the compiler to machine code, and where tracing sizes takes long."""
-    for name, options in OPTIONS.items():
-        block = make("auto", **options)
-        compiles_with_its_backward_pass(block)
-        whole = re.match("shift|neigh|str", name)  # windows: whether there is padding is a fact of the graph
-        exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
-    for block in OTHERS:
-        compiles_with_its_backward_pass(block(16, 2).eval())
-        exports_with_any_batch_and_size(block(16, 2).eval())
-    for impl in va.IMPLS:
-        with torch.no_grad():
-            torch.testing.assert_close(
-                compiled(make(impl), "inductor")(example()), make(impl)(example()), rtol=1e-4, atol=1e-5
-            )
+    is_traced_by_fx(block(16, 2).eval())
 
 
 # --- a network with blocks -----------------------------------------------------------------------------
 
-FAMILIES = ("test_convnext", "test_efficientnet", "test_mambaout")  # layer norms, batch norms, maps (b, h, w, c)
-SHAPE = (2, 3, 64, 64)
 
-in_families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def network(family, gate=0.5, **options):
+def network(family):
     torch.manual_seed(0)
-    model = timm.create_model(family, num_classes=5, **options).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # some networks begin with branches or scales at zero
-                parameter += 0.1 * torch.randn_like(parameter)
-    va.insert_(model, stages=[-2, -1], gate_init=gate, num_heads=4, example_input=SHAPE)
-    return model, torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-
-
-def without_blocks(model):
-    other = copy.deepcopy(model)
-    va.remove_(other)
-    return other
+    model, shape = timm.create_model(family, num_classes=5).eval(), (2, 3, 64, 64)
+    va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=shape)
+    return model, torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def test_a_network_is_compiled_and_exported():
@@ -315,36 +282,13 @@ def test_a_network_is_compiled_and_exported():
             torch.testing.assert_close(program.module()(images), model(images), rtol=1e-4, atol=1e-4)
 
 
-def check_that_it_is_the_identity_and_runs(model, x):
-    assert torch.equal(model(x), without_blocks(model)(x))
-    for block in va.inserted(model).values():
-        nn.init.normal_(block.attn.proj.weight, std=0.1)
-    y = model(x)
-    assert y.isfinite().all()
-    return y
-
-
-@in_families
-def test_a_network_runs_in_half_precision_and_under_autocast(family):
-    model, x = network(family, gate=None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check_that_it_is_the_identity_and_runs(model, x[:1]).float().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    for dtype in (torch.float16, torch.bfloat16):
-        with torch.no_grad():
-            y = check_that_it_is_the_identity_and_runs(network(family, gate=None)[0].to(dtype), x[:1].to(dtype))
-        assert y.dtype == dtype
-
-
-@in_families
-def test_timms_gradient_checkpointing(family):
-    model, x = network(family)
+def test_timms_gradient_checkpointing():
+    model, x = network("test_convnext")
     gradients = []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
         model.zero_grad()
         model(x).sum().backward()
         gradients.append([p.grad.clone() for block in va.inserted(model).values() for p in block.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
     assert all(gradient.any() for gradient in gradients[1])

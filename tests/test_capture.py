@@ -77,14 +77,18 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
 
 
 def test_capturing_ends_with_the_block():
-    model, x = network(), torch.randn(1, 3, 32, 32)
-    hooks = [len(module._forward_hooks) for module in model.modules()]
+    block = va.AttentionBlock2d(8, 2)
+    model, x = nn.Sequential(block, nn.Hardtanh(), block), torch.randn(1, 8, 3, 4)
     own = [set(vars(module)) for module in model.modules()]
+    with va.capture(model) as maps:
+        model(x)
+        model(x)
+    assert list(maps) == ["0.attn", "0.attn:2"]
     with pytest.raises(RuntimeError, match="on purpose"), va.capture(model) as maps:
         raise RuntimeError("on purpose")
     model(x)
     assert maps == {}
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert [set(vars(module)) for module in model.modules()] == own
 
 
@@ -129,19 +133,6 @@ def test_a_compiled_model_is_captured_in_eager():
         assert len(calls) > before
 
 
-def test_what_a_kernel_gets_in_half_precision_is_what_is_captured():
-    torch.manual_seed(0)
-    block, x = va.Attention2d(16, 2, pattern=va.Window(3), position=va.RelPosTable()), torch.randn(1, 16, 6, 6)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        with va.capture(block) as maps:
-            y = block(x)
-        weights = maps[""].weights
-        assert weights.dtype == torch.float32
-        v = block.qkv(x)[:, 32:].unflatten(1, (2, 8)).flatten(3).mT
-        again = block.proj((weights.flatten(3).to(v.dtype) @ v).mT.reshape(1, 16, 6, 6))
-    torch.testing.assert_close(again.float(), y.float(), rtol=0, atol=2e-2)
-
-
 @pytest.mark.parametrize(("kind", "size", "point"), [("1d", (12,), (11,)), ("3d", (2, 6, 4), (1, 3, 2.5))])
 def test_maps_with_one_axis_and_three(kind, size, point):
     block, x = getattr(va, f"Attention{kind}")(8, 2), torch.randn(2, 8, *size)
@@ -153,15 +144,6 @@ def test_maps_with_one_axis_and_three(kind, size, point):
     torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
     with pytest.raises(ValueError, match=r"points, as .* in pixels of an image"), va.capture(block, [(0, 0)]):
         block(x)
-
-
-def test_a_module_that_runs_twice_has_two_maps():
-    block = va.AttentionBlock2d(8, 2)
-    model, x = nn.Sequential(block, nn.Hardtanh(), block), torch.randn(1, 8, 3, 4)
-    with va.capture(model) as maps:
-        model(x)
-        model(x)
-    assert list(maps) == ["0.attn", "0.attn:2"]
 
 
 def test_large_maps_say_their_size_first(monkeypatch):

@@ -24,13 +24,6 @@ def rank_and_axes(draw):
     return rank, tuple(draw(st.sampled_from((axis, axis - rank))) for axis in axes)
 
 
-def test_equations_are_in_the_letters_of_keras():
-    assert projection_equation(2, 2, 1) == ("abcd,cde->abe", "e", 3)
-    assert projection_equation(3, 1, 2) == ("abcd,def->abcef", "ef", 5)
-    assert attention_equations(5, (-3,)) == ("abfde,abcde->abdcf", "abdcf,abfde->abcde", 5)
-    assert attention_equations(5, (1, 2)) == ("afgde,abcde->adbcfg", "adbcfg,afgde->abcde", 6)
-
-
 @given(free=st.integers(0, 8), bound=st.integers(1, 8), output=st.integers(1, 8))
 def test_projections_are_built_as_keras_builds_them(builders, free, bound, output):
     assert projection_equation(free, bound, output) == builders._build_proj_equation(free, bound, output)
