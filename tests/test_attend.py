@@ -204,7 +204,7 @@ def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any tensor had which an operator made."""
+    """Remembers the most elements in memory that any tensor had which an operator made."""
 
     elements = 0
 
@@ -212,7 +212,7 @@ class LargestTensor(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
         return result
 
 

@@ -50,10 +50,6 @@ def compiles(block):
         torch.testing.assert_close(compiled(block)(example()), block(example()))
 
 
-def has_a_backward_pass(block):
-    torch.testing.assert_close(output_and_gradient(block), output_and_gradient(make("bmm")))
-
-
 def compiles_with_its_backward_pass(block):
     torch.testing.assert_close(output_and_gradient(compiled(block)), output_and_gradient(block))
 
@@ -132,7 +128,6 @@ def is_traced_by_fx(block):
 
 #: By their names in the table.
 CAPABILITIES = {
-    "gradients on the CPU": has_a_backward_pass,
     "`torch.compile(fullgraph=True)`": compiles,
     "… and its gradients on the CPU": compiles_with_its_backward_pass,
     "… one graph for all sizes (`dynamic=True`)": compiles_once_for_all_sizes,

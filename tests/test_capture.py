@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from test_attend import LargestTensor
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -157,23 +157,13 @@ def test_large_maps_say_their_size_first(monkeypatch):
         assert maps
 
 
-class Largest(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        y = function(*args, **(kwargs or {}))
-        if isinstance(y, torch.Tensor) and y.untyped_storage().nbytes() == y.numel() * y.element_size():
-            self.numbers = max(self.numbers, y.numel())
-        return y
-
-
 @pytest.mark.parametrize("pattern", ["full", va.Window(32)], ids=str)
 def test_memory_of_a_query_is_its_row(pattern):
     # All weights would be 4096 · 1024 numbers a head in windows, and 4096 · 4096 in the whole map: 64 and 256 MiB.
     block, x = va.Attention2d(8, 4, pattern=pattern), torch.randn(1, 8, 64, 64)
-    with torch.no_grad(), Largest() as largest, va.capture(block, [(0, 0), (63, 63)]):
+    with torch.no_grad(), LargestTensor() as largest, va.capture(block, [(0, 0), (63, 63)]):
         block(x)
-    assert largest.numbers <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
+    assert largest.elements <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
 
 
 def test_what_cannot_be_captured_is_refused():

@@ -43,9 +43,3 @@ def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
     added = block(x) - x
     pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
     torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
-    with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
-        block, x = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
-        other = x.clone()
-        other[..., 0] += torch.randn(8, 1)
-        changed = (block(x) != block(other)).any(1)[0, 0]
-    assert changed.tolist() == [True] * 7 + [False] * 13

@@ -96,17 +96,12 @@ def test_a_conditional_position_is_convolved_once_a_map():
         assert len(seen) == maps
 
 
-@pytest.mark.parametrize(
-    ("pattern", "size", "folded"),
-    [("full", (16, 16), False), ("full", (13, 20), True), (va.Window(8), (64, 64), False)],
-    ids=str,
-)
-def test_the_form_is_chosen_by_the_keys_of_a_group(pattern, size, folded):
-    block = va.Attention2d(16, 2, position=va.RelPosDecomposed(4 if pattern == "full" else None), pattern=pattern)
-    block.position.register_forward_hook(lambda module, args, output: seen.append(output[3] is None))
-    seen = []
-    block(torch.randn(1, 16, *size))
-    assert seen == [folded]
+def test_the_form_is_chosen_by_the_keys_of_a_group():
+    for pattern, size, folded in (("full", (16, 16), False), ("full", (13, 20), True), (va.Window(8), (64, 64), False)):
+        block, seen = va.Attention2d(16, 2, position=va.RelPosDecomposed(8), pattern=pattern), []
+        block.position.register_forward_hook(lambda *call, seen=seen: seen.append(call[2][3] is None))
+        block(torch.randn(1, 16, *size))
+        assert seen == [folded]
 
 
 # --- maps of another size ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,8 +32,7 @@ def test_the_definition_is_torchs():
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A pattern as one asks for it, what it means along each axis, and along which its groups grow with the map."""
 
     pattern: object
