@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.equations import heads_first_equations
 from vision_attn.attention.masks import (
     Mask,
     add_mask,
@@ -133,12 +132,11 @@ def heads_together_torch(cut: Cut, y: Tensor) -> Tensor:
 
 
 def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    dot, combine = heads_first_equations()  # "bnid,bnjd->bnij", "bnij,bnje->bnie"
-    logits = torch.einsum(dot, scale * upcast(q), upcast(k))
+    logits = torch.einsum("bnid,bnjd->bnij", scale * upcast(q), upcast(k))
     logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
     weights = F.dropout(weights, dropout).to(v.dtype)
-    return torch.einsum(combine, weights, v)
+    return torch.einsum("bnij,bnje->bnie", weights, v)
 
 
 # --- scaled_dot_product_attention: the kernel that torch chooses, which holds no weights where it is a fused one ------

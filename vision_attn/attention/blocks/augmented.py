@@ -166,6 +166,3 @@ class StridedAttention2d(Specified):
 
     def specification(self) -> dict[str, object]:
         return {"stride": self.stride}
-
-    def extra_repr(self) -> str:
-        return f"stride={self.stride}"

@@ -90,10 +90,8 @@ class ConditionalPos:
     kernel_size: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.kernel_size, bool) or not isinstance(self.kernel_size, int) or self.kernel_size % 2 != 1:
+        if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"ConditionalPos: kernel_size must be an odd whole number; got {self.kernel_size!r}")
-        if self.kernel_size < 1:
-            raise ValueError(f"ConditionalPos: kernel_size must be at least 1; got {self.kernel_size}")
 
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return ConditionalTerm(self, shape, device, dtype)

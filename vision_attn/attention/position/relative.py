@@ -207,28 +207,20 @@ def table_lengths(specification: RelativePosition, shape: BlockShape) -> tuple[i
     partitioner, rank = shape.partitioner, shape.rank
     given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
     if len(given) != rank:
-        raise ValueError(
-            f"{owner}: feat_size must be a whole number of at least 1, or a tuple of one for each of {rank} axes; "
-            f"got {feat_size!r}"
-        )
+        raise ValueError(f"{owner}: feat_size must be one length, or one for each of {rank} axes; got {feat_size!r}")
     lengths = []
     for length, fixed, attended in zip(given, partitioner.window_shape, partitioner.attended, strict=True):
-        if not attended:
-            lengths.append(1)
-        elif fixed is None:
-            if length is None:
-                raise ValueError(
-                    f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the "
-                    f"map that the tables are learned on, as in {owner}(feat_size=(14, 14))"
-                )
-            lengths.append(length)
-        else:
-            if length not in (None, fixed):
-                raise ValueError(
-                    f"{owner}: feat_size must be that of the pattern's groups, {partitioner.window_shape}; "
-                    f"got {feat_size!r}: leave it out"
-                )
-            lengths.append(fixed)
+        if attended and fixed is None and length is None:
+            raise ValueError(
+                f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the map "
+                f"that the tables are learned on, as in {owner}(feat_size=(14, 14))"
+            )
+        if attended and fixed is not None and length not in (None, fixed):
+            raise ValueError(
+                f"{owner}: feat_size must be that of the pattern's groups, {partitioner.window_shape}; "
+                f"got {feat_size!r}: leave it out"
+            )
+        lengths.append((fixed or length or 1) if attended else 1)
     return tuple(lengths)
 
 
