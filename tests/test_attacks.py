@@ -15,9 +15,9 @@ import torch
 
 import vision_attn as va
 from vision_attn.attention.implementations import attend
-from vision_attn.networks.checkpoints import read_checkpoint
 from vision_attn.networks.figures import attention_figure
 from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.networks.safe import read_checkpoint
 
 
 def test_flipped_bits_of_a_checkpoint_never_change_what_is_read(tmp_path):

@@ -180,8 +180,7 @@ def read_adapter(path: str | Path) -> Saved:
     saved = form.saved_in(file)
     if saved is None or saved.base is None:
         raise CheckpointError(
-            f"{file.path} is no adapter, it does not say what network its tensors go into: load_checkpoint reads "
-            "checkpoints, load_model what save_model wrote, and save_adapter writes adapters"
+            f"{file.path} is no adapter: load_checkpoint reads checkpoints, load_model what save_model wrote"
         )
     return saved
 
@@ -199,29 +198,22 @@ def other_tensors(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, st
     """The names of a network's tensors that are not those the adapter was trained on; refused if ``strict``."""
     replaced = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
     without = {key for key in state if key.startswith(replaced)}.union(adapter.also)
-    here: dict[str, Any] = {key: (tuple(state[key].shape), "", "") for key in adapter.also if key in state}
-    there: dict[str, Any] = {key: (tuple(adapter.tensors[key].shape), "", "") for key in adapter.also}
-    here, there = here | fingerprint(network_of(state, without)), there | (adapter.base or {})
-    none = ("has none",)
-    other = [
-        f"{name} (model {here.get(name, none)[0]}, adapter {there.get(name, none)[0]})"
-        for name in there | here
-        if here.get(name, none)[0] != there.get(name, none)[0]
-    ]
-    if other:
-        raise CheckpointError(
-            f"{path} is for another network: {shorten(other)}. Make the network that it was trained on, with as many "
-            "classes"
-        )
-    changed = tuple(name for name in there if here[name] != there[name])
+    base = adapter.base or {}
+    own = fingerprint(network_of(state, without))
+    here = {name: shape for name, (shape, *_) in own.items()}
+    here |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
+    there = {name: shape for name, (shape, *_) in base.items()}
+    there |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+    if other := [name for name in there | here if here.get(name) != there.get(name)]:
+        shapes = [f"{name} (model {here.get(name, 'none')}, adapter {there.get(name, 'none')})" for name in other]
+        raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Make the one that it was trained on")
+    changed = tuple(name for name in base if own.get(name, base[name]) != base[name])
     if strict and changed:
-        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (here, there)]
+        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (own, base)]
         raise CheckpointError(
-            f"{path} is for other weights of this network: {len(changed)} of {len(adapter.base or ())} tensors have "
-            f"other values, {shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the "
-            "checkpoint that it was trained on first, and convert the model to another type last. If the network was "
-            "trained along with the blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in "
-            "training, save what changed with also=, or save the whole model. strict=False loads the adapter all the "
-            "same"
+            f"{path} is for other weights of this network: {len(changed)} of {len(base)} tensors have other values, "
+            f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the checkpoint that it was "
+            "trained on first. If the network was trained along with the blocks, none fits: freeze_backbone_ it, save "
+            "what changed with also=, or save the whole model. strict=False loads the adapter all the same"
         )
     return changed
