@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.form import Saved, fingerprint
@@ -49,12 +48,10 @@ class AdapterReport(Report):
     differing: tuple[str, ...]
 
     def parts(self) -> list[str | Table]:
-        network = (
-            f"{len(self.differing)} of {self.compared} tensors of the network are not those it was trained on: "
-            f"{shorten(self.differing)}"
-            if self.differing
-            else f"the network is the one it was trained on, in all {self.compared} tensors"
-        )
+        network = f"the network is the one it was trained on, in all {self.compared} tensors"
+        if self.differing:
+            other = f"{len(self.differing)} of {self.compared} tensors of the network"
+            network = f"{other} are not those it was trained on: {shorten(self.differing)}"
         return [f"{len(self.loaded)} tensors loaded from {escaped(self.path)}", network, *self.insertion.parts()]
 
 
@@ -89,7 +86,6 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
     model = plain_network(model)
     refuse_without_values(model)
     blocks = form.blocks_to_save(model)
@@ -99,7 +95,7 @@ def save_adapter(
     further = matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: state[key] for key in state if key in of_blocks or key in further}
     base = fingerprint(network_of(state, without=of_blocks | further))
-    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=about or {}))
+    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=dict(about or {})))
     return Path(path)
 
 
@@ -128,8 +124,7 @@ def load_adapter_(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in,
-            or ``block`` is not needed.
+        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
 
     >>> import tempfile
@@ -142,7 +137,6 @@ def load_adapter_(
     >>> report.insertion.blocks[0].site, report.compared
     ('0', 2)
     """
-    check_flags(strict=strict)
     model = changeable(model)
     refuse_without_values(model)
     if blocks := inserted(model):

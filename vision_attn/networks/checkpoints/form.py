@@ -216,8 +216,6 @@ def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -
         places = "".join(f", which is now in {MOVED[name]}" for name in foreign[:1] if name in MOVED)
         what = f"{', '.join(foreign)}, which is no block of this library"
         raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{places}")
-    if make is not None and not foreign:
-        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     return {name: only_as_saved(BLOCKS.get(name) or make, shapes) for name in names}  # type: ignore[arg-type]

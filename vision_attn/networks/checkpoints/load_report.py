@@ -58,8 +58,7 @@ class LoadReport(Report):
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
         lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
         if self.others:
-            average = self.entry not in AVERAGED and not set(self.others).isdisjoint(AVERAGED)
-            hint = " (ema=True takes the moving average)" if average else ""
+            hint = "" if set(self.others).isdisjoint(AVERAGED) else " (ema=True takes the moving average)"
             lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
         if self.prefix:
             lines.append(f"prefix {self.prefix!r} taken off")
