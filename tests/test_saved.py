@@ -14,7 +14,6 @@ import pytest
 import timm
 import torch
 from crafted import rewritten, said_in
-from hypothesis import given, settings, strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -34,16 +33,10 @@ IMAGES = (1, 3, 32, 32)
 
 
 def small_network(width=8, classes=3):
-    """Two residual blocks and a classifier, the same at every call."""
+    """Four residual blocks and a classifier, the same at every call."""
     torch.manual_seed(0)
-    network = timm.models.ResNet(
-        timm.models.resnet.BasicBlock,
-        [1, 1, 1, 1],
-        channels=(width, width, width, width),
-        num_classes=classes,
-        zero_init_last=False,
-    )
-    return network.eval()
+    basic, how = timm.models.resnet.BasicBlock, {"num_classes": classes, "zero_init_last": False}
+    return timm.models.ResNet(basic, [1, 1, 1, 1], channels=(width,) * 4, **how).eval()
 
 
 def train(model, also=()):
@@ -69,24 +62,11 @@ PLACES = {
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
     "branch": lambda model: va.insert_(model, names="layer3.0", at="branch", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
-    "pattern and position": lambda model: va.insert_(
-        model,
-        names=["layer1", "layer2"],
-        num_heads=2,
-        pattern=va.Window(2, shift=1),
-        position=va.RelPosTable(),
-        example_input=IMAGES,
-    ),
-    "alike but for one thing": lambda model: (
-        va.insert_(model, names="layer1", num_heads=2, example_input=IMAGES),
-        va.insert_(model, names="layer2", num_heads=4, example_input=IMAGES),
-        va.insert_(model, names="layer3.0.conv1", at="before", num_heads=2, example_input=IMAGES),
-        va.insert_(model, names="layer4", num_heads=2, example_input=(1, 3, 64, 64)),
-    ),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
         va.insert_(model, va.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
         va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
+        va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
     ),
 }
 
@@ -198,26 +178,8 @@ def test_a_wrapped_model_is_saved_and_loaded_as_the_network_in_it(wrap, adapter,
     assert again.read_bytes() == adapter.read_bytes()
 
 
-def test_a_network_in_training_on_several_devices_is_saved_and_not_changed(adapter, tmp_path):
-    """DistributedDataParallel has counted its parameters: new ones would not be trained."""
-    model = small_network()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(va.SiteError, match="DistributedDataParallel"):
-            load_adapter_(nn.parallel.DistributedDataParallel(model), adapter)
-        load_adapter_(model, adapter)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        again = save_adapter(parallel, tmp_path / "again.safetensors")
-        torch.save(parallel.state_dict(), tmp_path / "whole.pth")
-        loaded = va.load_checkpoint(parallel, tmp_path / "whole.pth").loaded
-        assert set(loaded) == model.state_dict().keys()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert again.read_bytes() == adapter.read_bytes()
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("step", ["insertion.attach.attach", "checkpoints.adapter.records"])
+@pytest.mark.parametrize("step", ["insertion.attach.attach_", "checkpoints.adapter.records"])
 def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, monkeypatch):
     model = small_network()
     va.replace_(model, names="layer2.0.conv2", num_heads=2, example_input=IMAGES)
@@ -225,11 +187,11 @@ def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, mo
     train(model)
     nn.init.ones_(model.fc.weight)
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
-    real, calls = vision_attn.networks.insertion.attach.attach, []
+    real, calls = vision_attn.networks.insertion.attach.attach_, []
 
     def fails_at_last(*arguments):
         calls.append(arguments)
-        if step.endswith("attach") and len(calls) < 3:
+        if step.endswith("attach_") and len(calls) < 3:
             return real(*arguments)
         raise error("the lights went out")
 
@@ -246,9 +208,9 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
     model = small_network()
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
-    with pytest.raises(va.CheckpointError, match=r"is no adapter.*load_checkpoint reads checkpoints"):
+    with pytest.raises(va.CheckpointError, match=r"is no adapter: load_checkpoint reads checkpoints"):
         load_adapter_(model, other)
-    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 3, and .* upgrade vision_attn"):
+    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 3, .* upgrade vision_attn"):
         load_adapter_(model, rewritten(adapter, other, library="9.0", format=3))
     (block,) = said_in(adapter)["blocks"]
     wrong = [{"options": {"c": "os.system('d')"}}, {"layout": 3}, {"held": None}, {"element": [1]}, {"more": 1}]
@@ -260,7 +222,7 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
             load_adapter_(model, rewritten(adapter, other, **changes))
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         load_adapter_(model, tmp_path / "nothing.safetensors")
-    with pytest.raises(va.CheckpointError, match=r"is an adapter, blocks without their network: .*load_adapter_"):
+    with pytest.raises(va.CheckpointError, match=r"is an adapter: .*load_adapter_"):
         va.load_checkpoint(model, adapter)
     assert not va.inserted(model)
 
@@ -323,11 +285,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def norm(channels, start=None, **options):
-    return nn.BatchNorm2d(channels, **options)
-
-
-def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
+def test_a_block_of_ones_own_needs_its_class(tmp_path):
     model = small_network()
     va.insert_(model, Scale, stages=[-2, -1], start=2.0, example_input=IMAGES)
     train(model)
@@ -337,27 +295,16 @@ def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
         load_adapter_(other, path)
     load_adapter_(other, path, block=Scale)
     assert_same(other.state_dict(), model.state_dict())
-    wrong = {va.AttentionBlock2d: "unexpected.*start", norm: r"saved ones differ in weight \(8,\), bias"}
-    for make, message in wrong.items():
-        with pytest.raises(va.CheckpointError, match=f"cannot be put into the model .*{message}"):
-            load_adapter_(small_network(), path, block=make)
-    with pytest.raises(ValueError, match=r"block: .*of this library only \(AttentionBlock2d\): leave it out"):
-        load_adapter_(small_network(), adapter, block=Scale)
+    with pytest.raises(va.CheckpointError, match=r"cannot be put into the model .*unexpected.*start"):
+        load_adapter_(small_network(), path, block=va.AttentionBlock2d)
+    with pytest.raises(va.CheckpointError, match=r"cannot be put into the model .*saved ones differ in weight \(8,\)"):
+        load_adapter_(small_network(), path, block=lambda channels, start, **how: nn.BatchNorm2d(channels, **how))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda channels, **options: va.AttentionBlock2d(channels, num_heads=4, **options),
-        lambda channels, heads=4, **options: va.AttentionBlock2d(channels, heads, **options),
-    ],
-)
-def test_a_block_that_a_function_made_is_refused_when_it_would_come_back_as_another(make, tmp_path):
+def test_a_block_that_a_function_made_is_refused_when_it_would_come_back_as_another(tmp_path):
     model = small_network()
-    va.insert_(model, make, stages=-2, example_input=IMAGES)
-    with pytest.raises(
-        ValueError, match=r"the AttentionBlock2d at 'layer3.0' is not what its class makes of no options"
-    ):
+    va.insert_(model, lambda channels, **how: va.AttentionBlock2d(channels, 4, **how), stages=-2, example_input=IMAGES)
+    with pytest.raises(ValueError, match=r"the AttentionBlock2d at 'layer3.0' is not what its class makes of its"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -395,7 +342,7 @@ def test_what_cannot_be_saved_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"no inserted block to save: insert_ one"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     va.insert_(model, Scale, stages=-2, start=torch.tensor(2.0), example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"start=tensor\(2.\) cannot be written down: options must be plain numbers"):
+    with pytest.raises(ValueError, match=r"start=tensor\(2.\) cannot be written down: options must be numbers"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     with pytest.raises(ValueError, match=r"path must end in \.safetensors; got 'adapter.pth'"):
         save_adapter(model, tmp_path / "adapter.pth")
@@ -406,21 +353,23 @@ def test_what_cannot_be_saved_is_said(tmp_path):
 
 # --- saved networks ---------------------------------------------------------------------------------------------------
 
+
+def with_branch(model):
+    va.insert_(model, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14)))
+
+
+def with_another(model):
+    va.remove_(model)
+    va.insert_(model, names="stage1", num_heads=2, pattern="rows")
+
+
 NETWORKS = {
-    "branch, position": (
-        "resnet20",
-        {"in_chans": 1},
-        lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14))),
-    ),
+    "branch, position": ("resnet20", {"in_chans": 1}, with_branch),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
     "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "another than its own": (
-        "digit_pairs_attention",
-        {},
-        lambda m: (va.remove_(m), va.insert_(m, names="stage1", num_heads=2, pattern="rows")),
-    ),
+    "another than its own": ("digit_pairs_attention", {}, with_another),
 }
 
 
@@ -433,12 +382,11 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     train(model.eval())
     state = torch.get_rng_state()
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
-    if case == "control":
-        with pytest.raises(
-            va.CheckpointError, match=r"ConvBlock2d, .*, which is now in vision_attn\.tools\.comparison"
-        ):
+    how = {"block": ConvBlock2d} if case == "control" else {}
+    if how:
+        with pytest.raises(va.CheckpointError, match=r"ConvBlock2d, .*now in vision_attn\.tools\.comparison"):
             va.load_model(tmp_path / "net")
-    again = va.load_model(tmp_path / "net", block=ConvBlock2d if case == "control" else None)
+    again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state), "neither draws random numbers of the user's"
     blocks = records(model)
     images = torch.randn(2, *(blocks[0].input_shape[1:] if blocks else again.pretrained_cfg["input_size"]))
@@ -446,33 +394,11 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     assert records(again) == blocks
     assert again.state_dict().keys() == model.state_dict().keys()
     assert (again.classes, again.training) == (("a", "b", "c"), False)
-    assert sorted(file.name for file in (tmp_path / "net").iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
-    assert [file.name for file in tmp_path.iterdir()] == ["net"]
+    assert {file.name for file in tmp_path.rglob("*")} == {"net", "README.md", "config.json", "model.safetensors"}
     va.save_model(again, tmp_path / "again")
-    assert va.load_model(tmp_path / "again", block=ConvBlock2d if case == "control" else None).classes == again.classes
+    assert va.load_model(tmp_path / "again", **how).classes == again.classes
     if case != "none":
         assert not va.load_checkpoint(model, tmp_path / "again").new, "it is a checkpoint, too"
-
-
-def test_a_folder_that_an_older_timm_writes_has_the_models_configuration(tmp_path, monkeypatch):
-    def older(model, path, config, model_args):  # as timm 1.0.26: what is given takes the place of what it knows
-        said = {
-            "num_classes": model.num_classes,
-            "architecture": config["pretrained_cfg"].pop("architecture"),
-            **config,
-        }
-        path.write_text(json.dumps(said))
-
-    monkeypatch.setattr("vision_attn.networks.models.folder.save_config_for_hf", older)
-    model = timm.create_model("resnet20", num_classes=3)
-    va.insert_(model, stages=-1)
-    again = va.load_model(va.save_model(model, tmp_path / "net"))
-    for name in ("input_size", "mean", "std", "classifier"):
-        assert again.pretrained_cfg[name] == model.pretrained_cfg[name]
 
 
 @pytest.fixture(scope="module")
@@ -538,20 +464,16 @@ def test_images_are_prepared_as_the_configuration_of_the_network_says(change, si
         assert again.transform(Image.new(mode, (60, 40))).shape == size, mode
 
 
-def test_a_type_is_kept_and_other_files_in_the_folder_too(saved, tmp_path):
+def test_a_type_is_kept_and_other_files_in_the_folder_too(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
     va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
     (tmp_path / "net" / "more").mkdir(parents=True)
-    (tmp_path / "net" / "README.md").write_text("mine")
-    (tmp_path / "net" / "more" / "notes.txt").write_text("mine, too")
+    files = [tmp_path / "net" / "README.md", tmp_path / "net" / "more" / "notes.txt"]
+    for file in files:
+        file.write_text("mine")
     va.save_model(nn.DataParallel(model.bfloat16()), tmp_path / "net")
-    again = va.load_model(tmp_path / "net")
-    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    assert (tmp_path / "net" / "README.md").read_text() == "mine"
-    assert (tmp_path / "net" / "more" / "notes.txt").read_text() == "mine, too"
-    text = (saved[0] / "README.md").read_text()
-    for part in ("# test_resnet with attention", "layer3.0  AttentionBlock2d", "3 classes: a, b, c.", "va.load_model("):
-        assert part in text
+    assert {p.dtype for p in va.load_model(tmp_path / "net").parameters()} == {torch.bfloat16}
+    assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
 @pytest.mark.parametrize("dies", range(4))
@@ -581,36 +503,19 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
 
 def test_a_folder_that_cannot_be_replaced_is_refused(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="folder must be one that can be replaced as a whole"):
+    with pytest.raises(ValueError, match="folder must be one that can be replaced"):
         va.save_model(saved[1], ".")
     with pytest.raises(FileNotFoundError, match=r"config\.json: there is no such file: give a folder that save_model"):
         va.load_model(tmp_path)
 
 
-class Foreign(va.AttentionBlock2d):
-    pass
-
-
-def test_blocks_of_another_library_come_back_with_their_class(tmp_path):
-    model = timm.create_model("test_resnet", num_classes=3)
-    va.insert_(model, Foreign, stages=-2, num_heads=4, example_input=IMAGES)
-    train(model.eval())
-    va.save_model(model, tmp_path / "net")
-    with pytest.raises(va.CheckpointError, match=r"holds Foreign, which is no block of this library: give its class"):
-        va.load_model(tmp_path / "net")
-    images = torch.randn(1, 3, 32, 32)
-    assert torch.equal(va.load_model(tmp_path / "net", block=Foreign)(images), model(images))
-
-
 def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     _, model = saved
-    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got None: of other networks"):
+    with pytest.raises(ValueError, match="architecture must be a name of timm's; got None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()
-    with pytest.raises(
-        ValueError, match=r"'test_resnet' is not this network \(it computes something else\).*model_args"
-    ):
+    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(it computes something else\)"):
         va.save_model(other, tmp_path / "net")
     other.layer1[0].conv1 = nn.Conv2d(32, 32, 5)
     with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(.*layer1.0.conv1.weight"):
@@ -624,16 +529,12 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     ("change", "message"),
     [
         ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "must name a network of timm's"),
-        ({"architecture": "local-dir:/tmp"}, "must name a network of timm's"),
         ({"model_args": {"pretrained": True}}, r"fetch nothing \['pretrained'\]"),
-        ({"model_args": {"checkpoint_path": "/tmp/x"}}, "fetch nothing"),
         ({"model_args": {"pretrained_cfg": {"url": "http://x"}}}, "fetch nothing"),
         ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "of a size that there is none of"),
         ({"model_args": {"no_such": 1}}, "cannot be made"),
         ({"architecture": "resnet18"}, "of another network than it names"),
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
-        ({"model_args": {"num_classes": 10**12}}, "of a size that there is none of"),
-        ({"label_names": ["a"]}, "label_names must be the names of its 3 classes"),
         ({"label_names": [1, 2, 3]}, "label_names must be the names of its 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
         ({"vision_attn": {"format": 3, "library": "9"}}, "written by vision_attn 9: upgrade"),
@@ -713,9 +614,7 @@ def test_what_was_written_before_still_loads(name, tmp_path):
         return model
 
     if name.endswith("control"):
-        with pytest.raises(
-            va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.comparison"
-        ):
+        with pytest.raises(va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.compar"):
             load()
     how = {"block": ConvBlock2d} if name.endswith("control") else {}
     model = load(**how)
@@ -736,34 +635,21 @@ def test_what_was_written_before_still_loads(name, tmp_path):
 
 # --- values as code ---------------------------------------------------------------------------------------------------
 
-sides = st.integers(1, 64)
-sizes = sides | st.tuples(sides, sides) | st.tuples(sides, sides, sides)
-specifications = st.one_of(
-    *(st.builds(kind, sizes) for kind in (va.Window, va.Grid, va.AbsPos)),
-    *(st.builds(kind, st.none() | sizes) for kind in (va.RelPosDecomposed, va.RelPosTable)),
-    *(st.builds(kind, sizes, sizes) for kind in (va.Neighborhood, va.Halo)),
-    st.integers(0, 7).flatmap(lambda shift: st.builds(va.Window, st.integers(shift + 1, 64), st.just(shift))),
-    st.builds(va.Neighborhood, st.just(7), sides, st.integers(1, 7), st.booleans() | st.just((True, False))),
-    st.builds(lambda s: va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=s), sides),
-    st.builds(va.Rope2d, st.floats(1.5, 1e9), st.none() | sides | st.tuples(sides, sides)),
-    st.builds(va.ConditionalPos, st.integers(0, 9).map(lambda k: 2 * k + 1)),
-    st.builds(va.SinCos, st.floats(1.5, 1e9)),
-)
-plain_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-values = st.recursive(
-    plain_values | specifications,
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
+SPECIFICATIONS = [
+    *(va.Window(7), va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Pattern("b n d h w -> b n (h w) d")),
+    *(va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
+    *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope2d(1e4, (2, 4)), va.SinCos(2.5)),
+    va.ConditionalPos(3),
+]
+PLAIN = [None, True, -7, 10**30, 1e-300, -0.5, "", "é'\"\\\n\0", (), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
-@settings(max_examples=30)
-@given(values)
+@pytest.mark.parametrize(
+    "value", [*SPECIFICATIONS, *PLAIN, {"pattern": SPECIFICATIONS, "more": tuple(PLAIN)}], ids=repr
+)
 def test_values_come_back_from_their_code(value):
     again = from_code(to_code("option", value))
-    assert again == value
-    assert repr(again) == repr(value)
-    assert type(again) is type(value)
+    assert (again, repr(again), type(again)) == (value, repr(value), type(value))
 
 
 @pytest.mark.parametrize(
