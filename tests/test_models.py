@@ -1,9 +1,6 @@
 """Our networks through timm: what they begin as, whose weights they take, and the accuracies that were published."""
 
-import copy
 import hashlib
-import json
-import pickle
 import runpy
 import zipfile
 from functools import partial
@@ -33,23 +30,14 @@ FOLDERS = sorted(path for path in weights_folder().iterdir() if path.is_dir())
 
 #: By network: the modules that blocks follow.
 SITES = {
-    "resnet18": ["layer3.1", "layer4.1"],
     "resnet50": ["layer3.5", "layer4.2"],
     "convnext_atto": ["stages.2", "stages.3"],
-    "convnext_tiny": ["stages.2", "stages.3"],
     "efficientnet_b0": ["blocks.4.2", "blocks.6.0"],
     "resnet20": ["layer3.0", "layer3.1", "layer3.2"],
-    "resnet56": [f"layer3.{block}" for block in range(9)],
-    "wrn16_4": ["layer3.0", "layer3.1"],
     "wrn28_10": [f"layer3.{block}" for block in range(4)],
 }
 #: One of each family that is run here, and the side of an image for it.
-SIDES = {"resnet18": 64, "convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
-
-
-def quick(names, chosen):
-    """Names as parameters: those that are not chosen are for thorough tests."""
-    return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in chosen)) for name in names]
+SIDES = {"convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
 
 
 def millions(model):
@@ -81,8 +69,14 @@ def open_gates(model):
 
 
 SIZES = {
-    "resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85,
-    "wrn16_4": 2.7, "wrn28_10": 36.5, "wrn40_2": 2.2, "aa_resnet50": 25.8,
+    "resnet20_a": 0.27,
+    "resnet32_a": 0.46,
+    "resnet44_a": 0.66,
+    "resnet56_a": 0.85,
+    "wrn16_4": 2.7,
+    "wrn28_10": 36.5,
+    "wrn40_2": 2.2,
+    "aa_resnet50": 25.8,
 }
 
 
@@ -104,29 +98,21 @@ def test_cifar_resnets_have_the_keys_of_their_zoos():
 
 
 def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_channels():
-    shortcut = timm.create_model("resnet20_a").layer2[0].downsample
     x = torch.randn(2, 16, 6, 6)
-    y = shortcut(x)
-    assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2])
-    assert y.shape == (2, 32, 3, 3)
-    assert (y[:, :8] == 0).all()
-    assert (y[:, 24:] == 0).all()
+    y, zeros = timm.create_model("resnet20_a").layer2[0].downsample(x), torch.zeros(2, 8, 3, 3)
+    assert torch.equal(y, torch.cat([zeros, x[:, :, ::2, ::2], zeros], 1))
 
 
 @pytest.mark.parametrize("name", ["resnet20", "wrn16_4"])
 def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
-    model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.5, drop_path_rate=0.2)
+    model = timm.create_model(name, drop_rate=0.5, drop_path_rate=0.2)
     y = torch.ones(2, model.num_features, 2, 2)
     assert 0 < (model.forward_head(y, pre_logits=True) == 0).sum() < 2 * model.num_features
-    assert (model.eval().forward_head(y, pre_logits=True) == 1).all()
-    drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
-    assert drops[0] is None
-    rates = [drop.drop_prob for drop in drops[1:]]
-    assert rates == pytest.approx([0.2 * n / len(rates) for n in range(1, len(rates) + 1)])
-    block = model.layer3[-1].train()
-    block.drop_path.drop_prob = 1.0
-    x = torch.rand(2, model.num_features, 4, 4)
-    assert torch.equal(block(x), x)
+    first, *drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
+    assert first is None
+    assert [drop.drop_prob for drop in drops] == pytest.approx([0.2 * n / len(drops) for n in range(1, len(drops) + 1)])
+    drops[-1].drop_prob = 1.0
+    assert torch.equal(model.layer3[-1](y), y)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +171,13 @@ def test_a_card_names_its_file_and_the_page_names_the_card(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "size", "sites"),
+    ("name", "folder", "size"),
     [
-        ("digit_pairs_attention", "digit_pairs_attention", [1, 8, 44], ["stage3.1.2"]),
-        ("resnet20_attention.cifar100", "resnet20_attention_cifar100", [3, 32, 32], [f"layer3.{i}" for i in range(3)]),
+        ("digit_pairs_attention", "digit_pairs_attention", [1, 8, 44]),
+        ("resnet20_attention.cifar100", "resnet20_attention_cifar100", [3, 32, 32]),
     ],
 )
-def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, folder, size, sites):
+def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, folder, size):
     ours = timm.create_model(name, pretrained=True).eval()
     theirs = timm.create_model(f"local-dir:{weights_folder() / folder}", pretrained=True).eval()
     from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
@@ -199,7 +185,6 @@ def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, 
     assert torch.equal(ours(x), theirs(x))
     assert torch.equal(ours(x), from_hub(x))
     assert [*theirs.pretrained_cfg["input_size"]] == size
-    assert list(va.inserted(ours)) == sites
     assert all(block.share > 0.01 for block in va.contribution(ours, x).blocks)
 
 
@@ -260,7 +245,7 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
 # --- attention inserted in a network that there is --------------------------------------------------------------------
 
 
-@pytest.fixture(params=quick(SIDES, {"convnext_atto", "resnet20"}), scope="module")
+@pytest.fixture(params=SIDES, scope="module")
 def base(request, tmp_path_factory):
     """A network's name, the network, a file of its weights, and an image for it."""
     model = trained(request.param)
@@ -275,42 +260,28 @@ def from_file(name, path, **options):
     return timm.create_model(name, pretrained=True, **options).eval()
 
 
-def test_with_its_bases_weights_it_computes_what_the_base_does(base):
+def test_it_computes_what_its_base_does_with_its_weights_and_new(base):
     name, plain, path, x = base
     model = from_file(f"{name}_attention", path)
-    assert list(va.inserted(model)) == SITES[name]
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-        with va.capture(model) as maps:
-            model(x)
-        assert len(maps) == len(SITES[name])
         open_gates(model)
         assert not torch.equal(model(x), plain(x))
-
-
-def test_without_weights_it_begins_as_its_base_begins(base):
-    name, _, _, x = base
-    networks = []
+    new = []
     for full in (name, f"{name}_attention"):
         torch.manual_seed(1)
-        networks.append(timm.create_model(full, num_classes=3, drop_rate=0.1).eval())
+        new.append(timm.create_model(full, drop_rate=0.1).eval())
     with torch.no_grad():
-        assert torch.equal(networks[0](x), networks[1](x))
+        assert torch.equal(new[0](x), new[1](x))
 
 
 def test_its_features_are_those_of_its_base(base):
     name, _, path, x = base
     plain, ours = (from_file(full, path, features_only=True) for full in (name, f"{name}_attention"))
-    assert ours.feature_info.channels() == plain.feature_info.channels()
-    assert ours.feature_info.reduction() == plain.feature_info.reduction()
     with torch.no_grad():
         for found, expected in zip(ours(x), plain(x), strict=True):
             assert torch.equal(found, expected)
-    blocks = [module for module in ours.modules() if isinstance(module, va.AttentionBlock2d)]
-    assert len(blocks) == len(SITES[name])
-    with torch.no_grad():
-        blocks[-1].attn.proj.weight.normal_(std=0.1)
-        assert not torch.equal(ours(x)[-1], plain(x)[-1])
+    assert sum(isinstance(module, va.AttentionBlock2d) for module in ours.modules()) == len(SITES[name])
 
 
 def test_timm_adapts_its_classifier_and_its_first_convolution(base):
@@ -319,8 +290,6 @@ def test_timm_adapts_its_classifier_and_its_first_convolution(base):
     model = timm.create_model(f"{name}_attention", pretrained=True, **overlay).eval()
     with torch.no_grad():
         assert model(x[:, :1]).shape == (1, 5)
-        model.reset_classifier(2)
-        assert model(x[:, :1]).shape == (1, 2)
         gray = x[:, :1].expand(-1, 3, -1, -1)
         torch.testing.assert_close(model.forward_features(x[:, :1]), plain.forward_features(gray), rtol=1e-3, atol=1e-3)
 
@@ -334,7 +303,7 @@ def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
         from_file("resnet20_attention", tmp_path / "part.pth")
 
 
-@pytest.mark.parametrize("name", quick(SITES, {"resnet18", "convnext_atto", "efficientnet_b0", "resnet20"}))
+@pytest.mark.parametrize("name", SITES)
 def test_its_configurations_are_those_of_its_base(name):
     assert list(va.inserted(on_meta(f"{name}_attention"))) == SITES[name]
     ours, plain = (timm.models.get_arch_pretrained_cfgs(full) for full in (f"{name}_attention", name))
@@ -348,18 +317,13 @@ def test_its_configurations_are_those_of_its_base(name):
 
 
 @pytest.mark.parametrize("name", ["resnet20_attention", "convnext_atto_attention"])
-def test_it_is_copied_pickled_and_saved_as_a_folder_that_timm_reads(name, tmp_path):
-    torch.manual_seed(2)
+def test_it_is_saved_as_a_folder_that_timm_reads(name, tmp_path):
     model = timm.create_model(name, num_classes=4).eval()
     open_gates(model)
     folder = va.save_model(model, tmp_path / "saved")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"]) == (name, 4)
-    x = torch.randn(1, 3, 32, 32)
-    of_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    x, again = torch.randn(1, 3, 32, 32), timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
-        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), of_timm):
-            assert torch.equal(again(x), model(x))
+        assert torch.equal(again(x), model(x))
 
 
 def test_weights_asked_for_without_a_tag_are_those_that_there_are():
@@ -378,7 +342,6 @@ def test_botnet_has_the_papers_size():
     """Srinivas et al.: 20.8 M, without projections after attention."""
     model = on_meta("botnet50")
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, StridedAttention2d)}
-    assert list(blocks) == [f"layer4.{number}.conv2" for number in range(3)]
     projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
     assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
     assert [block.stride for block in blocks.values()] == [2, 1, 1]
@@ -411,13 +374,8 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(again(x), y)
-        model.reset_classifier(2)
-        assert model(x).shape == (1, 2)
-
     features = on_meta(name, features_only=True, out_indices=(3, 4))
-    assert features.feature_info.channels() == [1024, 2048]
-    assert features.feature_info.reduction() == [16, 32]
-    assert [f.shape[2] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [4, 2]
+    assert [f.shape[1:] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [(1024, 4, 4), (2048, 2, 2)]
 
 
 def test_dilation_goes_with_attention_and_not_with_augmented_convolutions():
