@@ -91,23 +91,14 @@ def test_every_form_of_checkpoint_is_read(form, trained, tmp_path):
     assert_same(model, trained.state_dict())
 
 
-@pytest.mark.parametrize("ending", [".pth", ".th", ".safetensors"])
-def test_every_ending_is_read(ending, trained, tmp_path):
-    path = tmp_path / f"file{ending}"
-    if ending == ".safetensors":
-        save_file(trained.state_dict(), path)
-    else:
-        torch.save(trained.state_dict(), path, _use_new_zipfile_serialization=ending == ".pth")
-    model = small_network()
-    assert len(va.load_checkpoint(model, str(path)).loaded) == len(trained.state_dict())
-    assert_same(model, trained.state_dict())
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_of_hugging_faces_form_is_read(name, trained, tmp_path):
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_a_folder_is_read_into_a_wrapped_model(wrap, name, trained, tmp_path):
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     (save_file if name == "model.safetensors" else torch.save)(trained.state_dict(), tmp_path / name)
-    assert va.load_checkpoint(small_network(), tmp_path).path == str(tmp_path / name)
+    model = small_network()
+    assert va.load_checkpoint(wrap(model), tmp_path).path == str(tmp_path / name)
+    assert_same(model, trained.state_dict())
 
 
 def test_the_average_is_taken_on_request_and_what_was_not_taken_is_said(trained, tmp_path):
@@ -123,25 +114,11 @@ def test_the_average_is_taken_on_request_and_what_was_not_taken_is_said(trained,
         va.load_checkpoint(model, saved({"model": state}, tmp_path), ema=True)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
-def test_a_wrapped_model_is_loaded_into(wrap, trained, tmp_path):
-    model = small_network()
-    va.load_checkpoint(wrap(model), saved(trained.state_dict(), tmp_path))
-    assert_same(model, trained.state_dict())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.ModuleDict({"module": nn.Linear(2, 3)}),
-        lambda: nn.Sequential(torch.compile(nn.Linear(2, 3))),
-        lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3)),
-    ],
-)
-def test_names_that_are_the_models_own_keep_their_beginning(make, tmp_path):
-    model = make()
-    report = va.load_checkpoint(model, saved(model.state_dict(), tmp_path))
-    assert (set(report.loaded), report.prefix) == (model.state_dict().keys(), "")
+def test_names_that_are_the_models_own_keep_their_beginning(tmp_path):
+    parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
+    for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
+        report = va.load_checkpoint(model, saved(model.state_dict(), tmp_path))
+        assert (set(report.loaded), report.prefix) == (model.state_dict().keys(), "")
 
 
 @pytest.mark.parametrize(
