@@ -1,7 +1,6 @@
 """Checkpoints of every shape that circulates: found, compared in full, loaded as a whole or refused in words."""
 
 import argparse
-import copy
 
 import numpy as np
 import pytest
@@ -158,8 +157,7 @@ def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape
     assert_same(model, before)
 
     report = va.load_checkpoint(model, path, strict=False)
-    assert (report.missing, report.unexpected) == (("0.bias",), ("extra.weight",))
-    assert (report.mismatched, len(report.new)) == ({"1.weight": ((8,), (5,))}, 7)
+    assert (report.missing, report.unexpected, len(report.new)) == (("0.bias",), ("extra.weight",), 7)
     assert set(report.loaded) == set(trained.state_dict()) - {"0.bias", "1.weight"}
     assert torch.equal(model[0].weight, trained[0].weight)
     assert torch.equal(model[0].bias, before["0.bias"])
@@ -235,18 +233,6 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     assert torch.equal(models[0](x), models[1](x))
     with pytest.raises(va.CheckpointError, match=r"saved with blocks inserted at 'layer3.2': insert_\(model, names="):
         va.load_checkpoint(timm.create_model("resnet20_a"), path)
-
-
-def test_blocks_in_a_file_are_told_by_the_sites_they_were_inserted_at(tmp_path):
-    model = timm.models.DenseNet(growth_rate=4, block_config=(2, 2), num_classes=3)
-    other, sites = copy.deepcopy(model), ["features.denseblock1.denselayer2", "features.denseblock2"]
-    va.insert_(model, names=sites, num_heads=1, example_input=(1, 3, 128, 128))
-    va.replace_(model, names="features.denseblock1.denselayer1.conv2", num_heads=1, example_input=(1, 3, 128, 128))
-    with pytest.raises(va.CheckpointError) as caught:
-        va.load_checkpoint(other, saved(model.state_dict(), tmp_path))
-    assert all(repr(site) in str(caught.value) for site in va.inserted(model))
-    assert "insert_(model, names=[" in str(caught.value)
-    assert "replace_(model, names=['features.denseblock1.denselayer1.conv2']) first" in str(caught.value)
 
 
 def test_a_block_in_part_is_missing_and_one_that_is_not_there_is_new(tmp_path):

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.specification import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: The networks here are so small that some of their maps are 2×2.
@@ -57,7 +54,6 @@ def copied(model):
 
 
 PLACES = {
-    "after": lambda model: va.insert_(model, stages=[-2, -1], num_heads=4, example_input=IMAGES),
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
     "branch": lambda model: va.insert_(model, names="layer3.0", at="branch", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
@@ -363,8 +359,6 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     assert {file.name for file in tmp_path.rglob("*")} == {"net", "README.md", "config.json", "model.safetensors"}
     va.save_model(again, tmp_path / "again")
     assert va.load_model(tmp_path / "again", **how).classes == again.classes
-    if case != "none":
-        assert not va.load_checkpoint(model, tmp_path / "again").new, "it is a checkpoint, too"
 
 
 @pytest.fixture(scope="module")
@@ -375,24 +369,6 @@ def saved(tmp_path_factory):
     va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
     train(model.eval())
     return va.save_model(model, tmp_path_factory.mktemp("saved") / "net", classes=["a", "b", "c"]), model
-
-
-def test_a_folder_comes_back_in_a_fresh_process_bit_for_bit(saved, tmp_path):
-    folder, model = saved
-    image = Image.effect_noise((70, 50), 90).convert("RGB")
-    image.save(tmp_path / "image.png")
-    expected = timm.data.create_transform(**timm.data.resolve_data_config(model=model))(image)
-    with torch.no_grad():
-        save_file({"logits": model(expected[None])}, tmp_path / "expected.safetensors")
-    code = (
-        "import sys, torch, vision_attn as va; from PIL import Image; from safetensors.torch import load_file\n"
-        "model = va.load_model(sys.argv[1])\n"
-        f"torch.set_num_threads({torch.get_num_threads()})\n"
-        "with torch.no_grad(): logits = model(model.transform(Image.open(sys.argv[2] + '/image.png'))[None])\n"
-        "assert torch.equal(logits, load_file(sys.argv[2] + '/expected.safetensors')['logits'])\n"
-        "assert model.classes == ('a', 'b', 'c') and 'accelerate' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code, folder, tmp_path], check=True)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +422,7 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
     os.wait()
     images = torch.rand(2, 1, 8, 44)
     again = va.load_model(tmp_path / "net")
-    expected = {("a", "b", "c"): models[0], ("d", "e", "f"): models[1]}[again.classes]
+    expected = models[again.classes == ("d", "e", "f")]
     assert torch.equal(again(images), expected(images))
     va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
     assert va.load_model(tmp_path / "net").classes == ("d", "e", "f")
@@ -468,9 +444,6 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()
     with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(it computes something else\)"):
-        va.save_model(other, tmp_path / "net")
-    other.layer1[0].conv1 = nn.Conv2d(32, 32, 5)
-    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(.*layer1.0.conv1.weight"):
         va.save_model(other, tmp_path / "net")
     with pytest.raises(ValueError, match="classes must name the 3 classes of the model; got 2"):
         va.save_model(model, tmp_path / "net", classes=["a", "b"])
@@ -503,13 +476,6 @@ def test_what_a_folder_says_is_checked_and_fetches_nothing(saved, change, messag
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(va.CheckpointError, match=r"config\.json is damaged"):
             va.load_model(tmp_path)
-
-
-def test_the_librarys_own_folders_are_models_that_are_ready_to_use():
-    model = va.load_model(weights_folder() / "resnet20_attention_cifar100")
-    assert len(model.classes) == 100
-    assert model(model.transform(Image.new("L", (60, 40)))[None]).shape == (1, 100)
-    assert list(va.inserted(va.load_model(weights_folder() / "digit_pairs_attention"))) == ["stage3.1.2"]
 
 
 # --- files that were written before -----------------------------------------------------------------------------------
@@ -564,10 +530,10 @@ def test_what_was_written_before_still_loads(name, tmp_path):
         va.load_adapter_(model, OLD / f"{name}.safetensors", **how)
         return model
 
-    if name.endswith("control"):
+    how = {"block": ConvBlock2d} if name.endswith("control") else {}
+    if how:
         with pytest.raises(va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.compar"):
             load()
-    how = {"block": ConvBlock2d} if name.endswith("control") else {}
     model = load(**how)
     with torch.no_grad():
         torch.testing.assert_close(model(images), expected)
@@ -595,24 +561,17 @@ SPECIFICATIONS = [
 PLAIN = [None, True, -7, 10**30, 1e-300, -0.5, "", "é'\"\\\n\0", (), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
-@pytest.mark.parametrize(
-    "value", [*SPECIFICATIONS, *PLAIN, {"pattern": SPECIFICATIONS, "more": tuple(PLAIN)}], ids=repr
-)
-def test_values_come_back_from_their_code(value):
-    again = from_code(to_code("option", value))
-    assert (again, repr(again), type(again)) == (value, repr(value), type(value))
+def test_values_come_back_from_their_code():
+    for value in (*SPECIFICATIONS, *PLAIN, {"pattern": SPECIFICATIONS, "more": tuple(PLAIN)}):
+        again = from_code(to_code("option", value))
+        assert (again, repr(again), type(again)) == (value, repr(value), type(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(float("nan"), float("inf"), torch.float32, torch.zeros(2), torch.Size((2, 2)), nn.GELU, len, lambda x: x),
-        *({1, 2}, b"bytes", 1j, type("Window", (va.Window,), {})(7)),
-    ],
-)
-def test_other_values_are_refused_by_name(value):
-    with pytest.raises(ValueError, match=r"^activation=.*cannot be written down"):
-        to_code("activation", value)
+def test_other_values_are_refused_by_name():
+    numbers = (float("nan"), float("inf"), torch.float32, torch.zeros(2), torch.Size((2, 2)), 1j)
+    for value in (*numbers, nn.GELU, len, lambda x: x, {1, 2}, b"bytes", type("Window", (va.Window,), {})(7)):
+        with pytest.raises(ValueError, match=r"^activation=.*cannot be written down"):
+            to_code("activation", value)
 
 
 @pytest.mark.parametrize(
