@@ -152,12 +152,6 @@ def one_part_under_many_names(path):
             archive.filelist.append(again)
 
 
-def holes(path):
-    """64 GiB that take no place on a disk."""
-    with open(path, "wb") as file:
-        file.truncate(2**36)
-
-
 def said_in(path):
     """What a file of the library's own form says."""
     with safe_open(path, "pt") as file:

@@ -139,9 +139,6 @@ def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained
         va.load_checkpoint(model, path, prefix="body.")
 
 
-# --- what fits, and what does not -------------------------------------------------------------------------------------
-
-
 def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape(trained, tmp_path):
     state = trained.state_dict()
     del state["0.bias"]
@@ -194,12 +191,6 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(content, 
     assert_same(model, before)
 
 
-@pytest.mark.parametrize("make", [lambda: small_network().to("meta"), lambda: nn.LazyLinear(2)], ids=["meta", "lazy"])
-def test_a_model_without_values_is_refused(make, trained, tmp_path):
-    with pytest.raises(ValueError, match="model has tensors without values"):
-        va.load_checkpoint(make(), saved(trained.state_dict(), tmp_path))
-
-
 def test_what_cannot_be_written_into_leaves_the_model_as_it_was(tmp_path):
     model = nn.Linear(2, 2)
     model.odd = nn.Buffer(torch.ones(1).expand(3))
@@ -208,9 +199,9 @@ def test_what_cannot_be_written_into_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
         va.load_checkpoint(model, path)
     assert_same(model, before)
-
-
-# --- blocks, and modules that they replaced ---------------------------------------------------------------------------
+    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+        with pytest.raises(ValueError, match="model has tensors without values"):
+            va.load_checkpoint(empty, path)
 
 
 def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
@@ -244,8 +235,6 @@ def test_a_block_in_part_is_missing_and_one_that_is_not_there_is_new(tmp_path):
     path = saved({key: value for key, value in whole.items() if key != "0.inserted.gate"}, tmp_path)
     with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0\.inserted\.gate"):
         va.load_checkpoint(model, path)
-    report = va.load_checkpoint(model, path, strict=False)
-    assert (report.missing, set(report.new)) == (("0.inserted.gate",), state.keys() - whole.keys())
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_path):
@@ -262,8 +251,6 @@ def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_pa
         va.remove_(model)
         assert_same(model, source.state_dict())
 
-
-# --- what a block is, beyond its shapes -------------------------------------------------------------------------------
 
 BLOCK = {"num_heads": 4, "pattern": va.Window(4), "position": va.RelPosDecomposed(4), "scale": 0.3, "num_kv_heads": 2}
 

