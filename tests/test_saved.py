@@ -431,7 +431,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused(saved, tmp_path, monkeypatc
 
 def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     _, model = saved
-    with pytest.raises(ValueError, match="architecture must be a name of timm's; got None"):
+    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()

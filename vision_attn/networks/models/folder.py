@@ -107,7 +107,7 @@ def save_model(
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ValueError(
-            f"architecture must be a name of timm's; got {architecture!r}: save_adapter is for the blocks of others"
+            f"architecture must be a name that timm knows; got {architecture!r}: save_adapter saves blocks of others"
         )
     if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
         classes = vars(model)["classes"]

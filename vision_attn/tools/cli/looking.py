@@ -70,7 +70,7 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
     from timm.models import get_pretrained_cfg
 
     from vision_attn.networks.checkpoints import load_adapter_
-    from vision_attn.networks.checkpoints.adapter_file import read_adapter
+    from vision_attn.networks.checkpoints.adapter import read_adapter
     from vision_attn.networks.convert.swap import swap_
     from vision_attn.networks.models.registry import config_of, create_model
 
