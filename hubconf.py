@@ -1,6 +1,6 @@
 """Entry points for ``torch.hub.load(REPOSITORY, NAME)``: the networks that this library registers with timm."""
 
-dependencies = ["torch", "torchvision", "timm", "einx", "safetensors"]
+dependencies = ["torch", "torchvision", "timm", "einx", "lazy_loader", "safetensors"]
 
 from vision_attn.networks.models import (  # noqa: E402, F401
     aa_resnet50,

@@ -342,8 +342,8 @@ check("output, causal", transformer_block(x, encoder_p, n, causal), encoder(from
 # A CNN has maps `(b, c, h, w)` in the place of `(b, i, c)`: channels first, and the tokens are the positions, row by
 # row. A linear layer on every token is there a 1×1 convolution, and its weight `(out, in)` becomes `(out, in, 1, 1)`.
 # With the names changed, all that was checked above loads into the blocks of `vision_attn`: on `(b, c, w)`, on maps of
-# one row, and on maps of `h` rows. `vision_attn.attention.reference`, the definition that the library is tested against, agrees
-# as well.
+# one row, and on maps of `h` rows. `vision_attn.attention.reference`, the definition that the library is tested
+# against, agrees as well.
 
 # %%
 RENAMED = {"self_attn.": "attn.", "in_proj_": "qkv.", "out_proj.": "proj.", "linear1": "fc1", "linear2": "fc2"}

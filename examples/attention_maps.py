@@ -70,9 +70,9 @@ print(f"wrote {OUTPUT / 'attention_maps.png'}")
 figure
 
 # %% [markdown]
-# **Each head** has weights of its own. The picture averages over them; here they are apart. All four look at both digits
-# and past the gap between them. In the digits they differ: any two have the same cell on top in 36 % of the canvases at
-# most.
+# **Each head** has weights of its own. The picture averages over them; here they are apart. All four look at both
+# digits and past the gap between them. In the digits they differ: no two have the same cell on top in more than 36 % of
+# the canvases.
 
 # %%
 figure = attention_figure(images[chosen], six, reduction="none", width=11)
@@ -84,8 +84,8 @@ assert max((top[:, m] == top[:, n]).float().mean() for m in range(4) for n in ra
 figure
 
 # %% [markdown]
-# **Does it matter?** Maps alone do not say so. With the block disabled the same network is left with what each place says
-# by itself, which is nothing: half of the canvases are of either kind.
+# **Does it matter?** Maps alone do not say so. With the block disabled the same network is left with what each place
+# says by itself, which is nothing: half of the canvases are of either kind.
 
 # %%
 with disabled(model):

@@ -73,7 +73,7 @@ assert losses[-1] < losses[0]
 
 # %% [markdown]
 # **Does the block contribute?** `contribution` says how large what it adds is, against the map that it is added to, and
-# what changes when it is closed. `gates` are numbers that what it adds is multiplied with, one a channel.
+# what changes when it is disabled. `gates` are numbers that what it adds is multiplied with, one a channel.
 
 # %%
 worth = va.contribution(model, (images, labels))

@@ -91,7 +91,7 @@ assert [name for name in model.state_dict() if ".inserted." not in name] == name
 
 # %% [markdown]
 # **Train** the block and the head, nothing else, and look at what the block has come to contribute: how large what it
-# adds is against the map that it is added to, and how many predictions change when it is closed.
+# adds is against the map that it is added to, and how many predictions change when it is disabled.
 
 # %%
 va.freeze_backbone_(model, also_train="fc.*")

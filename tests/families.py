@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.networks.convert.swap import SwapReport
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 
@@ -132,7 +133,7 @@ def limit(dtype: str, rounding: float = 0.0) -> float:
 @dataclass
 class Row:
     entry: Entry
-    report: va.SwapReport
+    report: SwapReport
     #: of output and gradients, by type
     differences: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: likewise what the model itself differs by in the two types, where float32 differs by more than it should

@@ -146,12 +146,12 @@ def test_finetune_folder_leaves_an_adapter_for_the_backbone_that_it_was_given(im
 
 @pytest.mark.slow
 def test_finetune_folder_runs_on_two_processes(image_folder, zoo):
-    # 25 images to evaluate on, which neither processes nor batches divide, and the last one of them not in its class.
+    # 25 images to evaluate on, which neither processes nor batches divide; the last is not in its class.
     folder = shutil.copytree(image_folder, zoo.parent / "images")
     shutil.copy(folder / "val" / "blue" / "0.png", folder / "val" / "red" / "z.png")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*EXAMPLES["finetune_folder.py"], "--data", folder, "--weights", zoo, "--output", "tuned"]
-    command = [*launcher, ROOT / "examples/finetune_folder.py", *arguments, "--batch-size", "6", "--epochs", "1", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [ROOT / "examples/finetune_folder.py", *EXAMPLES["finetune_folder.py"], "--data", folder]
+    command += ["--weights", zoo, "--output", "tuned", "--batch-size", "6", "--epochs", "1", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=zoo.parent)
     assert done.returncode == 0, done.stderr
@@ -300,9 +300,7 @@ def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
     code, out, err = run_here("classify.py", tmp_path / "net.onnx", *pictures)
     assert (code, out.splitlines(), err) == (0, expected, "")
     (tmp_path / "half.png").write_bytes(pictures[0].read_bytes()[:500])
-    code, out, err = run_here("classify.py", tmp_path / "net.onnx", pictures[0], tmp_path / "half.png")
-    assert (code, out.count("\n"), err.count("\n")) == (1, 1, 1)
-    assert err.startswith(f"{tmp_path / 'half.png'}: a damaged or no image (")
+    code, out, err = run_here("classify.py", tmp_path / "net.onnx", tmp_path / "half.png")
+    assert (code, out, err.partition(" (")[0]) == (1, "", f"{tmp_path / 'half.png'}: a damaged or no image")
     code, out, err = run_here("classify.py", pictures[0], pictures[0])
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"{pictures[0]}: no network that vision-attn export wrote (")
+    assert (code, out, err.partition(" (")[0]) == (1, "", f"{pictures[0]}: no network that vision-attn export wrote")

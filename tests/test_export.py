@@ -83,9 +83,10 @@ def test_a_graph_computes_what_the_network_does_and_says_what_must_be_known(expo
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_what_computes_something_else_leaves_no_file(exported, tmp_path, monkeypatch, ending):
     _, reopen = module.FORMATS[ending]
+    before = exported(ending)[0].read_bytes()  # of the network with its gate as it was
 
     def with_a_weaker_gate(network, images, path, about):
-        path.write_bytes(exported(ending)[0].read_bytes())  # of the network with its gate as it was
+        path.write_bytes(before)
 
     monkeypatch.setitem(module.FORMATS, ending, (with_a_weaker_gate, reopen))
     network = small_network()

@@ -1,6 +1,5 @@
 """Notebooks: reports show as tables there, and those of the walkthroughs are in step with them."""
 
-import itertools
 import json
 import runpy
 from pathlib import Path
@@ -90,17 +89,3 @@ def test_a_notebook_was_run_from_top_to_bottom_and_shows_its_pictures(path):
     if path.stem == "first_steps":
         assert sum("text/html" in data for data in shown) == 5
     assert not any(place in path.read_text() for place in (str(ROOT), str(Path.home()), "/tmp/"))
-
-
-@pytest.mark.slow
-def test_notebooks_run(notebooks, tmp_path):
-    """The first, and one with pictures; the sources of all are run as walkthroughs."""
-
-    def kinds(cells):  # a kernel may send what is printed in one piece or in several
-        sent = [[output["output_type"] for output in cell.get("outputs", [])] for cell in cells]
-        return [[kind for kind, _ in itertools.groupby(outputs)] for outputs in sent]
-
-    for name in ("first_steps", "attention_maps"):
-        made = notebooks["execute"](notebooks["convert"](notebooks["WALKTHROUGHS"][name]), tmp_path)
-        stored = json.loads((ROOT / "examples" / "notebooks" / f"{name}.ipynb").read_text())
-        assert kinds(made.cells) == kinds(stored["cells"])

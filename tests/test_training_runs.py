@@ -109,8 +109,15 @@ def words(settings):
     usual, line = Settings().as_dict(), []
     for name, value in settings.as_dict().items():
         if value != usual[name]:
-            line += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            line += [f"--{name.replace('_', '-')}", *map(str, values)]
     return ["train", *line]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # --- killed and interrupted -------------------------------------------------------------------------------------------
@@ -198,27 +205,33 @@ def test_a_run_killed_while_it_writes_goes_on_to_the_same_bits(base, place, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, processes, tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if processes > 1 else []
-    kills, chance = (20, random.Random(0)) if processes == 1 else (5, random.Random(1))
+    kills, chance = {1: 20, 2: 4}[processes], random.Random(processes)
     base = replace(base, model="test_resnet", epochs=4 * kills, save_every=2, img_size=32)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def start(settings, log):
-        command = [sys.executable, *launch, "-m", "vision_attn", *words(settings)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        """The processes that torchrun would start, whose own are out of reach of its end."""
+        place = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "vision_attn", *words(settings)]
+        for rank in range(processes):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, **place} if processes > 1 else {"OMP_NUM_THREADS": 1}
+            environment = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
+            yield subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     with open(tmp_path / "log", "w+") as log:
-        assert start(base, log).wait() == 0
+        assert [process.wait() for process in list(start(base, log))] == [0] * processes
         killed = replace(base, output=tmp_path / "killed", resume="auto")
         for _ in range(kills):
-            before, process = newest_state(killed.output), start(killed, log)
-            while process.poll() is None and newest_state(killed.output) == before:
+            before, running = newest_state(killed.output), list(start(killed, log))
+            while running[0].poll() is None and newest_state(killed.output) == before:
                 time.sleep(0.002)  # until it saved something new
             time.sleep(chance.uniform(0, 0.25))
-            assert process.poll() is None, "the run ended before it was killed often enough"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert start(killed, log).wait() == 0, (tmp_path / "log").read_text()
+            assert running[0].poll() is None, "the run ended before it was killed often enough"
+            for process in running:
+                process.kill()
+                process.wait()
+        ends = [process.wait() for process in list(start(killed, log))]
+        assert ends == [0] * processes, (tmp_path / "log").read_text()
     assert_same_result(tmp_path / "run", tmp_path / "killed")
 
 
@@ -486,11 +499,17 @@ def test_batch_norms_of_several_processes_are_synchronised_on_request(base):
 
 def in_two_processes(*arguments):
     """What torchrun's two processes of the same command say."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", "CUDA_VISIBLE_DEVICES": ""}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        "-m",
+    ]
     done = subprocess.run(
         [*launch, "vision_attn", *map(str, arguments)], capture_output=True, text=True, env=environment
     )

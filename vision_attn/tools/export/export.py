@@ -29,6 +29,8 @@ __all__ = ["ExportReport", "export_model"]
 ENTRY = "classifier"
 #: Difference from the network's output that rounding explains, as a share of its largest value.
 TOLERANCE = 1e-4
+#: How an image is cropped and resized where a network does not say it, in timm's words.
+CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
 #: Images in the batches that are compared: other numbers than the two that a graph is traced with.
 BATCHES = (1, 3)
 
@@ -120,6 +122,7 @@ def export_model(
     if normalize:
         network = nn.Sequential(Normalize(list(about["mean"]), list(about["std"])), network).eval()
     about |= {
+        **{name: config.get(name, usual) for name, usual in CROP.items()},
         "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
         "architecture": config.get("architecture"),
         "inserted": list(inserted(plain)),
