@@ -23,8 +23,8 @@ from torch.testing import assert_close
 
 import vision_attn as va
 from vision_attn.attention.implementations import attend
-from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.figures import Figure, save_figure
+from vision_attn.networks.safe import write_atomically
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)  # nothing is trained here

@@ -9,7 +9,6 @@ import io
 import json
 import pickle
 import struct
-import tarfile
 import zipfile
 
 import torch
@@ -55,11 +54,9 @@ def pickled(value):
             case Named(name=name):
                 module, _, name = name.rpartition(".")
                 return f"c{module}\n{name}\n".encode()
-            case New(name=name, state=state):
-                return write(Named(name)) + b")\x81" + write(state) + b"b"
             case Call(name=name, arguments=arguments, state=state):
-                built = b"" if state is None else write(state) + b"b"
-                return write(Named(name)) + write(arguments) + b"R" + built
+                made = b")\x81" if isinstance(value, New) else write(arguments) + b"R"
+                return write(Named(name)) + made + (b"" if state is None else write(state) + b"b")
             case Stored():
                 return write(("storage", *value)) + b"Q"
             case dict():
@@ -77,8 +74,8 @@ def pickled(value):
 def as_zip(content, data=()):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        parts = {"version": b"3\n", "byteorder": b"little", "data.pkl": content}
-        for name, part in {**parts, **{f"data/{number}": numbers for number, numbers in enumerate(data)}}.items():
+        parts = {"data.pkl": content, **{f"data/{number}": numbers for number, numbers in enumerate(data)}}
+        for name, part in {"byteorder": b"little", **parts}.items():
             archive.writestr(f"archive/{name}", part)
     return file.getvalue()
 
@@ -86,21 +83,6 @@ def as_zip(content, data=()):
 def as_legacy(content, keys=(), data=b""):
     system = {"little_endian": True, "protocol_version": VERSION, "type_sizes": {}}
     return b"".join([pickled(MAGIC), pickled(VERSION), pickled(system), content, pickled(list(keys)), data])
-
-
-def as_tar(content):
-    """The form before both."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, part in (
-            ("storages", pickled(0) + pickled([])),
-            ("tensors", pickled(0)),
-            ("pickle", content),
-        ):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(part)
-            archive.addfile(entry, io.BytesIO(part))
-    return file.getvalue()
 
 
 def number(form, raw, *state):
@@ -149,15 +131,9 @@ def doubled(times):
 
 def inflated(path, length):
     """A tensor of zeros in a compressed part, which takes a thousandth of its length."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/version", b"3\n")
-        archive.writestr("archive/byteorder", b"little")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickled({"weight": tensor(length // 4, (length // 4,), (1,))}))
-        part = zipfile.ZipInfo("archive/data/0")
-        part.compress_type = zipfile.ZIP_DEFLATED
-        with archive.open(part, "w") as content:
-            for _ in range(length >> 20):
-                content.write(bytes(2**20))
+        archive.writestr("archive/data/0", bytes(length))
 
 
 def one_part_under_many_names(path):
@@ -166,7 +142,6 @@ def one_part_under_many_names(path):
     storages = [Stored((Named("torch.FloatStorage"), name[5:], "cpu", 2**18)) for name in names]
     content = [Call("torch._utils._rebuild_tensor_v2", s, 0, (2**18,), (1,), False, None) for s in storages]
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/version", b"3\n")
         archive.writestr("archive/data.pkl", pickled(content))
         archive.writestr("archive/data/0000", bytes(2**20))
         one = archive.NameToInfo.pop("archive/data/0000")
@@ -175,12 +150,6 @@ def one_part_under_many_names(path):
             again = copy.copy(one)
             again.filename = f"archive/{name}"
             archive.filelist.append(again)
-
-
-def holes(path):
-    """64 GiB that take no place on a disk."""
-    with open(path, "wb") as file:
-        file.truncate(2**36)
 
 
 def said_in(path):

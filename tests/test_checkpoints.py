@@ -1,7 +1,6 @@
 """Checkpoints of every shape that circulates: found, compared in full, loaded as a whole or refused in words."""
 
 import argparse
-import copy
 
 import numpy as np
 import pytest
@@ -18,9 +17,8 @@ from vision_attn.networks.insertion import inserted_keys
 
 
 def small_network(classes=3):
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
-    )
+    parts = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes)
+    return nn.Sequential(*parts)
 
 
 @pytest.fixture
@@ -52,31 +50,31 @@ def named(begin, state):
     return {f"{begin}{key}": value for key, value in state.items()}
 
 
+def before_batches_were_counted(state):
+    return {key: value for key, value in state.items() if "num_batches_tracked" not in key}
+
+
+def of_swa(state):
+    return {"model": {"n_averaged": torch.tensor(3), **named("module.", state)}}
+
+
+def of_a_script(state):
+    settings = argparse.Namespace(lr=0.1)
+    return {"state_dict": state, "epoch": 3, "args": settings, "best": np.float64(91.7), "optimizer": {"state": {}}}
+
+
 #: What a file holds, the entry that the weights are found under, and what is taken off their names.
 FORMS = {
     "plain": (lambda state: state, "", ""),
-    "state_dict": (lambda state: {"state_dict": state, "epoch": 3, "best_prec1": 91.7}, "state_dict", ""),
-    "model": (lambda state: {"model": state, "optimizer": {"state": {}, "param_groups": []}}, "model", ""),
+    "of a script": (of_a_script, "state_dict", ""),
     "model beside its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
     "data parallel": (lambda state: {"state_dict": named("module.", state)}, "state_dict", "module."),
     "compiled": (lambda state: named("_orig_mod.", state), "", ""),
-    "compiled and parallel": (lambda state: named("module._orig_mod.", state), "", "module."),
     "parallel and compiled": (lambda state: named("_orig_mod.module.", state), "", "module."),
-    "a part": (lambda state: named("encoder.net.", state), "", "encoder.net."),
     "a part in parallel": (lambda state: named("module.backbone.", state), "", "module.backbone."),
-    "torch's AveragedModel": (
-        lambda state: {"model": {"n_averaged": torch.tensor(3), **named("module.", state)}},
-        "model",
-        "module.",
-    ),
-    "with the settings of argparse": (lambda state: {"model": state, "args": argparse.Namespace(lr=0.1)}, "model", ""),
-    "with scores of numpy": (lambda state: {"model": state, "best": np.float64(91.7), "n": np.int64(3)}, "model", ""),
-    "from before batches were counted": (
-        lambda state: {k: v for k, v in state.items() if "num_batches_tracked" not in k},
-        "",
-        "",
-    ),
+    "torch's AveragedModel": (of_swa, "model", "module."),
+    "from before batches were counted": (before_batches_were_counted, "", ""),
 }
 
 
@@ -92,26 +90,13 @@ def test_every_form_of_checkpoint_is_read(form, trained, tmp_path):
     assert_same(model, trained.state_dict())
 
 
-@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".th", ".tar", ".safetensors"])
-def test_every_ending_is_read(ending, trained, tmp_path):
-    path = tmp_path / f"file{ending}"
-    if ending == ".safetensors":
-        save_file(trained.state_dict(), path)
-    else:
-        torch.save(trained.state_dict(), path, _use_new_zipfile_serialization=ending not in (".th", ".tar"))
-    model = small_network()
-    assert len(va.load_checkpoint(model, str(path)).loaded) == len(trained.state_dict())
-    assert_same(model, trained.state_dict())
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_of_hugging_faces_form_is_read(name, trained, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_a_folder_is_read_into_a_wrapped_model(wrap, name, trained, tmp_path):
     torch.save({"other": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    write = save_file if name == "model.safetensors" else torch.save
-    write(trained.state_dict(), tmp_path / name)
+    (save_file if name == "model.safetensors" else torch.save)(trained.state_dict(), tmp_path / name)
     model = small_network()
-    assert va.load_checkpoint(model, tmp_path).path == str(tmp_path / name)
+    assert va.load_checkpoint(wrap(model), tmp_path).path == str(tmp_path / name)
     assert_same(model, trained.state_dict())
 
 
@@ -122,41 +107,24 @@ def test_the_average_is_taken_on_request_and_what_was_not_taken_is_said(trained,
     assert (report.entry, report.others) == ("model", ("model_ema", "teacher"))
     assert "not taken: the weights under model_ema, teacher (ema=True takes the moving average)" in str(report)
     model = small_network()
-    report = va.load_checkpoint(model, path, ema=True)
-    assert (report.entry, report.others) == ("model_ema", ("model", "teacher"))
-    assert "ema=True" not in str(report)
+    assert va.load_checkpoint(model, path, ema=True).others == ("model", "teacher")
     assert_same(model, state)
     with pytest.raises(va.CheckpointError, match=r"ema=True: .*the file has model"):
         va.load_checkpoint(model, saved({"model": state}, tmp_path), ema=True)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
-def test_a_wrapped_model_is_loaded_into(wrap, trained, tmp_path):
-    model = small_network()
-    va.load_checkpoint(wrap(model), saved(trained.state_dict(), tmp_path))
-    assert_same(model, trained.state_dict())
+def test_names_that_are_the_models_own_keep_their_beginning(tmp_path):
+    parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
+    for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
+        report = va.load_checkpoint(model, saved(model.state_dict(), tmp_path))
+        assert (set(report.loaded), report.prefix) == (model.state_dict().keys(), "")
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.ModuleDict({"module": nn.Linear(2, 3)}),
-        lambda: nn.ModuleDict({"backbone": small_network()}),
-        lambda: nn.Sequential(torch.compile(nn.Linear(2, 3))),
-        lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3)),
-    ],
+    ("wrapper", "prefix"),
+    [("", "backbone"), ("module.", "backbone"), ("module.", "module.backbone."), ("_orig_mod.", "backbone.")],
 )
-def test_names_that_are_the_models_own_keep_their_beginning(make, tmp_path):
-    model = make()
-    report = va.load_checkpoint(model, saved(model.state_dict(), tmp_path))
-    assert (set(report.loaded), report.prefix) == (model.state_dict().keys(), "")
-
-
-@pytest.mark.parametrize("prefix", ["backbone", "module.backbone."])
-@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
 def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained, tmp_path):
-    if wrapper != "module." and prefix.startswith("module."):
-        return
     state = named(f"{wrapper}backbone.", trained.state_dict())
     state |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
     path = saved(state | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
@@ -171,9 +139,6 @@ def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained
         va.load_checkpoint(model, path, prefix="body.")
 
 
-# --- what fits, and what does not -------------------------------------------------------------------------------------
-
-
 def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape(trained, tmp_path):
     state = trained.state_dict()
     del state["0.bias"]
@@ -184,19 +149,13 @@ def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape
     before = copied(model)
     with pytest.raises(va.CheckpointError) as caught:
         va.load_checkpoint(model, path)
-    for part in (
-        *("nothing was loaded", "strict=False", "7 new by design: 1.inserted.gate"),
-        *("1 missing in the checkpoint: 0.bias", "1 unexpected in the checkpoint: extra.weight"),
-        "1 of another shape: 1.weight (model (8,), checkpoint (5,))",
-    ):
+    for part in ("nothing was loaded", "7 new", "1 missing", "1 unexpected", "(model (8,), checkpoint (5,))"):
         assert part in str(caught.value)
     assert_same(model, before)
 
     report = va.load_checkpoint(model, path, strict=False)
-    assert (report.missing, report.unexpected) == (("0.bias",), ("extra.weight",))
-    assert (report.mismatched, len(report.new)) == ({"1.weight": ((8,), (5,))}, 7)
+    assert (report.missing, report.unexpected, len(report.new)) == (("0.bias",), ("extra.weight",), 7)
     assert set(report.loaded) == set(trained.state_dict()) - {"0.bias", "1.weight"}
-    assert torch.equal(model[0].weight, trained[0].weight)
     assert torch.equal(model[0].bias, before["0.bias"])
 
 
@@ -207,7 +166,6 @@ def test_another_class_count_is_refused_with_the_remedy_and_the_remedy_works(tra
     head = model[4].weight.clone()
     assert va.load_checkpoint(model, path, fresh=["4.*"]).new == ("4.weight", "4.bias")
     assert torch.equal(model[4].weight, head)
-    assert torch.equal(model[0].weight, trained[0].weight)
     with pytest.raises(ValueError, match="fresh: 'head"):
         va.load_checkpoint(model, path, fresh=["head.*"])
 
@@ -220,10 +178,7 @@ def test_another_class_count_is_refused_with_the_remedy_and_the_remedy_works(tra
         ({"other.gamma": torch.zeros(1)}, "another architecture; the model has weight, bias; the checkpoint has other"),
         ({"bias": torch.ones(3), "weight": torch.zeros(3, 2).to_sparse()}, "to run 'torch._utils._rebuild_sparse"),
         ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.int8)}, "weight is whole-number there and fl"),
-        ({"bias": torch.ones(3), "weight": torch.zeros(3, 2, dtype=torch.cfloat)}, "weight is complex there and float"),
-        # As a script saves that adds its keys to those of another run: which of them is meant, nobody knows.
         ({"_orig_mod.weight": torch.ones(3, 2), "weight": torch.ones(3, 2)}, "several tensors for one name.*weight"),
-        ({"module._orig_mod.bias": torch.ones(3), "module.bias": torch.ones(3)}, "several tensors for one name.*bias"),
     ],
 )
 def test_a_file_of_something_else_is_refused_before_anything_is_loaded(content, message, tmp_path):
@@ -234,12 +189,6 @@ def test_a_file_of_something_else_is_refused_before_anything_is_loaded(content, 
     assert_same(model, before)
 
 
-@pytest.mark.parametrize("make", [lambda: small_network().to("meta"), lambda: nn.LazyLinear(2)], ids=["meta", "lazy"])
-def test_a_model_without_values_is_refused(make, trained, tmp_path):
-    with pytest.raises(ValueError, match="model has tensors without values"):
-        va.load_checkpoint(make(), saved(trained.state_dict(), tmp_path))
-
-
 def test_what_cannot_be_written_into_leaves_the_model_as_it_was(tmp_path):
     model = nn.Linear(2, 2)
     model.odd = nn.Buffer(torch.ones(1).expand(3))
@@ -248,16 +197,15 @@ def test_what_cannot_be_written_into_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
         va.load_checkpoint(model, path)
     assert_same(model, before)
+    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+        with pytest.raises(ValueError, match="model has tensors without values"):
+            va.load_checkpoint(empty, path)
 
 
-# --- blocks, and modules that they replaced ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["resnet20", "resnet20_a"])
-def test_loading_before_or_after_insertion_gives_the_same_model(name, tmp_path):
+def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     torch.manual_seed(0)
-    source = timm.create_model(name, num_classes=10)
-    path, models = saved(source.state_dict(), tmp_path), [timm.create_model(name).eval() for _ in range(2)]
+    source = timm.create_model("resnet20_a", num_classes=10)
+    path, models = saved(source.state_dict(), tmp_path), [timm.create_model("resnet20_a").eval() for _ in range(2)]
     va.load_checkpoint(models[0], path)
     for model in models:
         va.insert_(model, stages=-1)
@@ -273,19 +221,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(name, tmp_path):
     assert not va.load_checkpoint(models[0], path).new
     assert torch.equal(models[0](x), models[1](x))
     with pytest.raises(va.CheckpointError, match=r"saved with blocks inserted at 'layer3.2': insert_\(model, names="):
-        va.load_checkpoint(timm.create_model(name), path)
-
-
-def test_blocks_in_a_file_are_told_by_the_sites_they_were_inserted_at(tmp_path):
-    model = timm.models.DenseNet(growth_rate=4, block_config=(2, 2), num_classes=3)
-    other, sites = copy.deepcopy(model), ["features.denseblock1.denselayer2", "features.denseblock2"]
-    va.insert_(model, names=sites, num_heads=1, example_input=(1, 3, 128, 128))
-    va.replace_(model, names="features.denseblock1.denselayer1.conv2", num_heads=1, example_input=(1, 3, 128, 128))
-    with pytest.raises(va.CheckpointError) as caught:
-        va.load_checkpoint(other, saved(model.state_dict(), tmp_path))
-    assert all(repr(site) in str(caught.value) for site in va.inserted(model))
-    assert "insert_(model, names=[" in str(caught.value)
-    assert "replace_(model, names=['features.denseblock1.denselayer1.conv2']) first" in str(caught.value)
+        va.load_checkpoint(timm.create_model("resnet20_a"), path)
 
 
 def test_a_block_in_part_is_missing_and_one_that_is_not_there_is_new(tmp_path):
@@ -297,16 +233,6 @@ def test_a_block_in_part_is_missing_and_one_that_is_not_there_is_new(tmp_path):
     path = saved({key: value for key, value in whole.items() if key != "0.inserted.gate"}, tmp_path)
     with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0\.inserted\.gate"):
         va.load_checkpoint(model, path)
-    report = va.load_checkpoint(model, path, strict=False)
-    assert (report.missing, set(report.new)) == (("0.inserted.gate",), state.keys() - whole.keys())
-
-
-def replaced_network(seed=0):
-    """A network with attention in the place of a convolution."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
-    va.replace_(model, names="1", num_heads=2, example_input=(1, 3, 8, 8))
-    return model
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_path):
@@ -318,43 +244,11 @@ def test_loading_before_or_after_replacement_leaves_the_same_model_behind(tmp_pa
         va.replace_(model, names="layer3.1.conv2", num_heads=2)
     report = va.load_checkpoint(models[1], path)
     assert (report.replaced, report.unexpected) == (("layer3.1.conv2.weight",), ())
-    assert "1 for modules that are replaced, loaded for when they come back: layer3.1.conv2.weight" in str(report)
     assert (set(report.new), "layer3.1.conv2.weight" in report.loaded) == (inserted_keys(models[1]), False)
     for model in models:
         va.remove_(model)
         assert_same(model, source.state_dict())
 
-
-def test_what_was_replaced_must_fit_and_be_whole(tmp_path):
-    model = replaced_network()
-    state = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 5), nn.BatchNorm2d(8)).state_dict()
-    with pytest.raises(va.CheckpointError, match=r"1 of another shape: 1.weight \(model \(8, 8, 3, 3\), checkpoint"):
-        va.load_checkpoint(model, saved(state, tmp_path))
-    kept = copied(model[1].replaced)
-    assert va.load_checkpoint(model, saved(state, tmp_path), strict=False).replaced == ("1.bias",)
-    assert torch.equal(model[1].replaced.weight, kept["weight"])
-    assert torch.equal(model[1].replaced.bias, state["1.bias"])
-    del state["1.weight"]
-    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 1\.weight"):
-        va.load_checkpoint(model, saved(state, tmp_path))
-    assert "1.weight" in va.load_checkpoint(model, saved(state, tmp_path), fresh="1.*").new
-    # What was saved with attention in the place of the convolution knows nothing of that.
-    report = va.load_checkpoint(model, saved(replaced_network(seed=2).state_dict(), tmp_path))
-    assert (report.new, report.replaced, report.missing) == ((), (), ())
-
-
-def test_what_was_replaced_under_two_names_is_loaded(tmp_path):
-    shared = nn.Conv2d(3, 3, 1)
-    model = nn.Sequential(shared, nn.ReLU(), nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()))
-    state = {key: value + 1 for key, value in model.state_dict().items()}
-    va.replace_(model, names="0", num_heads=1, example_input=(1, 3, 8, 8))
-    model.append(model[0])
-    path = saved(state | {"3.weight": state["0.weight"], "3.bias": state["0.bias"]}, tmp_path)
-    assert va.load_checkpoint(model, path).replaced == ("0.weight", "0.bias", "3.weight", "3.bias")
-    assert torch.equal(shared.weight, state["0.weight"])
-
-
-# --- what a block is, beyond its shapes -------------------------------------------------------------------------------
 
 BLOCK = {"num_heads": 4, "pattern": va.Window(4), "position": va.RelPosDecomposed(4), "scale": 0.3, "num_kv_heads": 2}
 
@@ -375,20 +269,17 @@ def saved_block(form, folder, model):
     return saved({"state_dict": dict(state) if form == "plain" else state, "epoch": 3}, folder)
 
 
+OTHERS = [
+    ({"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4}, "num_heads=4 in .* and 8"),
+    ({"pattern": va.Grid(4)}, r"pattern=Window\(size=4, shift=0\) in the file and Grid\(size=4\) in the model"),
+    ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the file and Rope2d"),
+    ({"scale": None}, "scale=0.3 in the file and its default in the model"),
+    ({"causal": True}, "causal=its default in the file and True in the model"),
+]
+
+
 @pytest.mark.parametrize("form", ["torch", "parallel", "safetensors"])
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (
-            {"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4},
-            "num_heads=4 in the file and 8",
-        ),
-        ({"pattern": va.Grid(4)}, r"pattern=Window\(size=4, shift=0\) in the file and Grid\(size=4\) in the model"),
-        ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the file and Rope2d"),
-        ({"scale": None}, "scale=0.3 in the file and its default in the model"),
-        ({"causal": True}, "causal=its default in the file and True in the model"),
-    ],
-)
+@pytest.mark.parametrize(("other", "said"), OTHERS)
 def test_blocks_that_shapes_do_not_tell_apart_are_refused_by_name(form, other, said, tmp_path):
     path, model = saved_block(form, tmp_path, with_block()), with_block(**other)
     before = copied(model)
@@ -399,31 +290,24 @@ def test_blocks_that_shapes_do_not_tell_apart_are_refused_by_name(form, other, s
     assert (len(report.differing), report.unchecked) == (1, ())
     report = va.load_checkpoint(with_block(), path)
     assert (report.differing, report.unchecked) == ((), ())
-    assert "not compared" not in str(report)
 
 
 def test_what_a_file_does_not_say_of_its_blocks_is_said(tmp_path):
     report = va.load_checkpoint(with_block(pattern=va.Grid(4)), saved_block("plain", tmp_path, with_block()))
     assert report.unchecked == ("0.inserted.attn",)
     assert "heads and pattern not compared, as the file does not say them: 0.inserted.attn" in str(report)
-    plain = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
-    assert va.load_checkpoint(with_block(), saved(plain.state_dict(), tmp_path)).unchecked == ()
 
 
 def test_a_block_keeps_its_keys_and_says_what_it_is_by_itself(tmp_path):
     block = va.Attention2d(8, 2)
     assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
     path = saved(block.state_dict(), tmp_path)
-    torch.load(path, weights_only=True)
     with pytest.raises(va.CheckpointError, match="the block has num_heads=2 in the file and 4 in the model"):
         va.load_checkpoint(va.Attention2d(8, 4), path)
     # An implementation is none of a block's properties, nor is what happens in training alone.
     assert va.load_checkpoint(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
     with pytest.raises(va.CheckpointError, match="attention='linear' in the file and its default in the model"):
         va.load_checkpoint(block, saved(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
-    path = saved(va.StridedAttention2d(8, 2, stride=2).state_dict(), tmp_path)
-    with pytest.raises(va.CheckpointError, match="stride=2 in the file and 1 in the model"):
-        va.load_checkpoint(va.StridedAttention2d(8, 2), path)
 
 
 @pytest.mark.parametrize("said", [3, {"block": 3}, {"block": {"num_heads": 4}}, {"block": {3: "4"}}])

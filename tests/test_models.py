@@ -1,9 +1,6 @@
 """Our networks through timm: what they begin as, whose weights they take, and the accuracies that were published."""
 
-import copy
 import hashlib
-import json
-import pickle
 import runpy
 import zipfile
 from functools import partial
@@ -23,7 +20,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 import vision_attn as va
 from vision_attn.attention.blocks import StridedAttention2d
 from vision_attn.networks import models
-from vision_attn.networks.models import CifarResNet, DigitPairsNet, WideResNet, create_model
+from vision_attn.networks.models import CifarResNet, WideResNet, create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools.training.digits import digit_pairs
 
@@ -33,23 +30,14 @@ FOLDERS = sorted(path for path in weights_folder().iterdir() if path.is_dir())
 
 #: By network: the modules that blocks follow.
 SITES = {
-    "resnet18": ["layer3.1", "layer4.1"],
     "resnet50": ["layer3.5", "layer4.2"],
     "convnext_atto": ["stages.2", "stages.3"],
-    "convnext_tiny": ["stages.2", "stages.3"],
     "efficientnet_b0": ["blocks.4.2", "blocks.6.0"],
     "resnet20": ["layer3.0", "layer3.1", "layer3.2"],
-    "resnet56": [f"layer3.{block}" for block in range(9)],
-    "wrn16_4": ["layer3.0", "layer3.1"],
     "wrn28_10": [f"layer3.{block}" for block in range(4)],
 }
 #: One of each family that is run here, and the side of an image for it.
-SIDES = {"resnet18": 64, "convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
-
-
-def quick(names, chosen):
-    """Names as parameters: those that are not chosen are for thorough tests."""
-    return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in chosen)) for name in names]
+SIDES = {"convnext_atto": 64, "efficientnet_b0": 64, "resnet20": 32}
 
 
 def millions(model):
@@ -77,73 +65,53 @@ def open_gates(model):
         nn.init.normal_(block.attn.proj.weight, std=0.1)
 
 
-# --- networks for CIFAR and for digits -------------------------------------------------------------------------------
+SIZES = {
+    "resnet20_a": 0.27, "resnet32_a": 0.46, "resnet44_a": 0.66, "resnet56_a": 0.85, "wrn16_4": 2.7, "wrn28_10": 36.5,
+    "wrn40_2": 2.2, "aa_resnet50": 25.8,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("depth", "size"), {20: 0.27, 32: 0.46, 44: 0.66, 56: 0.85}.items())
-def test_cifar_resnets_have_the_papers_size_and_the_keys_of_their_zoos(depth, size):
-    """He et al., section 4.2, table 6, for option A; option B adds the projections."""
-    plain, projected = (on_meta(f"resnet{depth}{option}", num_classes=10) for option in ("_a", ""))
-    assert round(millions(plain), 2) == size
-    extra = 16 * 32 + 32 * 64 + 2 * (32 + 64)
-    assert millions(projected) - millions(plain) == pytest.approx(extra / 1e6)
-    for model, head in ((plain, "linear"), (projected, "fc")):
-        rest = {key for key in model.state_dict() if not key.startswith(("conv1", "bn1", "layer"))}
+@pytest.mark.parametrize("name", SIZES)
+def test_networks_have_their_papers_sizes(name):
+    """He et al., table 6, for option A; Zagoruyko and Komodakis, tables 4 and 5; Bello et al., table 2."""
+    assert round(millions(on_meta(name)), 2 if name.startswith("resnet") else 1) == SIZES[name]
+
+
+def test_cifar_resnets_have_the_keys_of_their_zoos():
+    plain, projected = (on_meta(name).state_dict().keys() for name in ("resnet20_a", "resnet20"))
+    for keys, head in ((plain, "linear"), (projected, "fc")):
+        rest = {key for key in keys if not key.startswith(("conv1", "bn1", "layer"))}
         assert rest == {f"{head}.weight", f"{head}.bias"}
-    added = projected.state_dict().keys() - plain.state_dict().keys() - {"fc.weight", "fc.bias"}
-    assert {key.rpartition(".")[0] for key in added} == {
-        f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)
-    }
+    added = {key.rpartition(".")[0] for key in projected - plain} - {"fc"}
+    assert added == {f"layer{stage}.0.downsample.{part}" for stage in (2, 3) for part in (0, 1)}
 
 
 def test_a_padded_shortcut_takes_every_second_cell_and_puts_zeros_around_its_channels():
-    shortcut = timm.create_model("resnet20_a").layer2[0].downsample
     x = torch.randn(2, 16, 6, 6)
-    y = shortcut(x)
-    assert torch.equal(y[:, 8:24], x[:, :, ::2, ::2])
-    assert y.shape == (2, 32, 3, 3)
-    assert (y[:, :8] == 0).all()
-    assert (y[:, 24:] == 0).all()
+    y, zeros = timm.create_model("resnet20_a").layer2[0].downsample(x), torch.zeros(2, 8, 3, 3)
+    assert torch.equal(y, torch.cat([zeros, x[:, :, ::2, ::2], zeros], 1))
 
 
 @pytest.mark.parametrize("name", ["resnet20", "wrn16_4"])
 def test_dropout_is_of_features_and_a_drop_path_of_the_branches_of_blocks(name):
-    model = timm.create_model(name, num_classes=7, in_chans=1, drop_rate=0.5, drop_path_rate=0.2)
+    model = timm.create_model(name, drop_rate=0.5, drop_path_rate=0.2)
     y = torch.ones(2, model.num_features, 2, 2)
     assert 0 < (model.forward_head(y, pre_logits=True) == 0).sum() < 2 * model.num_features
-    assert (model.eval().forward_head(y, pre_logits=True) == 1).all()
-    drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
-    assert drops[0] is None
-    rates = [drop.drop_prob for drop in drops[1:]]
-    assert rates == pytest.approx([0.2 * n / len(rates) for n in range(1, len(rates) + 1)])
-    block = model.layer3[-1].train()
-    block.drop_path.drop_prob = 1.0
-    x = torch.rand(2, model.num_features, 4, 4)
-    assert torch.equal(block(x), x)
+    first, *drops = [block.drop_path for layer in (model.layer1, model.layer2, model.layer3) for block in layer]
+    assert first is None
+    assert [drop.drop_prob for drop in drops] == pytest.approx([0.2 * n / len(drops) for n in range(1, len(drops) + 1)])
+    drops[-1].drop_prob = 1.0
+    assert torch.equal(model.layer3[-1](y), y)
 
 
-@pytest.mark.parametrize("name", ["digit_pairs", "digit_pairs_attention"])
-def test_the_maps_of_the_digit_networks_are_those_of_their_four_stages(name):
-    features = timm.create_model(name, features_only=True)
-    shapes = [tuple(f.shape[1:]) for f in features(torch.randn(2, 1, 8, 44))]
-    assert shapes == [(16, 8, 44), (32, 4, 22), (32, 2, 11), (32, 2, 11)]
-
-
-@pytest.mark.parametrize(
-    ("network", "arguments", "message"),
-    [
-        (CifarResNet, {"depth": 21}, r"depth must be 6n \+ 2"),
-        (CifarResNet, {"depth": 2}, r"depth must be 6n \+ 2"),
-        (CifarResNet, {"depth": 20, "option": "C"}, "option must be 'A' .* or 'B' .*; got 'C'"),
-        (CifarResNet, {"depth": 20, "global_pool": ""}, "global_pool must be given with num_classes=10: ''"),
-        (DigitPairsNet, {"drop_path_rate": 0.1}, "drop_path_rate must be 0: .*; got 0.1"),
-        (WideResNet, {"depth": 20, "width": 4}, r"depth must be 6n \+ 4: .*; got 20"),
-        (WideResNet, {"depth": 16, "width": 0}, "width must be a whole number of at least 1; got 0"),
-    ],
-)
-def test_bad_arguments_are_refused(network, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        network(**arguments)
+def test_bad_arguments_are_refused():
+    for network, given, message in (
+        (CifarResNet, (21,), r"depth must be 6n \+ 2: .*; got 21"),
+        (CifarResNet, (20, "C"), "option must be 'A' .* or 'B' .*; got 'C'"),
+        (WideResNet, (20, 4), r"depth must be 6n \+ 4: .*; got 20"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            network(*given)
 
 
 def test_a_name_without_a_tag_takes_the_one_for_its_classes():
@@ -153,59 +121,21 @@ def test_a_name_without_a_tag_takes_the_one_for_its_classes():
     assert create_model("resnet18", num_classes=5).num_classes == 5
 
 
-@pytest.mark.parametrize(("name", "size"), [("wrn16_4", 2.7), ("wrn28_10", 36.5), ("wrn40_2", 2.2)])
-def test_wide_resnets_have_the_papers_size(name, size):
-    """Zagoruyko and Komodakis, tables 4 and 5."""
-    assert round(millions(on_meta(name)), 1) == size
-
-
 def test_a_wide_resnets_blocks_are_timms():
-    torch.manual_seed(0)
+    names = {"norm1": "bn1", "norm2": "bn2", "downsample.conv": "downsample", "conv1": "conv1", "conv2": "conv2"}
     model = timm.create_model("wrn16_4").eval()
-    conv = partial(create_conv2d, bias=False)
-    x = torch.randn(2, 3, 16, 16)
-    y = model.conv1(x)
-    for layer, (channels, stride) in zip(
-        (model.layer1, model.layer2, model.layer3), ((64, 1), (128, 2), (256, 2)), strict=True
-    ):
-        for number, block in enumerate(layer):
-            theirs = PreActBasic(
-                y.shape[1],
-                channels,
-                stride=1 if number else stride,
-                conv_layer=conv,
-                norm_layer=BatchNormAct2d,
-                proj_layer=DownsampleConv,
-            ).eval()
-            for module in (block.bn1, block.bn2):
-                nn.init.normal_(module.weight)
-                nn.init.normal_(module.bias)
-            names = {"bn1": "norm1", "bn2": "norm2", "downsample": "downsample.conv"}
-            state = {
-                ".".join([names.get(name.partition(".")[0], name.partition(".")[0]), name.partition(".")[2]]): value
-                for name, value in block.state_dict().items()
-            }
-            theirs.load_state_dict(state, strict=True)
-            with torch.no_grad():
-                y = theirs(y)
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), torch.relu(model.bn(y)))
-        torch.testing.assert_close(model(x), model.fc(torch.relu(model.bn(y)).mean((2, 3))))
-
-
-def test_dropout_in_a_wide_resnet_is_between_its_convolutions():
-    model = timm.create_model("wrn16_4", block_drop_rate=1.0)
-    x = torch.randn(1, 64, 8, 8)
-    block = model.layer1[1]
-    given = []
-    block.conv2.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    block(x)
-    block.eval()(x)
-    assert given[0].count_nonzero() == 0
-    assert given[1].count_nonzero() > 0
-
-
-# --- weights of our own and of zoos -----------------------------------------------------------------------------------
+    y = model.conv1(torch.randn(2, 3, 16, 16))
+    how = {"norm_layer": BatchNormAct2d, "proj_layer": DownsampleConv, "conv_layer": partial(create_conv2d, bias=False)}
+    for block in (*model.layer1, *model.layer2, *model.layer3):
+        theirs = PreActBasic(y.shape[1], block.conv2.out_channels, stride=block.conv1.stride[0], **how).eval()
+        for norm in (block.bn1, block.bn2):
+            nn.init.normal_(norm.weight)
+        for name, own in names.items():
+            if module := getattr(block, own):
+                theirs.get_submodule(name).load_state_dict(module.state_dict())
+        with torch.no_grad():
+            expected, y = theirs(y), block(y)
+        torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -213,26 +143,17 @@ def test_a_card_names_its_file_and_the_page_names_the_card(folder):
     (file,) = folder.glob("*.safetensors")
     card = (folder / "README.md").read_text()
     assert hashlib.sha256(file.read_bytes()).hexdigest() in card
-    assert f"`{file.name}`" in card
     assert f"]({folder.name}/README.md)" in (weights_folder() / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder", "size", "sites"),
-    [
-        ("digit_pairs_attention", "digit_pairs_attention", [1, 8, 44], ["stage3.1.2"]),
-        ("resnet20_attention.cifar100", "resnet20_attention_cifar100", [3, 32, 32], [f"layer3.{i}" for i in range(3)]),
-    ],
-)
-def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name, folder, size, sites):
+@pytest.mark.parametrize("name", ["digit_pairs_attention", "resnet20_attention.cifar100"])
+def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
     ours = timm.create_model(name, pretrained=True).eval()
-    theirs = timm.create_model(f"local-dir:{weights_folder() / folder}", pretrained=True).eval()
+    theirs = timm.create_model(f"local-dir:{weights_folder() / name.replace('.', '_')}", pretrained=True).eval()
     from_hub = torch.hub.load(str(ROOT), name.partition(".")[0], source="local", pretrained=True).eval()
-    x = torch.rand(4, *size)
+    x = torch.rand(4, *ours.pretrained_cfg["input_size"])
     assert torch.equal(ours(x), theirs(x))
     assert torch.equal(ours(x), from_hub(x))
-    assert [*theirs.pretrained_cfg["input_size"]] == size
-    assert list(va.inserted(ours)) == sites
     assert all(block.share > 0.01 for block in va.contribution(ours, x).blocks)
 
 
@@ -290,10 +211,7 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
         assert torch.equal(network(images), before)
 
 
-# --- attention inserted in a network that there is --------------------------------------------------------------------
-
-
-@pytest.fixture(params=quick(SIDES, {"convnext_atto", "resnet20"}), scope="module")
+@pytest.fixture(params=SIDES, scope="module")
 def base(request, tmp_path_factory):
     """A network's name, the network, a file of its weights, and an image for it."""
     model = trained(request.param)
@@ -303,68 +221,24 @@ def base(request, tmp_path_factory):
     return request.param, model, path, torch.randn(1, 3, side, side)
 
 
-def from_file(name, path, num_classes=3, **options):
-    overlay = {"file": str(path), "num_classes": num_classes}
-    return timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay=overlay, **{"num_classes": num_classes, **options}
-    ).eval()
+def from_file(name, path):
+    overlay = {"file": str(path), "num_classes": 3}
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=3).eval()
 
 
-def test_with_its_bases_weights_it_computes_what_the_base_does(base):
+def test_it_computes_what_its_base_does_with_its_weights_and_new(base):
     name, plain, path, x = base
     model = from_file(f"{name}_attention", path)
-    assert list(va.inserted(model)) == SITES[name]
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-        with va.capture(model) as maps:
-            model(x)
-        assert len(maps) == len(SITES[name])
         open_gates(model)
         assert not torch.equal(model(x), plain(x))
-
-
-def test_without_weights_it_begins_as_its_base_begins(base):
-    name, _, _, x = base
-    networks = []
+    new = []
     for full in (name, f"{name}_attention"):
         torch.manual_seed(1)
-        networks.append(timm.create_model(full, num_classes=3, drop_rate=0.1).eval())
+        new.append(timm.create_model(full, drop_rate=0.1).eval())
     with torch.no_grad():
-        assert torch.equal(networks[0](x), networks[1](x))
-
-
-def test_its_features_are_those_of_its_base(base):
-    name, _, path, x = base
-    plain, ours = (from_file(full, path, features_only=True) for full in (name, f"{name}_attention"))
-    assert ours.feature_info.channels() == plain.feature_info.channels()
-    assert ours.feature_info.reduction() == plain.feature_info.reduction()
-    with torch.no_grad():
-        for found, expected in zip(ours(x), plain(x), strict=True):
-            assert torch.equal(found, expected)
-    blocks = [module for module in ours.modules() if isinstance(module, va.AttentionBlock2d)]
-    assert len(blocks) == len(SITES[name])
-    with torch.no_grad():
-        blocks[-1].attn.proj.weight.normal_(std=0.1)
-        assert not torch.equal(ours(x)[-1], plain(x)[-1])
-    some = timm.create_model(f"{name}_attention", features_only=True, out_indices=(0, 2))
-    assert len(some(x)) == 2
-
-
-def test_timm_adapts_its_classifier_and_its_first_convolution(base):
-    name, plain, path, x = base
-    model = timm.create_model(
-        f"{name}_attention",
-        pretrained=True,
-        pretrained_cfg_overlay={"file": str(path), "num_classes": 3},
-        num_classes=5,
-        in_chans=1,
-    ).eval()
-    with torch.no_grad():
-        assert model(x[:, :1]).shape == (1, 5)
-        model.reset_classifier(2)
-        assert model(x[:, :1]).shape == (1, 2)
-        gray = x[:, :1].expand(-1, 3, -1, -1)
-        torch.testing.assert_close(model.forward_features(x[:, :1]), plain.forward_features(gray), rtol=1e-3, atol=1e-3)
+        assert torch.equal(new[0](x), new[1](x))
 
 
 @pytest.mark.parametrize("lost", ["fc.weight", "layer1.0.conv1.weight", "layer3.2.inserted.gate"])
@@ -376,35 +250,27 @@ def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
         from_file("resnet20_attention", tmp_path / "part.pth")
 
 
-@pytest.mark.parametrize("name", quick(SITES, {"resnet18", "convnext_atto", "efficientnet_b0", "resnet20"}))
+@pytest.mark.parametrize("name", SITES)
 def test_its_configurations_are_those_of_its_base(name):
     assert list(va.inserted(on_meta(f"{name}_attention"))) == SITES[name]
     ours, plain = (timm.models.get_arch_pretrained_cfgs(full) for full in (f"{name}_attention", name))
     assert {full.replace("_attention", "") for full in ours} == set(plain)
     for mine in ours.values():
         theirs = plain[f"{name}.{mine.tag}"]
-        kept = ("hf_hub_id", "url", "mean", "std", "input_size", "num_classes", "classifier", "tag")
-        assert [getattr(mine, key) for key in kept] == [getattr(theirs, key) for key in kept]
-        assert mine.architecture == f"{name}_attention"
+        for key in ("hf_hub_id", "url", "mean", "std", "input_size", "num_classes", "classifier", "tag"):
+            assert getattr(mine, key) == getattr(theirs, key)
     default, expected = (timm.get_pretrained_cfg(full) for full in (f"{name}_attention", name))
     assert (default.tag, default.num_classes) == (expected.tag, expected.num_classes)
-    assert timm.is_model_pretrained(f"{name}_attention") == timm.is_model_pretrained(name)
-    assert f"{name}_attention" in timm.list_models("*_attention")
 
 
 @pytest.mark.parametrize("name", ["resnet20_attention", "convnext_atto_attention"])
-def test_it_is_copied_pickled_and_saved_as_a_folder_that_timm_reads(name, tmp_path):
-    torch.manual_seed(2)
+def test_it_is_saved_as_a_folder_that_timm_reads(name, tmp_path):
     model = timm.create_model(name, num_classes=4).eval()
     open_gates(model)
     folder = va.save_model(model, tmp_path / "saved")
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"]) == (name, 4)
-    x = torch.randn(1, 3, 32, 32)
-    of_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    x, again = torch.randn(1, 3, 32, 32), timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
-        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), of_timm):
-            assert torch.equal(again(x), model(x))
+        assert torch.equal(again(x), model(x))
 
 
 def test_weights_asked_for_without_a_tag_are_those_that_there_are():
@@ -416,14 +282,10 @@ def test_weights_asked_for_without_a_tag_are_those_that_there_are():
             on_meta(name, pretrained=True)
 
 
-# --- networks of papers -----------------------------------------------------------------------------------------------
-
-
 def test_botnet_has_the_papers_size():
     """Srinivas et al.: 20.8 M, without projections after attention."""
     model = on_meta("botnet50")
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, StridedAttention2d)}
-    assert list(blocks) == [f"layer4.{number}.conv2" for number in range(3)]
     projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
     assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
     assert [block.stride for block in blocks.values()] == [2, 1, 1]
@@ -431,17 +293,13 @@ def test_botnet_has_the_papers_size():
     assert sizes == [(14, 14), (7, 7), (7, 7)]
 
 
-def test_the_augmented_resnet_has_the_papers_size():
-    """Bello et al., table 2: 25.8 M."""
+def test_the_augmented_resnet_has_the_papers_widths():
     model = on_meta("aa_resnet50")
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, va.AugmentedConv2d)}
-    assert len(blocks) == 4 + 6 + 3
-    assert {name.partition(".")[0] for name in blocks} == {"layer2", "layer3", "layer4"}
-    assert round(millions(model), 1) == 25.8
-    by_stage = {name: block.attn for name, block in blocks.items() if name.endswith(".0.conv2")}
-    assert [attn.key_dim for attn in by_stage.values()] == [20, 20, 20]
-    assert [attn.out_channels for attn in by_stage.values()] == [16, 24, 48]
-    assert [attn.position.specification.feat_size for attn in by_stage.values()] == [(28, 28), (14, 14), (7, 7)]
+    assert [sum(name.startswith(f"layer{stage}.") for name in blocks) for stage in range(1, 5)] == [0, 4, 6, 3]
+    first = [block.attn for name, block in blocks.items() if name.endswith(".0.conv2")]
+    assert [(attn.key_dim, attn.out_channels) for attn in first] == [(20, 16), (20, 24), (20, 48)]
+    assert [attn.position.specification.feat_size for attn in first] == [(28, 28), (14, 14), (7, 7)]
 
 
 @pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
@@ -450,31 +308,23 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
     given = {"img_size": (40, 56), "layers": (1, 1, 1, 2)}
     model = timm.create_model(name, num_classes=3, drop_path_rate=0.1, **given).eval()
     x = torch.randn(1, 3, 40, 56)
-    seen = {}
     with torch.no_grad(), va.capture(model, queries=[(0, 0)]) as maps:
         y = model(x)
-        seen.update(maps)
-    sizes = {path: model.get_submodule(path).position.specification.feat_size for path in seen}
-    assert sizes == {path: tuple(found.weights.shape[3:]) for path, found in seen.items()}
+        sizes = {path: tuple(found.weights.shape[3:]) for path, found in maps.items()}
     assert sizes["layer4.1.conv2.attn"] == (2, 2)
-
+    for path, size in sizes.items():
+        assert model.get_submodule(path).position.specification.feat_size == size
     folder = va.save_model(model, tmp_path / "saved", architecture=name, model_args=given)
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.equal(again(x), y)
-        model.reset_classifier(2)
-        assert model(x).shape == (1, 2)
-
     features = on_meta(name, features_only=True, out_indices=(3, 4))
-    assert features.feature_info.channels() == [1024, 2048]
-    assert features.feature_info.reduction() == [16, 32]
-    assert [f.shape[2] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [4, 2]
+    assert [f.shape[1:] for f in features(torch.empty(1, 3, 64, 64, device="meta"))] == [(1024, 4, 4), (2048, 2, 2)]
 
 
 def test_dilation_goes_with_attention_and_not_with_augmented_convolutions():
     model = on_meta("botnet50", output_stride=16)
     assert [model.layer4[number].conv2.stride for number in range(3)] == [1, 1, 1]
-    assert model.layer4[2].conv2.attn.position.specification.feat_size == (14, 14)
     with pytest.raises(ValueError, match="output_stride must be 32"):
         on_meta("aa_resnet50", output_stride=16)
 
@@ -483,4 +333,3 @@ def test_torch_hub_knows_every_network():
     hubconf = SimpleNamespace(**runpy.run_path(str(ROOT / "hubconf.py")))
     functions = {name for name in models.__all__ if name[0].islower() and name != "create_model"}
     assert {name for name in vars(hubconf) if timm.is_model(name)} == functions
-    assert all(timm.is_model(name) for name in functions)

@@ -5,16 +5,12 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import crafted
 import pytest
 import timm
 import torch
 from crafted import rewritten, said_in
-from hypothesis import given, settings, strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,7 +20,6 @@ import vision_attn.networks.models
 from vision_attn.networks.checkpoints import load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.specification import from_code, to_code
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: The networks here are so small that some of their maps are 2×2.
@@ -34,16 +29,10 @@ IMAGES = (1, 3, 32, 32)
 
 
 def small_network(width=8, classes=3):
-    """Two residual blocks and a classifier, the same at every call."""
+    """Four residual blocks and a classifier, the same at every call."""
     torch.manual_seed(0)
-    network = timm.models.ResNet(
-        timm.models.resnet.BasicBlock,
-        [1, 1, 1, 1],
-        channels=(width, width, width, width),
-        num_classes=classes,
-        zero_init_last=False,
-    )
-    return network.eval()
+    basic, how = timm.models.resnet.BasicBlock, {"num_classes": classes, "zero_init_last": False}
+    return timm.models.ResNet(basic, [1, 1, 1, 1], channels=(width,) * 4, **how).eval()
 
 
 def train(model, also=()):
@@ -65,28 +54,14 @@ def copied(model):
 
 
 PLACES = {
-    "after": lambda model: va.insert_(model, stages=[-2, -1], num_heads=4, example_input=IMAGES),
     "before": lambda model: va.insert_(model, names="layer3.0", at="before", num_heads=2, example_input=IMAGES),
     "branch": lambda model: va.insert_(model, names="layer3.0", at="branch", num_heads=2, example_input=IMAGES),
     "instead": lambda model: va.replace_(model, names="layer[23].0.conv2", num_heads=2, example_input=IMAGES),
-    "pattern and position": lambda model: va.insert_(
-        model,
-        names=["layer1", "layer2"],
-        num_heads=2,
-        pattern=va.Window(2, shift=1),
-        position=va.RelPosTable(),
-        example_input=IMAGES,
-    ),
-    "alike but for one thing": lambda model: (
-        va.insert_(model, names="layer1", num_heads=2, example_input=IMAGES),
-        va.insert_(model, names="layer2", num_heads=4, example_input=IMAGES),
-        va.insert_(model, names="layer3.0.conv1", at="before", num_heads=2, example_input=IMAGES),
-        va.insert_(model, names="layer4", num_heads=2, example_input=(1, 3, 64, 64)),
-    ),
     "several at once": lambda model: (
         va.replace_(model, names="layer4.0.conv1", num_heads=4, example_input=IMAGES),
         va.insert_(model, va.TransformerBlock2d, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES),
         va.insert_(model, names="layer2", num_heads=1, gate_init=0.5, example_input=(2, 3, 64, 32)),
+        va.insert_(model, names="conv1", pattern=va.Window(2), position=va.RelPosTable(), example_input=IMAGES),
     ),
 }
 
@@ -116,9 +91,20 @@ def test_what_was_inserted_comes_back_and_leaves_no_trace(place, tmp_path):
     assert_same(other.state_dict(), before)
 
 
-def test_a_new_head_goes_with_the_blocks(tmp_path):
+@pytest.fixture
+def model():
     model = small_network()
     va.insert_(model, stages=-2, num_heads=2, example_input=IMAGES)
+    train(model)
+    return model
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    return save_adapter(model, tmp_path / "adapter.safetensors")
+
+
+def test_a_new_head_goes_with_the_blocks(model, tmp_path):
     train(model, also=["fc.weight", "fc.bias"])
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
     other = small_network()
@@ -129,18 +115,6 @@ def test_a_new_head_goes_with_the_blocks(tmp_path):
         load_adapter_(small_network(classes=5), path)
     with pytest.raises(ValueError, match=r"also: 'head.*' matches no key of the model; it has conv1.weight"):
         save_adapter(model, path, also=["fc.*", "head.*"])
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    model = small_network()
-    va.insert_(model, stages=-2, num_heads=2, example_input=IMAGES)
-    train(model)
-    return save_adapter(model, tmp_path / "adapter.safetensors")
-
-
-def reshaped(model):
-    model.layer4[0].conv2 = nn.Conv2d(8, 8, 5, padding=2, bias=False)
 
 
 def retrained(model):
@@ -155,7 +129,6 @@ def renamed(model):
 
 OTHERS = {
     "names": (renamed, "another network: .*fc.weight .*classifier.weight "),
-    "shapes": (reshaped, r"another network: layer4.0.conv2.weight \(model \(8, 8, 5, 5\), adapter \(8, 8, 3"),
     "values": (retrained, r"other weights .* 2 of 67 tensors.* bn1.running_mean, layer2.0.conv1.weight "),
     "types": (nn.Module.bfloat16, "67 of 67 tensors.*bfloat16 in the model, float32 in the adapter"),
 }
@@ -171,17 +144,15 @@ def test_another_network_is_refused_in_words_before_it_is_touched(what, adapter)
         load_adapter_(model, adapter)
     assert_same(model.state_dict(), before)
     assert not va.inserted(model)
-    if what in ("names", "shapes"):
+    if what == "names":
         with pytest.raises(va.CheckpointError, match=message):
             load_adapter_(model, adapter, strict=False)
-    else:
-        report = load_adapter_(model, adapter, strict=False)
-        assert len(report.differing) == (2 if what == "values" else 67)
-        assert "tensors of the network are not those it was trained on: " in str(report)
-        dtypes = {value.dtype for value in va.inserted(model)["layer3.0"].state_dict().values()}
-        assert dtypes == {torch.bfloat16 if what == "types" else torch.float32}
-        va.remove_(model)
-        assert_same(model.state_dict(), before)
+        return
+    report = load_adapter_(model, adapter, strict=False)
+    assert f"{2 if what == 'values' else 67} of 67 tensors of the network are not those" in str(report)
+    assert va.inserted(model)["layer3.0"].gate.dtype == model.conv1.weight.dtype
+    va.remove_(model)
+    assert_same(model.state_dict(), before)
 
 
 def test_counted_batches_and_the_memory_layout_are_no_part_of_the_network(adapter):
@@ -194,46 +165,22 @@ def test_counted_batches_and_the_memory_layout_are_no_part_of_the_network(adapte
 def test_a_wrapped_model_is_saved_and_loaded_as_the_network_in_it(wrap, adapter, tmp_path):
     model = small_network()
     load_adapter_(wrap(model), adapter)
+    va.set_impl_(model, "einsum")  # which is no part of what a block is
     again = save_adapter(wrap(model), tmp_path / "again.safetensors")
     assert again.read_bytes() == adapter.read_bytes()
 
 
-def test_a_network_in_training_on_several_devices_is_saved_and_not_changed(adapter, tmp_path):
-    """DistributedDataParallel has counted its parameters: new ones would not be trained."""
-    model = small_network()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(va.SiteError, match="DistributedDataParallel"):
-            load_adapter_(nn.parallel.DistributedDataParallel(model), adapter)
-        load_adapter_(model, adapter)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        again = save_adapter(parallel, tmp_path / "again.safetensors")
-        torch.save(parallel.state_dict(), tmp_path / "whole.pth")
-        loaded = va.load_checkpoint(parallel, tmp_path / "whole.pth").loaded
-        assert set(loaded) == model.state_dict().keys()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert again.read_bytes() == adapter.read_bytes()
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("step", ["insertion.attach.attach", "checkpoints.adapter.records"])
-def test_what_fails_halfway_leaves_the_model_as_it_was(step, error, tmp_path, monkeypatch):
+def test_what_fails_at_the_end_leaves_the_model_as_it_was(error, tmp_path, monkeypatch):
     model = small_network()
-    va.replace_(model, names="layer2.0.conv2", num_heads=2, example_input=IMAGES)
-    va.insert_(model, names=["layer1", "layer3"], num_heads=2, example_input=IMAGES)
-    train(model)
-    nn.init.ones_(model.fc.weight)
+    PLACES["several at once"](model)
+    train(model, also=["fc.weight"])
     path = save_adapter(model, tmp_path / "adapter.safetensors", also="fc.*")
-    real, calls = vision_attn.networks.insertion.attach.attach, []
 
-    def fails_at_last(*arguments):
-        calls.append(arguments)
-        if step.endswith("attach") and len(calls) < 3:
-            return real(*arguments)
+    def fails(*arguments):
         raise error("the lights went out")
 
-    monkeypatch.setattr(f"vision_attn.networks.{step}", fails_at_last)
+    monkeypatch.setattr("vision_attn.networks.checkpoints.adapter.records", fails)
     other = small_network()
     modules, before = dict(other.named_modules()), copied(other)
     with pytest.raises(va.CheckpointError if error is RuntimeError else error, match="the lights went out"):
@@ -246,9 +193,9 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
     model = small_network()
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(1)}, other)
-    with pytest.raises(va.CheckpointError, match=r"is no adapter.*load_checkpoint reads checkpoints"):
+    with pytest.raises(va.CheckpointError, match=r"is no adapter: load_checkpoint reads checkpoints"):
         load_adapter_(model, other)
-    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 3, and .* upgrade vision_attn"):
+    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 3, .* upgrade vision_attn"):
         load_adapter_(model, rewritten(adapter, other, library="9.0", format=3))
     (block,) = said_in(adapter)["blocks"]
     wrong = [{"options": {"c": "os.system('d')"}}, {"layout": 3}, {"held": None}, {"element": [1]}, {"more": 1}]
@@ -260,7 +207,7 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
             load_adapter_(model, rewritten(adapter, other, **changes))
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors"):
         load_adapter_(model, tmp_path / "nothing.safetensors")
-    with pytest.raises(va.CheckpointError, match=r"is an adapter, blocks without their network: .*load_adapter_"):
+    with pytest.raises(va.CheckpointError, match=r"is an adapter: .*load_adapter_"):
         va.load_checkpoint(model, adapter)
     assert not va.inserted(model)
 
@@ -275,41 +222,29 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
         ({"held": "no.such.inserted"}, "has no place for a block there"),
         ({"channels": 10**6}, "the block made here and the saved ones differ in"),
         ({"site": "layer1"}, "the blocks made here and the saved ones differ in"),
+        ({}, r"differ in fc\.bias"),
     ],
 )
 def test_a_file_puts_blocks_nowhere_but_where_blocks_go(change, message, adapter, tmp_path):
     (block,) = said_in(adapter)["blocks"]
     model = small_network()
     modules, before = dict(model.named_modules()), copied(model)
+    more = {} if change else {"fc.bias": torch.ones(3)}  # which it does not say
+    other = rewritten(adapter, tmp_path / "other.safetensors", more, blocks=[{**block, **change}])
     with pytest.raises(va.CheckpointError, match=message):
-        load_adapter_(model, rewritten(adapter, tmp_path / "other.safetensors", blocks=[{**block, **change}]))
+        load_adapter_(model, other)
     assert dict(model.named_modules()) == modules
     assert_same(model.state_dict(), before)
 
 
-def test_a_file_cannot_change_more_of_a_network_than_it_says(adapter, tmp_path):
-    model = small_network()
-    before = copied(model)
-    other = rewritten(adapter, tmp_path / "other.safetensors", more={"fc.bias": torch.ones(3)})
-    with pytest.raises(va.CheckpointError, match=r"differ in fc\.bias"):
-        load_adapter_(model, other)
-    assert_same(model.state_dict(), before)
-
-
 def test_damage_anywhere_is_found(adapter):
-    content = adapter.read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    model = small_network()
+    content, model = adapter.read_bytes(), small_network()
     before = copied(model)
-    for place in torch.randint(len(content), (150,), generator=generator).tolist():
+    for place in torch.randint(len(content), (150,), generator=torch.Generator().manual_seed(0)).tolist():
         damaged = bytearray(content)
         damaged[place] ^= 1 << (place % 7)
         adapter.write_bytes(damaged)
         with pytest.raises(va.CheckpointError):
-            load_adapter_(model, adapter)
-    for share in (0.0, 0.3, 0.999):
-        adapter.write_bytes(content[: int(share * len(content))])
-        with pytest.raises(va.CheckpointError, match=r"truncated or no checkpoint"):
             load_adapter_(model, adapter)
     assert_same(model.state_dict(), before)
 
@@ -323,11 +258,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def norm(channels, start=None, **options):
-    return nn.BatchNorm2d(channels, **options)
-
-
-def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
+def test_a_block_of_ones_own_needs_its_class(tmp_path):
     model = small_network()
     va.insert_(model, Scale, stages=[-2, -1], start=2.0, example_input=IMAGES)
     train(model)
@@ -337,38 +268,10 @@ def test_a_block_of_ones_own_needs_its_class(adapter, tmp_path):
         load_adapter_(other, path)
     load_adapter_(other, path, block=Scale)
     assert_same(other.state_dict(), model.state_dict())
-    wrong = {va.AttentionBlock2d: "unexpected.*start", norm: r"saved ones differ in weight \(8,\), bias"}
-    for make, message in wrong.items():
-        with pytest.raises(va.CheckpointError, match=f"cannot be put into the model .*{message}"):
-            load_adapter_(small_network(), path, block=make)
-    with pytest.raises(ValueError, match=r"block: .*of this library only \(AttentionBlock2d\): leave it out"):
-        load_adapter_(small_network(), adapter, block=Scale)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda channels, **options: va.AttentionBlock2d(channels, num_heads=4, **options),
-        lambda channels, heads=4, **options: va.AttentionBlock2d(channels, heads, **options),
-    ],
-)
-def test_a_block_that_a_function_made_is_refused_when_it_would_come_back_as_another(make, tmp_path):
-    model = small_network()
-    va.insert_(model, make, stages=-2, example_input=IMAGES)
-    with pytest.raises(
-        ValueError, match=r"the AttentionBlock2d at 'layer3.0' is not what its class makes of no options"
-    ):
-        save_adapter(model, tmp_path / "adapter.safetensors")
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_way_it_runs_may_have_been_changed(tmp_path):
-    model = small_network()
-    va.insert_(model, stages=-2, num_heads=2, example_input=IMAGES)
-    va.set_impl_(model, "einsum")
-    path = save_adapter(model, tmp_path / "adapter.safetensors")
-    load_adapter_(small_network(), path)
-    assert va.inserted(model)["layer3.0"].attn.impl == "einsum"
+    with pytest.raises(va.CheckpointError, match=r"cannot be put into the model .*unexpected.*start"):
+        load_adapter_(small_network(), path, block=va.AttentionBlock2d)
+    with pytest.raises(va.CheckpointError, match=r"cannot be put into the model .*saved ones differ in weight \(8,\)"):
+        load_adapter_(small_network(), path, block=lambda channels, start, **how: nn.BatchNorm2d(channels, **how))
 
 
 def test_blocks_inserted_with_a_large_example_come_back(tmp_path):
@@ -395,32 +298,35 @@ def test_what_cannot_be_saved_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"no inserted block to save: insert_ one"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     va.insert_(model, Scale, stages=-2, start=torch.tensor(2.0), example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"start=tensor\(2.\) cannot be written down: options must be plain numbers"):
+    with pytest.raises(ValueError, match=r"start=tensor\(2.\) cannot be written down: options must be numbers"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     with pytest.raises(ValueError, match=r"path must end in \.safetensors; got 'adapter.pth'"):
         save_adapter(model, tmp_path / "adapter.pth")
     with pytest.raises(ValueError, match="model has tensors without values"):
         save_adapter(copy.deepcopy(model).to("meta"), tmp_path / "adapter.safetensors")
+    model = small_network()
+    va.insert_(model, lambda channels, **how: va.AttentionBlock2d(channels, 4, **how), stages=-2, example_input=IMAGES)
+    with pytest.raises(ValueError, match=r"the AttentionBlock2d at 'layer3.0' is not what its class makes of its"):
+        save_adapter(model, tmp_path / "adapter.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-# --- saved networks ---------------------------------------------------------------------------------------------------
+def with_branch(model):
+    va.insert_(model, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14)))
+
+
+def with_another(model):
+    va.remove_(model)
+    va.insert_(model, names="stage1", num_heads=2, pattern="rows")
+
 
 NETWORKS = {
-    "branch, position": (
-        "resnet20",
-        {"in_chans": 1},
-        lambda m: va.insert_(m, names="layer2.0", at="branch", num_heads=2, position=va.RelPosTable((14, 14))),
-    ),
+    "branch, position": ("resnet20", {"in_chans": 1}, with_branch),
     "instead": ("resnet20", {}, lambda m: va.replace_(m, names="layer3.0.conv2", num_heads=2)),
     "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "another than its own": (
-        "digit_pairs_attention",
-        {},
-        lambda m: (va.remove_(m), va.insert_(m, names="stage1", num_heads=2, pattern="rows")),
-    ),
+    "another than its own": ("digit_pairs_attention", {}, with_another),
 }
 
 
@@ -433,12 +339,8 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     train(model.eval())
     state = torch.get_rng_state()
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
-    if case == "control":
-        with pytest.raises(
-            va.CheckpointError, match=r"ConvBlock2d, .*, which is now in vision_attn\.tools\.comparison"
-        ):
-            va.load_model(tmp_path / "net")
-    again = va.load_model(tmp_path / "net", block=ConvBlock2d if case == "control" else None)
+    how = {"block": ConvBlock2d} if case == "control" else {}
+    again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state), "neither draws random numbers of the user's"
     blocks = records(model)
     images = torch.randn(2, *(blocks[0].input_shape[1:] if blocks else again.pretrained_cfg["input_size"]))
@@ -446,33 +348,9 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     assert records(again) == blocks
     assert again.state_dict().keys() == model.state_dict().keys()
     assert (again.classes, again.training) == (("a", "b", "c"), False)
-    assert sorted(file.name for file in (tmp_path / "net").iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    ]
-    assert [file.name for file in tmp_path.iterdir()] == ["net"]
+    assert {file.name for file in tmp_path.rglob("*")} == {"net", "README.md", "config.json", "model.safetensors"}
     va.save_model(again, tmp_path / "again")
-    assert va.load_model(tmp_path / "again", block=ConvBlock2d if case == "control" else None).classes == again.classes
-    if case != "none":
-        assert not va.load_checkpoint(model, tmp_path / "again").new, "it is a checkpoint, too"
-
-
-def test_a_folder_that_an_older_timm_writes_has_the_models_configuration(tmp_path, monkeypatch):
-    def older(model, path, config, model_args):  # as timm 1.0.26: what is given takes the place of what it knows
-        said = {
-            "num_classes": model.num_classes,
-            "architecture": config["pretrained_cfg"].pop("architecture"),
-            **config,
-        }
-        path.write_text(json.dumps(said))
-
-    monkeypatch.setattr("vision_attn.networks.models.folder.save_config_for_hf", older)
-    model = timm.create_model("resnet20", num_classes=3)
-    va.insert_(model, stages=-1)
-    again = va.load_model(va.save_model(model, tmp_path / "net"))
-    for name in ("input_size", "mean", "std", "classifier"):
-        assert again.pretrained_cfg[name] == model.pretrained_cfg[name]
+    assert va.load_model(tmp_path / "again", **how).classes == again.classes
 
 
 @pytest.fixture(scope="module")
@@ -483,38 +361,6 @@ def saved(tmp_path_factory):
     va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
     train(model.eval())
     return va.save_model(model, tmp_path_factory.mktemp("saved") / "net", classes=["a", "b", "c"]), model
-
-
-def test_a_folder_and_an_adapter_come_back_in_a_fresh_process_bit_for_bit(saved, tmp_path):
-    folder, model = saved
-    image = Image.effect_noise((70, 50), 90).convert("RGB")
-    image.save(tmp_path / "image.png")
-    expected = timm.data.create_transform(**timm.data.resolve_data_config(model=model))(image)
-    other = crafted.network()
-    va.insert_(other, names="2", num_heads=4, position=va.RelPosDecomposed((8, 8)), example_input=(1, 3, 8, 8))
-    train(other)
-    va.save_adapter(other, tmp_path / "adapter.safetensors")
-    with torch.no_grad():
-        small = torch.randn(2, 3, 8, 8)
-        values = {"logits": model(expected[None]), "small": small, "other": other(small)}
-    save_file(values, tmp_path / "expected.safetensors")
-    code = (
-        "import sys, torch, vision_attn as va; from PIL import Image; from safetensors.torch import load_file\n"
-        "model = va.load_model(sys.argv[1])\n"
-        f"torch.set_num_threads({torch.get_num_threads()})\n"
-        "with torch.no_grad(): logits = model(model.transform(Image.open(sys.argv[2] + '/image.png'))[None])\n"
-        "expected = load_file(sys.argv[2] + '/expected.safetensors')\n"
-        "assert torch.equal(logits, expected['logits'])\n"
-        "assert model.classes == ('a', 'b', 'c') and 'accelerate' not in sys.modules\n"
-        "import crafted\n"
-        "other = crafted.network()\n"
-        "report = va.load_adapter_(other, sys.argv[2] + '/adapter.safetensors')\n"
-        "with torch.no_grad(): assert torch.equal(other(expected['small']), expected['other'])\n"
-        "assert report.compared == 4\n"
-    )
-    command = [sys.executable, "-c", code, folder, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -538,20 +384,16 @@ def test_images_are_prepared_as_the_configuration_of_the_network_says(change, si
         assert again.transform(Image.new(mode, (60, 40))).shape == size, mode
 
 
-def test_a_type_is_kept_and_other_files_in_the_folder_too(saved, tmp_path):
+def test_a_type_is_kept_and_other_files_in_the_folder_too(tmp_path):
     model = timm.create_model("test_resnet", num_classes=3)
     va.insert_(model, stages=-2, num_heads=4, example_input=IMAGES)
     (tmp_path / "net" / "more").mkdir(parents=True)
-    (tmp_path / "net" / "README.md").write_text("mine")
-    (tmp_path / "net" / "more" / "notes.txt").write_text("mine, too")
+    files = [tmp_path / "net" / "README.md", tmp_path / "net" / "more" / "notes.txt"]
+    for file in files:
+        file.write_text("mine")
     va.save_model(nn.DataParallel(model.bfloat16()), tmp_path / "net")
-    again = va.load_model(tmp_path / "net")
-    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-    assert (tmp_path / "net" / "README.md").read_text() == "mine"
-    assert (tmp_path / "net" / "more" / "notes.txt").read_text() == "mine, too"
-    text = (saved[0] / "README.md").read_text()
-    for part in ("# test_resnet with attention", "layer3.0  AttentionBlock2d", "3 classes: a, b, c.", "va.load_model("):
-        assert part in text
+    assert {p.dtype for p in va.load_model(tmp_path / "net").parameters()} == {torch.bfloat16}
+    assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
 @pytest.mark.parametrize("dies", range(4))
@@ -572,7 +414,7 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
     os.wait()
     images = torch.rand(2, 1, 8, 44)
     again = va.load_model(tmp_path / "net")
-    expected = {("a", "b", "c"): models[0], ("d", "e", "f"): models[1]}[again.classes]
+    expected = models[again.classes == ("d", "e", "f")]
     assert torch.equal(again(images), expected(images))
     va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
     assert va.load_model(tmp_path / "net").classes == ("d", "e", "f")
@@ -581,39 +423,19 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
 
 def test_a_folder_that_cannot_be_replaced_is_refused(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="folder must be one that can be replaced as a whole"):
+    with pytest.raises(ValueError, match="folder must be one that can be replaced"):
         va.save_model(saved[1], ".")
     with pytest.raises(FileNotFoundError, match=r"config\.json: there is no such file: give a folder that save_model"):
         va.load_model(tmp_path)
 
 
-class Foreign(va.AttentionBlock2d):
-    pass
-
-
-def test_blocks_of_another_library_come_back_with_their_class(tmp_path):
-    model = timm.create_model("test_resnet", num_classes=3)
-    va.insert_(model, Foreign, stages=-2, num_heads=4, example_input=IMAGES)
-    train(model.eval())
-    va.save_model(model, tmp_path / "net")
-    with pytest.raises(va.CheckpointError, match=r"holds Foreign, which is no block of this library: give its class"):
-        va.load_model(tmp_path / "net")
-    images = torch.randn(1, 3, 32, 32)
-    assert torch.equal(va.load_model(tmp_path / "net", block=Foreign)(images), model(images))
-
-
 def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     _, model = saved
-    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got None: of other networks"):
+    with pytest.raises(ValueError, match="architecture must be a name that timm knows; got None"):
         va.save_model(nn.Sequential(nn.Conv2d(3, 8, 1)), tmp_path / "net")
     other = timm.create_model("test_resnet", num_classes=3)
     other.act1 = nn.Sigmoid()
-    with pytest.raises(
-        ValueError, match=r"'test_resnet' is not this network \(it computes something else\).*model_args"
-    ):
-        va.save_model(other, tmp_path / "net")
-    other.layer1[0].conv1 = nn.Conv2d(32, 32, 5)
-    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(.*layer1.0.conv1.weight"):
+    with pytest.raises(ValueError, match=r"'test_resnet' is not this network \(it computes something else\)"):
         va.save_model(other, tmp_path / "net")
     with pytest.raises(ValueError, match="classes must name the 3 classes of the model; got 2"):
         va.save_model(model, tmp_path / "net", classes=["a", "b"])
@@ -624,16 +446,12 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
     ("change", "message"),
     [
         ({"architecture": "hf-hub:timm/resnet18.a1_in1k"}, "must name a network of timm's"),
-        ({"architecture": "local-dir:/tmp"}, "must name a network of timm's"),
         ({"model_args": {"pretrained": True}}, r"fetch nothing \['pretrained'\]"),
-        ({"model_args": {"checkpoint_path": "/tmp/x"}}, "fetch nothing"),
         ({"model_args": {"pretrained_cfg": {"url": "http://x"}}}, "fetch nothing"),
         ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "of a size that there is none of"),
         ({"model_args": {"no_such": 1}}, "cannot be made"),
         ({"architecture": "resnet18"}, "of another network than it names"),
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
-        ({"model_args": {"num_classes": 10**12}}, "of a size that there is none of"),
-        ({"label_names": ["a"]}, "label_names must be the names of its 3 classes"),
         ({"label_names": [1, 2, 3]}, "label_names must be the names of its 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
         ({"vision_attn": {"format": 3, "library": "9"}}, "written by vision_attn 9: upgrade"),
@@ -652,15 +470,6 @@ def test_what_a_folder_says_is_checked_and_fetches_nothing(saved, change, messag
             va.load_model(tmp_path)
 
 
-def test_the_librarys_own_folders_are_models_that_are_ready_to_use():
-    model = va.load_model(weights_folder() / "resnet20_attention_cifar100")
-    assert len(model.classes) == 100
-    assert model(model.transform(Image.new("L", (60, 40)))[None]).shape == (1, 100)
-    assert list(va.inserted(va.load_model(weights_folder() / "digit_pairs_attention"))) == ["stage3.1.2"]
-
-
-# --- files that were written before -----------------------------------------------------------------------------------
-
 #: Adapters and networks of form 1, and what they gave, as the version before this form wrote them.
 OLD = Path(__file__).parent / "old"
 
@@ -676,9 +485,8 @@ def filled(model):
 
 def plain():
     maps = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
-    return filled(
-        nn.Sequential(*maps, nn.Sequential(nn.Conv2d(8, 8, 1)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
-    )
+    head = [nn.Sequential(nn.Conv2d(8, 8, 1)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)]
+    return filled(nn.Sequential(*maps, *head))
 
 
 def tokens():
@@ -712,12 +520,10 @@ def test_what_was_written_before_still_loads(name, tmp_path):
         va.load_adapter_(model, OLD / f"{name}.safetensors", **how)
         return model
 
-    if name.endswith("control"):
-        with pytest.raises(
-            va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.comparison"
-        ):
-            load()
     how = {"block": ConvBlock2d} if name.endswith("control") else {}
+    if how:
+        with pytest.raises(va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.compar"):
+            load()
     model = load(**how)
     with torch.no_grad():
         torch.testing.assert_close(model(images), expected)
@@ -734,48 +540,26 @@ def test_what_was_written_before_still_loads(name, tmp_path):
         assert not torch.allclose(again(images), expected)
 
 
-# --- values as code ---------------------------------------------------------------------------------------------------
-
-sides = st.integers(1, 64)
-sizes = sides | st.tuples(sides, sides) | st.tuples(sides, sides, sides)
-specifications = st.one_of(
-    *(st.builds(kind, sizes) for kind in (va.Window, va.Grid, va.AbsPos)),
-    *(st.builds(kind, st.none() | sizes) for kind in (va.RelPosDecomposed, va.RelPosTable)),
-    *(st.builds(kind, sizes, sizes) for kind in (va.Neighborhood, va.Halo)),
-    st.integers(0, 7).flatmap(lambda shift: st.builds(va.Window, st.integers(shift + 1, 64), st.just(shift))),
-    st.builds(va.Neighborhood, st.just(7), sides, st.integers(1, 7), st.booleans() | st.just((True, False))),
-    st.builds(lambda s: va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=s), sides),
-    st.builds(va.Rope2d, st.floats(1.5, 1e9), st.none() | sides | st.tuples(sides, sides)),
-    st.builds(va.ConditionalPos, st.integers(0, 9).map(lambda k: 2 * k + 1)),
-    st.builds(va.SinCos, st.floats(1.5, 1e9)),
-)
-plain_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-values = st.recursive(
-    plain_values | specifications,
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
+SPECIFICATIONS = [
+    *(va.Window(7), va.Window((4, 8), 3), va.Grid((2, 3, 4)), va.Halo(8, 3), va.Pattern("b n d h w -> b n (h w) d")),
+    *(va.Neighborhood(7), va.Neighborhood(7, (3, 5), 2, True), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7)),
+    *(va.AbsPos(7), va.RelPosDecomposed(), va.RelPosTable((7, 9)), va.Rope2d(1e4, (2, 4)), va.SinCos(2.5)),
+    va.ConditionalPos(3),
+]
+PLAIN = [None, True, -7, 10**30, 1e-300, -0.5, "", "é'\"\\\n\0", (), (1,), [[]], {"a": {}, -1: (None, [2.5])}]
 
 
-@settings(max_examples=30)
-@given(values)
-def test_values_come_back_from_their_code(value):
-    again = from_code(to_code("option", value))
-    assert again == value
-    assert repr(again) == repr(value)
-    assert type(again) is type(value)
+def test_values_come_back_from_their_code():
+    for value in (*SPECIFICATIONS, *PLAIN, {"pattern": SPECIFICATIONS, "more": tuple(PLAIN)}):
+        again = from_code(to_code("option", value))
+        assert (again, repr(again), type(again)) == (value, repr(value), type(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(float("nan"), float("inf"), torch.float32, torch.zeros(2), torch.Size((2, 2)), nn.GELU, len, lambda x: x),
-        *({1, 2}, b"bytes", 1j, type("Window", (va.Window,), {})(7)),
-    ],
-)
-def test_other_values_are_refused_by_name(value):
-    with pytest.raises(ValueError, match=r"^activation=.*cannot be written down"):
-        to_code("activation", value)
+def test_other_values_are_refused_by_name():
+    numbers = (float("nan"), float("inf"), torch.float32, torch.zeros(2), torch.Size((2, 2)), 1j)
+    for value in (*numbers, nn.GELU, len, lambda x: x, {1, 2}, b"bytes", type("Window", (va.Window,), {})(7)):
+        with pytest.raises(ValueError, match=r"^activation=.*cannot be written down"):
+            to_code("activation", value)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from vision_attn.checks import check_type
-from vision_attn.networks.checkpoints import write_atomically
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import numbers
+from vision_attn.networks.safe import write_atomically
 
 try:
     from matplotlib import figure as matplotlib_figure

@@ -3,14 +3,5 @@
 from vision_attn.networks.checkpoints.adapter import AdapterReport, load_adapter_, save_adapter
 from vision_attn.networks.checkpoints.load import load_checkpoint
 from vision_attn.networks.checkpoints.load_report import LoadReport
-from vision_attn.networks.safe import read_checkpoint, write_atomically
 
-__all__ = [
-    "AdapterReport",
-    "LoadReport",
-    "load_adapter_",
-    "load_checkpoint",
-    "read_checkpoint",
-    "save_adapter",
-    "write_atomically",
-]
+__all__ = ["AdapterReport", "LoadReport", "load_adapter_", "load_checkpoint", "save_adapter"]

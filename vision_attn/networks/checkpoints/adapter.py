@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.checks import check_flags, check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.form import Saved, fingerprint
@@ -49,12 +48,10 @@ class AdapterReport(Report):
     differing: tuple[str, ...]
 
     def parts(self) -> list[str | Table]:
-        network = (
-            f"{len(self.differing)} of {self.compared} tensors of the network are not those it was trained on: "
-            f"{shorten(self.differing)}"
-            if self.differing
-            else f"the network is the one it was trained on, in all {self.compared} tensors"
-        )
+        network = f"the network is the one it was trained on, in all {self.compared} tensors"
+        if self.differing:
+            other = f"{len(self.differing)} of {self.compared} tensors of the network"
+            network = f"{other} are not those it was trained on: {shorten(self.differing)}"
         return [f"{len(self.loaded)} tensors loaded from {escaped(self.path)}", network, *self.insertion.parts()]
 
 
@@ -89,7 +86,6 @@ def save_adapter(
     >>> len(load_adapter_(model, file).loaded)
     7
     """
-    check_type("about", {} if about is None else about, Mapping, "a mapping of names to plain values")
     model = plain_network(model)
     refuse_without_values(model)
     blocks = form.blocks_to_save(model)
@@ -99,7 +95,7 @@ def save_adapter(
     further = matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: state[key] for key in state if key in of_blocks or key in further}
     base = fingerprint(network_of(state, without=of_blocks | further))
-    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=about or {}))
+    form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=dict(about or {})))
     return Path(path)
 
 
@@ -128,8 +124,7 @@ def load_adapter_(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in,
-            or ``block`` is not needed.
+        ValueError: the model has inserted blocks, is on the meta device or in a wrapper that it cannot be changed in.
         CheckpointError: the file is damaged or no adapter, or is for another network; the model is as it was.
 
     >>> import tempfile
@@ -142,7 +137,6 @@ def load_adapter_(
     >>> report.insertion.blocks[0].site, report.compared
     ('0', 2)
     """
-    check_flags(strict=strict)
     model = changeable(model)
     refuse_without_values(model)
     if blocks := inserted(model):
@@ -180,8 +174,7 @@ def read_adapter(path: str | Path) -> Saved:
     saved = form.saved_in(file)
     if saved is None or saved.base is None:
         raise CheckpointError(
-            f"{file.path} is no adapter, it does not say what network its tensors go into: load_checkpoint reads "
-            "checkpoints, load_model what save_model wrote, and save_adapter writes adapters"
+            f"{file.path} is no adapter: load_checkpoint reads checkpoints, load_model what save_model wrote"
         )
     return saved
 
@@ -199,29 +192,22 @@ def other_tensors(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, st
     """The names of a network's tensors that are not those the adapter was trained on; refused if ``strict``."""
     replaced = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
     without = {key for key in state if key.startswith(replaced)}.union(adapter.also)
-    here: dict[str, Any] = {key: (tuple(state[key].shape), "", "") for key in adapter.also if key in state}
-    there: dict[str, Any] = {key: (tuple(adapter.tensors[key].shape), "", "") for key in adapter.also}
-    here, there = here | fingerprint(network_of(state, without)), there | (adapter.base or {})
-    none = ("has none",)
-    other = [
-        f"{name} (model {here.get(name, none)[0]}, adapter {there.get(name, none)[0]})"
-        for name in there | here
-        if here.get(name, none)[0] != there.get(name, none)[0]
-    ]
-    if other:
-        raise CheckpointError(
-            f"{path} is for another network: {shorten(other)}. Make the network that it was trained on, with as many "
-            "classes"
-        )
-    changed = tuple(name for name in there if here[name] != there[name])
+    base = adapter.base or {}
+    own = fingerprint(network_of(state, without))
+    here = {name: shape for name, (shape, *_) in own.items()}
+    here |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
+    there = {name: shape for name, (shape, *_) in base.items()}
+    there |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+    if other := [name for name in there | here if here.get(name) != there.get(name)]:
+        shapes = [f"{name} (model {here.get(name, 'none')}, adapter {there.get(name, 'none')})" for name in other]
+        raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Make the one that it was trained on")
+    changed = tuple(name for name in base if own.get(name, base[name]) != base[name])
     if strict and changed:
-        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (here, there)]
+        types = [", ".join(sorted({side[name][1] for name in changed})) for side in (own, base)]
         raise CheckpointError(
-            f"{path} is for other weights of this network: {len(changed)} of {len(adapter.base or ())} tensors have "
-            f"other values, {shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the "
-            "checkpoint that it was trained on first, and convert the model to another type last. If the network was "
-            "trained along with the blocks, in its running statistics too, no checkpoint fits: freeze_backbone_ it in "
-            "training, save what changed with also=, or save the whole model. strict=False loads the adapter all the "
-            "same"
+            f"{path} is for other weights of this network: {len(changed)} of {len(base)} tensors have other values, "
+            f"{shorten(changed)} ({types[0]} in the model, {types[1]} in the adapter). Load the checkpoint that it was "
+            "trained on first. If the network was trained along with the blocks, none fits: freeze_backbone_ it, save "
+            "what changed with also=, or save the whole model. strict=False loads the adapter all the same"
         )
     return changed

@@ -50,9 +50,7 @@ FORMAT = 2
 
 #: The blocks that a file may name by themselves.
 BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    name: made
-    for name, made in vars(blocks).items()
-    if name in blocks.__all__ and isinstance(made, type) and issubclass(made, nn.Module)
+    name: vars(blocks)[name] for name in blocks.__all__ if isinstance(vars(blocks)[name], type)
 }
 #: Those that it could once, and where they are now.
 MOVED = dict.fromkeys(("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls")
@@ -124,10 +122,8 @@ def saved_in(file: CheckpointFile) -> Saved | None:
     try:
         said = dict(json.loads(text))
         if said["format"] > FORMAT:  # whose hash may be over other things
-            raise CheckpointError(
-                f"{file.path} was written by vision_attn {said['library']} in form {said['format']}, and this one "
-                f"reads up to form {FORMAT}: upgrade vision_attn"
-            )
+            newer = f"was written by vision_attn {said['library']} in form {said['format']}"
+            raise CheckpointError(f"{file.path} {newer}, this one reads form {FORMAT}: upgrade vision_attn")
         if said.pop("file_hash") != hash_of([said, fingerprint(tensors)]):
             raise ValueError("its hash is not the one written in it")
         base: Fingerprint | None = said["base"] and {
@@ -166,9 +162,8 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     held, found = insertion.inserted(model), insertion.records(model)
     for record in found:
         if record.block in BLOCKS and not comes_back(record, held[record.site]):
-            options = ", ".join(f"{name}={value!r}" for name, value in record.options.items()) or "no options"
             raise ValueError(
-                f"the {record.block} at {record.site!r} is not what its class makes of {options}: give insert_ the "
+                f"the {record.block} at {record.site!r} is not what its class makes of its options: give insert_ the "
                 "class and its options, not a function that makes it"
             )
     return found
@@ -219,12 +214,8 @@ def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -
     foreign = [name for name in names if name not in BLOCKS]
     if foreign and make is None:
         places = "".join(f", which is now in {MOVED[name]}" for name in foreign[:1] if name in MOVED)
-        raise CheckpointError(
-            f"{path} holds {', '.join(foreign)}, which is no block of this library: give its class, "
-            f"block={foreign[0]}{places}"
-        )
-    if make is not None and not foreign:
-        raise ValueError(f"block: {path} holds blocks of this library only ({', '.join(names)}): leave it out")
+        what = f"{', '.join(foreign)}, which is no block of this library"
+        raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{places}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     return {name: only_as_saved(BLOCKS.get(name) or make, shapes) for name in names}  # type: ignore[arg-type]
@@ -238,8 +229,7 @@ def only_as_saved(
     @wraps(make)
     def made(channels: int, **given: Any) -> nn.Module:
         state = make(channels, **{**given, "device": "meta"}).state_dict()
-        other = [f"{key} {tuple(value.shape)}" for key, value in state.items() if (key, value.shape) not in saved]
-        if other:
+        if other := [f"{key} {(*value.shape,)}" for key, value in state.items() if (key, value.shape) not in saved]:
             raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
         return make(channels, **given)
 

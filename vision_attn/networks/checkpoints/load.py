@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vision_attn.attention.position import PositionTerm
-from vision_attn.checks import as_list, check_flags, check_type
+from vision_attn.checks import as_list, check_flags
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
 from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
@@ -68,7 +68,6 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    check_type("prefix", prefix, str, "a text")
     check_flags(strict=strict, ema=ema)
     fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
     model = plain_network(model)
@@ -83,9 +82,10 @@ def load_checkpoint(
     saved, saved_arguments, found = find_weights(file, own=own, ema=ema, prefix=prefix)
     stretched = stretched_tables(model, saved)
     weights = {**saved, **stretched}
-    if other := [key for key, value in weights.items() if key in own and kind(value) != kind(own[key])]:
-        kinds = ", ".join(f"{key} is {kind(weights[key])} there and {kind(own[key])} here" for key in other[:6])
-        raise CheckpointError(f"{file.path} has numbers of another kind than the model, nothing was loaded: {kinds}")
+    for key in own.keys() & weights.keys():
+        if kind(weights[key]) != kind(own[key]):
+            kinds = f"{key} is {kind(weights[key])} there and {kind(own[key])} here"
+            raise CheckpointError(f"{file.path} has numbers of another kind than the model: {kinds}")
 
     given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
     mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
@@ -107,18 +107,14 @@ def load_checkpoint(
         mismatched=mismatched,
         resampled=shapes_of(stretched, {key: saved[key] for key in stretched if key in given}),
         replaced=tuple(key for key in fitting if key not in state),
-        verified=file.verified,
         differing=other_arguments({path: arguments[path] for path in of_blocks}, saved_arguments),
-        unchecked=tuple(
-            path or type(model).__name__ for path in arguments if path in of_blocks - saved_arguments.keys()
-        ),
+        unchecked=tuple(path or "the block" for path in arguments if path in of_blocks - saved_arguments.keys()),
         **found,
     )
     if not fitting:
         raise CheckpointError(
-            f"{file.path}: no tensor of it fits the model {type(model).__name__}, so it is of another architecture; "
-            f"the model has {shorten(own)}; the checkpoint has {shorten(weights)}. If the network is a part of what "
-            'was saved, prefix="backbone." reads what begins with the name of the part'
+            f"{file.path} is of another architecture; the model has {shorten(own)}; the checkpoint has "
+            f'{shorten(weights)}. If the network is a part of it, prefix="backbone." reads what begins with its name'
         )
     if strict and (report.missing or report.unexpected or report.mismatched or report.differing):
         raise CheckpointError(
@@ -146,17 +142,13 @@ def copy_all_(values: Sequence[tuple[Tensor, Tensor]]) -> None:
 def refuse_without_values(model: nn.Module) -> None:
     """Refuse a model on the meta device, or one that a first forward has still to make."""
     if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
-        raise ValueError(
-            "model has tensors without values, in which nothing can be loaded: model.to_empty(device=…) makes those on "
-            "the meta device, and a first forward those of lazy modules"
-        )
+        raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
 
 
 def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
     """The keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on keys", single=str):
-        check_type(argument, glob, str, "a glob on keys, or several")
         matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
             raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
@@ -177,11 +169,12 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     tables = {}
     for path, term in model.named_modules(remove_duplicate=False):
         for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionTerm) else ():
-            key = f"{path}.{name}" if path else name
+            key = f"{path}.{name}".removeprefix(".")
             saved = weights.get(key, here)
-            if saved.shape != here.shape and kind(saved) == kind(here):
-                tables[key] = term.resampled(name, saved)
-    return {key: table for key, table in tables.items() if table is not None}
+            fits = saved.shape == here.shape or kind(saved) != kind(here)
+            if not fits and (table := term.resampled(name, saved)) is not None:
+                tables[key] = table
+    return tables
 
 
 def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:

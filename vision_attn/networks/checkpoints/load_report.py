@@ -49,8 +49,6 @@ class LoadReport(Report):
     prefix: str = ""
     #: keys left aside because they do not begin with the prefix that was asked for
     aside: tuple[str, ...] = ()
-    #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
-    verified: str = ""
     #: blocks that had other heads, another pattern, position or scale, in words; only ``strict=False`` lets them pass
     differing: tuple[str, ...] = ()
     #: blocks that were loaded and of which the file says nothing: shapes do not tell heads and patterns
@@ -59,11 +57,8 @@ class LoadReport(Report):
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
         lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
-        if self.verified:
-            lines.append(f"its SHA-256 begins with {self.verified}, as its name says")
         if self.others:
-            average = self.entry not in AVERAGED and not set(self.others).isdisjoint(AVERAGED)
-            hint = " (ema=True takes the moving average)" if average else ""
+            hint = "" if set(self.others).isdisjoint(AVERAGED) else " (ema=True takes the moving average)"
             lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
         if self.prefix:
             lines.append(f"prefix {self.prefix!r} taken off")
@@ -95,26 +90,19 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
     heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
     if report.differing:
-        yield (
-            "Make the blocks as they were saved, with what the file says: insert_(model, …, num_heads=…, pattern=…). "
-            "strict=False loads the weights all the same, where they mean something else."
-        )
+        yield "Make the blocks as the file says. strict=False loads the weights, which mean something else there."
     elif sites or instead:
         if sites:
-            flag = f"(on the command line: --insert {sites.replace(',', '').replace(chr(39), '')})"
-            yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first {flag}."
+            yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first."
         if instead:
             yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
     elif any(".position." in f".{key}" for key in report.mismatched):
-        yield (
-            "Its tables of positions are for groups of other proportions or heads of another width: give the block the "
-            'feat_size and pattern that it was trained with, or keep new tables with fresh=["*position.*"].'
-        )
+        yield 'Give the block the feat_size and pattern it was trained with, or keep new tables: fresh=["*position.*"].'
     elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
         (own, other), *_ = report.mismatched.values()
         yield (
             f"It was trained for {other[0]} classes and the model has {own[0]}: make a model of {other[0]} classes, or "
-            f'keep a new head with fresh=["{heads.pop()}.*"] (on the command line: --reset-head).'
+            f'keep a new head with fresh=["{heads.pop()}.*"], which is --reset-head on the command line.'
         )
     else:
         yield "If it is the right file for this model, load_checkpoint with strict=False loads what fits."

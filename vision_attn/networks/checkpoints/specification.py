@@ -16,13 +16,9 @@ from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Wi
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
 #: The only names that stand for something.
-SPECIFICATIONS: dict[str, Callable[..., Any]] = {
-    made.__name__: made
-    for made in (
-        *(Window, Grid, Halo, Neighborhood, Pattern),
-        *(RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos),
-    )
-}
+PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
+POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos)
+SPECIFICATIONS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (*PATTERNS, *POSITIONS)}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
@@ -44,8 +40,8 @@ def to_code(name: str, value: object) -> str:
         again = NotImplemented
     if type(again) is not type(value) or repr(again) != code:
         raise ValueError(
-            f"{name}={code} cannot be written down: options must be plain numbers, texts, True, False, None, tuples, "
-            f"lists and dictionaries of them, or one of {', '.join(SPECIFICATIONS)}"
+            f"{name}={code} cannot be written down: options must be numbers, texts, True, False, None, tuples, lists "
+            f"and dictionaries of them, or one of {', '.join(SPECIFICATIONS)}"
         )
     return code
 

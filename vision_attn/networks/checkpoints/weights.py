@@ -34,20 +34,14 @@ def find_weights(
     """
     saved = saved_in(file)
     if saved is not None and saved.base is not None:
-        raise CheckpointError(
-            f"{file.path} is an adapter, blocks without their network: load the network's own checkpoint, then "
-            "load_adapter_(model, path)"
-        )
+        raise CheckpointError(f"{file.path} is an adapter: load the network's checkpoint, then load_adapter_ it")
     entry = find_entry(file, ema=ema)
-    held = file.content[entry] if entry else file.content
-    assert isinstance(held, Mapping)
+    held: Any = file.content[entry] if entry else file.content
     # Compiled models put _orig_mod before their names, parallel and averaged ones module.
     names = {key: key if key in own else key.replace("_orig_mod.", "") for key in held}
     counts = Counter(names.values())
     if twice := [key for key, name in names.items() if counts[name] > 1]:
-        raise CheckpointError(
-            f"{file.path} has several tensors for one name of the network: {shorten(twice)}: keep one"
-        )
+        raise CheckpointError(f"{file.path} has several tensors for one name: {shorten(twice)}: keep one")
     weights = {names[key]: value for key, value in held.items() if isinstance(value, Tensor)}
     if "n_averaged" not in own and all(key.startswith("module.") for key in weights.keys() - {"n_averaged"}):
         weights.pop("n_averaged", None)  # torch's AveragedModel counts its updates beside the module that it wraps
@@ -57,10 +51,8 @@ def find_weights(
     aside = tuple(key for key in weights if not key.startswith(asked))
     weights = {key: value for key, value in weights.items() if key.startswith(asked)}
     if not weights:
-        raise CheckpointError(
-            f"{file.path}: prefix {prefix!r} begins none of its keys, which begin "
-            f"{shorten(dict.fromkeys(key.partition('.')[0] for key in aside))}"
-        )
+        begin = shorten(dict.fromkeys(key.partition(".")[0] for key in aside))
+        raise CheckpointError(f"{file.path}: prefix {prefix!r} begins none of its keys, which begin {begin}")
     taken = shared_prefix(weights, own, asked)
     weights = {key.removeprefix(taken): value for key, value in weights.items()}
     others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
@@ -89,18 +81,16 @@ def find_entry(file: CheckpointFile, *, ema: bool) -> str:
         return ""
     what = "averaged weights for ema=True" if ema else "weights"
     raise CheckpointError(
-        f"{file.path} holds no {what}: expected tensors by name, under one of {', '.join(entries)} or alone; the file "
-        f"has {shorten(map(str, file.content))}"
+        f"{file.path} holds no {what}: expected tensors by name, alone or under {', '.join(entries)}; the file has "
+        f"{shorten(map(str, file.content))}"
     )
 
 
 def is_state_dict(value: object) -> bool:
     """Names to tensors, some of which may be counters of other types."""
-    return (
-        isinstance(value, Mapping)
-        and any(isinstance(item, Tensor) for item in value.values())
-        and all(isinstance(key, str) for key in value)
-    )
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    return any(isinstance(item, Tensor) for item in value.values())
 
 
 def shared_prefix(weights: Mapping[str, Tensor], own: Collection[str], asked: str) -> str:

@@ -27,15 +27,7 @@ from functools import partial
 from typing import Any
 
 import timm
-from timm.models import (
-    DefaultCfg,
-    ResNet,
-    build_model_with_cfg,
-    convnext,
-    generate_default_cfgs,
-    get_arch_pretrained_cfgs,
-    register_model,
-)
+from timm.models import DefaultCfg, ResNet, build_model_with_cfg, convnext, register_model
 from timm.models._manipulate import MATCH_PREV_GROUP
 from torch import Tensor, nn
 
@@ -112,7 +104,7 @@ def with_attention(base: str, insertion: Insertion, trained: tuple[str, ...] = (
     # In the order of the base, whose default comes first, so that ours is not the default for having weights.
     cfgs = {
         cfg.tag: replace(cfg, file=weights_file(f"{name}_{cfg.tag}")) if cfg.tag in trained else cfg
-        for cfg in get_arch_pretrained_cfgs(base).values()
+        for cfg in timm.models.get_arch_pretrained_cfgs(base).values()
     }
     default_cfgs[name] = DefaultCfg(deque(cfgs), cfgs, is_pretrained=any(cfg.has_weights for cfg in cfgs.values()))
     about = f"``{base}`` with attention inserted near its end."
@@ -141,22 +133,21 @@ Exchange = Callable[[nn.Conv2d, tuple[int, int]], nn.Module]
 
 def attention_for(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
     """BoTNet's: four heads, averaged where the convolution strides."""
-    how: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, "stride": conv.stride[0]}
-    return StridedAttention2d(conv.in_channels, 4, feat_size=size, qkv_bias=False, proj_bias=False, **how)
+    how: dict[str, Any] = {"feat_size": size, "stride": conv.stride[0], "qkv_bias": False, "proj_bias": False}
+    return StridedAttention2d(conv.in_channels, 4, **how).to(conv.weight)
 
 
 def augmented(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
     """Bello's: of a width ``c``, ``c / 5`` channels of keys but at least 20 a head, and ``c / 10`` of values."""
     if conv.dilation != (1, 1) or conv.groups != 1:
         raise ValueError(
-            "aa_resnet50: output_stride must be 32 and cardinality 1, since an augmented convolution has no dilation "
-            f"and no groups; got a convolution with dilation {conv.dilation} and {conv.groups} groups"
+            "aa_resnet50: output_stride must be 32 and cardinality 1: dilation and groups are not supported"
         )
     heads, width, stride = 8, conv.out_channels, conv.stride[0]
     keys, values = heads * max(20, round(width / 5 / heads)), heads * max(1, round(width / 10 / heads))
-    how: dict[str, Any] = {"device": conv.weight.device, "dtype": conv.weight.dtype, "bias": False, "stride": stride}
-    how |= {"num_heads": heads, "key_channels": keys, "value_channels": values}
-    new = AugmentedConv2d(conv.in_channels, width, position=RelPosDecomposed(fewer_cells(size, stride)), **how)
+    how: dict[str, Any] = {"num_heads": heads, "key_channels": keys, "value_channels": values, "stride": stride}
+    how |= {"bias": False, "position": RelPosDecomposed(fewer_cells(size, stride))}
+    new = AugmentedConv2d(conv.in_channels, width, **how).to(conv.weight)
     nn.init.kaiming_normal_(new.conv.weight, mode="fan_out", nonlinearity="relu")  # as timm's ResNets begin
     return new
 
@@ -186,7 +177,7 @@ def fewer_cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
 #: All else, the size and the statistics of the images among it, is what timm's configurations say by themselves.
 _CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}
 
-default_cfgs |= generate_default_cfgs({"botnet50.untrained": _CFG, "aa_resnet50.untrained": _CFG})
+default_cfgs |= timm.models.generate_default_cfgs({"botnet50.untrained": _CFG, "aa_resnet50.untrained": _CFG})
 
 
 @register_model

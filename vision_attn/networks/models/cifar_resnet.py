@@ -24,7 +24,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.models import generate_default_cfgs
@@ -47,8 +46,6 @@ class CifarNetwork(StagedNetwork):
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
         drop_path_rate: probability of dropping the branch of the last block, in training; it grows from 0 at the first.
-        device: of the parameters.
-        dtype: of the parameters.
         **head: what :meth:`StagedNetwork.add_head` takes.
     """
 
@@ -62,24 +59,21 @@ class CifarNetwork(StagedNetwork):
         num_classes: int = 10,
         in_chans: int = 3,
         drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **head: Any,
     ) -> None:
         super().__init__(widths, (1, 2, 4), "layer")
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False, **factory)
+        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         if not norm_first:
-            self.bn1 = nn.BatchNorm2d(16, **factory)
+            self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
         rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
         for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
             shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
             drops = (DropPath(rate) if rate else None for rate in rates)
-            layers = [block(*shape, drop_path=drop, **factory) for shape, drop in zip(shapes, drops, strict=False)]
+            layers = [block(*shape, drop_path=drop) for shape, drop in zip(shapes, drops, strict=False)]
             self.add_module(f"layer{stage}", nn.Sequential(*layers))
         if norm_first:
-            self.bn = nn.BatchNorm2d(widths[-1], **factory)
+            self.bn = nn.BatchNorm2d(widths[-1])
         self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -105,17 +99,15 @@ class PadShortcut(nn.Module):
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
 
 
-def basic_block(
-    in_channels: int, channels: int, stride: int, *, option: str, drop_path: nn.Module | None, **factory: Any
-) -> nn.Module:
+def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:
     """Two 3×3 convolutions and a shortcut."""
     shortcut: nn.Module | None = None
     if stride != 1 and option == "A":
         shortcut = PadShortcut(channels - in_channels)
     elif stride != 1:
-        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
-        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels, **factory))
-    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path, **factory)
+        conv = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
+        shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
+    block: nn.Module = BasicBlock(in_channels, channels, stride, shortcut, drop_path=drop_path)
     return block
 
 
@@ -126,7 +118,7 @@ class CifarResNet(CifarNetwork):
         depth: 20, 32, 44, 56, … (6n + 2).
         option: shortcut ``"A"`` (padding, classifier ``linear``) or ``"B"`` (projection, classifier ``fc``).
         **options: ``num_classes`` (10; 0 leaves the pooled features), ``in_chans`` (3), ``global_pool``, ``drop_rate``
-            of features, ``drop_path_rate`` of blocks, ``device`` and ``dtype``, as timm's networks have them.
+            of features and ``drop_path_rate`` of blocks, as timm's networks have them.
 
     Raises:
         ValueError: an argument is out of range.
@@ -159,34 +151,26 @@ class WideBlock(nn.Module):
     """Norm, activation and 3×3 convolution, twice, and a shortcut."""
 
     def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        stride: int,
-        drop_rate: float,
-        drop_path: nn.Module | None,
-        **factory: Any,
+        self, in_channels: int, channels: int, stride: int, drop_rate: float, drop_path: nn.Module | None
     ) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(in_channels, **factory)
+        self.bn1 = nn.BatchNorm2d(in_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False, **factory)
-        self.bn2 = nn.BatchNorm2d(channels, **factory)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
         self.drop = nn.Dropout(drop_rate)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **factory)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.drop_path = drop_path
         self.downsample: nn.Module | None = None
         if stride != 1 or in_channels != channels:
-            self.downsample = nn.Conv2d(in_channels, channels, 1, stride, bias=False, **factory)
+            self.downsample = nn.Conv2d(in_channels, channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(x))
         shortcut = x if self.downsample is None else self.downsample(y)
         y = self.conv1(y)
         y = self.conv2(self.drop(self.relu(self.bn2(y))))
-        if self.drop_path is not None:
-            y = self.drop_path(y)
-        return y + shortcut
+        return shortcut + (y if self.drop_path is None else self.drop_path(y))
 
 
 class WideResNet(CifarNetwork):
@@ -212,10 +196,7 @@ class WideResNet(CifarNetwork):
     def __init__(self, depth: int, width: int, *, block_drop_rate: float = 0.0, **options: Any) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4: 16, 22, 28, 40, …; got {depth}")
-        if width < 1:
-            raise ValueError(f"width must be a whole number of at least 1; got {width}")
-        widths = (16 * width, 32 * width, 64 * width)
-        block = partial(WideBlock, drop_rate=block_drop_rate)
+        widths, block = (16 * width, 32 * width, 64 * width), partial(WideBlock, drop_rate=block_drop_rate)
         super().__init__(widths, (depth - 4) // 6, block, norm_first=True, **options)
 
     def stem(self, x: Tensor) -> Tensor:

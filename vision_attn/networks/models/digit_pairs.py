@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from timm.models import generate_default_cfgs
 from torch import nn
 
 from vision_attn.networks.insertion import insert_
 from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered, weights_file
 
-__all__ = ["DigitPairsNet", "digit_pairs", "digit_pairs_attention"]
+__all__ = ["DigitPairsNet"]  # timm adds the names of the networks
 
 
-def convolution(in_channels: int, channels: int, kernel: int, stride: int = 1, **factory: Any) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False, **factory),
-        nn.BatchNorm2d(channels, **factory),
-        nn.ReLU(inplace=True),
-    )
+def convolution(in_channels: int, channels: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
 
 
 class DigitPairsNet(StagedNetwork):
@@ -34,40 +30,19 @@ class DigitPairsNet(StagedNetwork):
         num_classes: classes; 0 leaves the pooled features.
         in_chans: channels of the image.
         width: channels of the maps.
-        drop_path_rate: 0, since there is no residual branch to drop.
-        device: of the parameters.
-        dtype: of the parameters.
         **head: what :meth:`StagedNetwork.add_head` takes.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     >>> import torch
     >>> DigitPairsNet()(torch.randn(4, 1, 8, 44)).shape
     torch.Size([4, 2])
     """
 
-    def __init__(
-        self,
-        num_classes: int = 2,
-        in_chans: int = 1,
-        width: int = 32,
-        *,
-        drop_path_rate: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **head: Any,
-    ) -> None:
-        if drop_path_rate:
-            raise ValueError(f"drop_path_rate must be 0: this network has no residual branch; got {drop_path_rate}")
+    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32, **head: Any) -> None:
         super().__init__((width // 2, width, width, width), (1, 2, 4, 4), "stage")
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.stage1 = convolution(in_chans, width // 2, 3, **factory)
-        self.stage2 = convolution(width // 2, width, 3, stride=2, **factory)
-        self.stage3 = nn.Sequential(
-            convolution(width, width, 3, stride=2, **factory), convolution(width, width, 3, **factory)
-        )
-        self.stage4 = nn.Sequential(convolution(width, width, 1, **factory), convolution(width, width, 1, **factory))
+        self.stage1 = convolution(in_chans, width // 2, 3)
+        self.stage2 = convolution(width // 2, width, 3, stride=2)
+        self.stage3 = nn.Sequential(convolution(width, width, 3, stride=2), convolution(width, width, 3))
+        self.stage4 = nn.Sequential(convolution(width, width, 1), convolution(width, width, 1))
         self.add_head(num_classes, **head)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -81,12 +56,9 @@ FEATURES = {"out_indices": (0, 1, 2, 3)}
 
 _CFG = own_cfg(2, (1, 8, 44), 4, "stage1.0", mean=(0.0,), std=(1.0,))
 
-default_cfgs = generate_default_cfgs(
-    {
-        "digit_pairs.untrained": _CFG,
-        "digit_pairs_attention.seed0": _CFG | {"file": weights_file("digit_pairs_attention")},
-    }
-)
+_TRAINED = _CFG | {"file": weights_file("digit_pairs_attention")}
+
+default_cfgs = generate_default_cfgs({"digit_pairs.untrained": _CFG, "digit_pairs_attention.seed0": _TRAINED})
 
 
 class DigitPairsAttentionNet(DigitPairsNet):
@@ -97,13 +69,7 @@ class DigitPairsAttentionNet(DigitPairsNet):
         insert_(self, stages="stage3", num_heads=4, example_input=(1, in_chans, 8, 44))
 
 
-digit_pairs = registered(
-    __name__, "digit_pairs", "The plain network: near chance, whatever it is trained with.", DigitPairsNet, FEATURES
-)
-digit_pairs_attention = registered(
-    __name__,
-    "digit_pairs_attention",
-    "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library.",
-    DigitPairsAttentionNet,
-    FEATURES,
-)
+PLAIN = "The plain network: near chance, whatever it is trained with."
+ATTENTION = "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."
+digit_pairs = registered(__name__, "digit_pairs", PLAIN, DigitPairsNet, FEATURES)
+digit_pairs_attention = registered(__name__, "digit_pairs_attention", ATTENTION, DigitPairsAttentionNet, FEATURES)

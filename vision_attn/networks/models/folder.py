@@ -27,21 +27,16 @@ from torch import nn
 from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
-from vision_attn.checks import check_type
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import arguments_of
-from vision_attn.networks.insertion import InsertionReport, inserted, plain_network, quiet_eval, records, remove_
+from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.models.registry import config_of
 from vision_attn.networks.safe import finished_folder, read_file, written_folder
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
-__all__ = ["FILES", "load_model", "read_config", "save_model"]
-
-#: What a folder has.
-FILES = frozenset({"config.json", "model.safetensors", "README.md"})
 #: The section of our own in the configuration.
 SECTION = "vision_attn"
 #: Where the folder of a training run keeps its best network.
@@ -60,22 +55,15 @@ MOST = 100_000
 #: Largest difference of an output, as a share of the largest, that the order of sums explains.
 TOLERANCE = 1e-3
 
-#: What ``README.md`` says.
+#: What ``README.md`` says; which blocks and classes there are is in ``config.json`` and ``model.safetensors``.
 CARD = """---
 library_name: vision-attn
 pipeline_tag: image-classification
 tags: [image-classification, timm, vision-attn]
 ---
-# {name}
+# {architecture}
 
-{parameters:,} parameters. {classes}
-
-{blocks}```python
-import vision_attn as va
-
-model = va.load_model("FOLDER")  # of these files
-logits = model(model.transform(image)[None])
-```
+`vision_attn.load_model(folder)` makes the network of these files, with its blocks, classes and `model.transform`.
 """
 
 
@@ -119,11 +107,8 @@ def save_model(
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ValueError(
-            f"architecture must be a name that timm knows; got {architecture!r}: of other networks save the weights, "
-            "or the blocks with save_adapter"
+            f"architecture must be a name that timm knows; got {architecture!r}: save_adapter saves blocks of others"
         )
-    check_type("classes", () if classes is None else classes, (list, tuple), "a list of names")
-    check_type("model_args", {} if model_args is None else model_args, Mapping, "a mapping of arguments")
     if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
@@ -139,7 +124,7 @@ def save_model(
         save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
         form.write_saved(new / "model.safetensors", saved)
         if not (new / "README.md").exists():
-            (new / "README.md").write_text(card(model, architecture, classes), encoding="utf-8")
+            (new / "README.md").write_text(CARD.format(architecture=architecture), encoding="utf-8")
         verify(model, new, architecture)
     return folder
 
@@ -216,9 +201,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a folder, in which each part that is used is what it must be."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote, or that of a run"
-        )
+        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or a run wrote")
     with open(path, "rb") as file:
         text = file.read(LARGEST)
     try:
@@ -251,12 +234,9 @@ def numbers_in(value: object) -> Iterator[float]:
 def create(config: Mapping[str, Any]) -> nn.Module:
     """The network that a configuration names, with new weights."""
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
-    said = {
-        **config["pretrained_cfg"],
-        "num_classes": arguments["num_classes"],
-        "label_names": config.get("label_names"),
-    }
-    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items() if key in KEPT}
+    about = config["pretrained_cfg"] | {"label_names": config.get("label_names")}
+    about["num_classes"] = arguments["num_classes"]
+    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
     if not 0 < math.prod(kept["input_size"]) <= form.LARGEST_IMAGE or len(kept["input_size"]) != 3:
@@ -271,7 +251,8 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Refuse what was written if what is read back gives something else for an image."""
     try:
-        again = load_model(folder, block=foreign_block(model))
+        foreign = (type(one) for one in inserted(model).values() if type(one).__name__ not in form.BLOCKS)
+        again = load_model(folder, block=next(foreign, None))
         value = next(p for p in model.parameters() if p.is_floating_point())
         # Of the size that blocks on tokens were inserted for.
         size = next((block.input_shape[1:] for block in records(model)), config_of(again)["input_size"])
@@ -286,20 +267,4 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     raise ValueError(
         f"architecture: what timm makes of {architecture!r} is not this network ({reason}): give the architecture that "
         "it is, and in model_args what it was made with"
-    )
-
-
-def foreign_block(model: nn.Module) -> Callable[..., nn.Module] | None:
-    """The class of the blocks that are none of this library's."""
-    return next((type(one) for one in inserted(model).values() if type(one).__name__ not in form.BLOCKS), None)
-
-
-def card(model: nn.Module, architecture: str, classes: Sequence[str] | None) -> str:
-    """The text of ``README.md``."""
-    blocks = "\n".join(str(InsertionReport(records(model))).splitlines()[1:-1]) if inserted(model) else ""
-    return CARD.format(
-        name=f"{architecture} with attention" if blocks else architecture,
-        parameters=sum(p.numel() for p in model.parameters()),
-        classes=f"{model.num_classes} classes{': ' if classes else ''}{shorten(classes or (), 20)}.",
-        blocks=f"```text\n{blocks}\n```\n\n" if blocks else "",
     )

@@ -13,8 +13,6 @@ from timm.layers import create_classifier
 from timm.models import build_model_with_cfg, checkpoint_seq, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
-__all__ = ["StagedNetwork", "config_of", "create_model", "own_cfg", "registered", "weights_file", "weights_folder"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -67,16 +65,11 @@ class StagedNetwork(nn.Module):
         """Begin with a new classifier, and with other pooling: ``"avg"``, ``"max"``, ``"avgmax"``, … as timm has it."""
         if global_pool is None:
             global_pool = str(self.global_pool.pool_type)
-        if num_classes and not global_pool:
-            raise ValueError(
-                f"global_pool must be given with num_classes={num_classes}: '' is for the map, without any"
-            )
         weight = next(self.parameters())
-        factory = {"device": weight.device, "dtype": weight.dtype}
         self.num_classes = num_classes
-        pool, classifier = create_classifier(self.num_features, num_classes, pool_type=global_pool, **factory)
+        pool, classifier = create_classifier(self.num_features, num_classes, pool_type=global_pool)
         self.global_pool = pool.train(self.training)
-        self.add_module(self.classifier_name, classifier.train(self.training))
+        self.add_module(self.classifier_name, classifier.to(weight).train(self.training))
         self.head_hidden_size = self.num_features * pool.feat_mult()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -147,8 +140,7 @@ def create_model(
             raise
         raise ValueError(f"model: {name!r} takes no {' or '.join(options)} ({error})") from error
     except (RuntimeError, FileNotFoundError) as error:
-        reason = str(error) or "its weights are not where they belong"
-        raise ValueError(f"model: {name!r} cannot be made ({reason})") from error
+        raise ValueError(f"model: {name!r} cannot be made ({str(error) or 'its weights are not there'})") from error
 
 
 def registered(
@@ -163,6 +155,8 @@ def registered(
         network: makes the network.
         features: how timm takes features from it; None if ``network`` takes ``features_only`` itself.
         **options: for ``network``, or for timm, which loads what is ``pretrained``.
+
+    The function takes ``device`` and ``dtype``, to which the finished network is brought.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> Model:
@@ -170,12 +164,13 @@ def registered(
             # Weights are asked for and no tag: the first that has some, be it the default one or not.
             configurations = get_arch_pretrained_cfgs(name).values()
             kwargs["pretrained_cfg"] = next((cfg.tag for cfg in configurations if cfg.has_weights), None)
+        place = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
         make, how = network, {**options, "feature_cfg": dict(features or {}), **kwargs}
         if features is None and how.pop("features_only", False):  # as timm makes its EfficientNets
             make = partial(network, features_only=True)
             how |= {"pretrained_strict": False, "kwargs_filter": ("num_classes", "global_pool")}
         model: Model = build_model_with_cfg(make, name, pretrained, **how)
-        return model
+        return model.to(**place)
 
     create.__module__, create.__name__, create.__qualname__, create.__doc__ = room, name, name, about
     return register_model(create)
@@ -184,8 +179,7 @@ def registered(
 def weights_folder() -> Path:
     """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[2]
-    installed = package / "weights"
-    return installed if installed.is_dir() else package.parent / "weights"
+    return (package if (package / "weights").is_dir() else package.parent) / "weights"
 
 
 def weights_file(name: str) -> str:

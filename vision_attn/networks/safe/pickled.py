@@ -19,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.storage import _storage_type_to_dtype_map
 
 #: Instructions and parts of what they make, of 100 bytes or so each: what a file of a few kB can take is bounded by it.
 BUDGET = 1_000_000
@@ -32,21 +33,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 #: The storages of tensors, by the type of their numbers.
-STORAGES = {
-    "torch.storage.UntypedStorage": torch.uint8,
-    "torch.FloatStorage": torch.float32,
-    "torch.DoubleStorage": torch.float64,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-}
+STORAGES: dict[str, torch.dtype] = {
+    f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items() if dtype in DTYPES.values()
+} | {"torch.storage.UntypedStorage": torch.uint8}
 
 #: How NumPy names its numbers of fixed size.
 NUMPY_FORMS = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
@@ -138,16 +127,11 @@ class PickleReader:
                 stack[-number:] = [tuple(stack[-number:])]
             elif name == "TUPLE":
                 stack.append(tuple(since_mark()))
-            elif name == "EMPTY_LIST":
-                stack.append([])
-            elif name == "EMPTY_DICT":
-                stack.append({})
-            elif name == "APPENDS":
-                items = since_mark()
+            elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+                stack.append([] if name == "EMPTY_LIST" else {})
+            elif name in ("APPEND", "APPENDS"):
+                items = since_mark() if name == "APPENDS" else [stack.pop()]
                 check(stack[-1], list).extend(items)
-            elif name == "APPEND":
-                item = stack.pop()
-                check(stack[-1], list).append(item)
             elif name in ("SETITEM", "SETITEMS"):
                 items = since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
                 check(stack[-1], dict).update(zip(map(as_key, items[::2]), items[1::2], strict=True))
@@ -191,9 +175,7 @@ class PickleReader:
             if order not in ("<", ">", "|") or state[2:] != (None, None, None, -1, -1, 0):
                 raise NotAllowedError("for another number of NumPy's")
             made.order = order.replace("|", "<")
-        elif isinstance(made, argparse.Namespace) and not any(
-            str(name).startswith("__") for name in check(state, dict)
-        ):
+        elif isinstance(made, argparse.Namespace) and not any(str(name)[:2] == "__" for name in check(state, dict)):
             vars(made).update(state)
         else:
             raise NotAllowedError(f"for attributes of a {type(made).__name__}")
@@ -258,8 +240,7 @@ def numpy_form(name: str) -> NumpyForm:
 
 def number(form: NumpyForm, raw: bytes) -> bool | int | float:
     """A number of NumPy's as one of Python's; it has exactly the bytes of its form, and nothing follows them."""
-    value: bool | int | float = np.frombuffer(check(raw, bytes), check(form, NumpyForm).order + form.name).item()
-    return value
+    return np.frombuffer(check(raw, bytes), check(form, NumpyForm).order + form.name).item()
 
 
 def as_key(value: Any) -> Any:

@@ -24,8 +24,6 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
 from vision_attn.text import escaped
 
-__all__ = ["CheckpointFile", "read_checkpoint", "read_file"]
-
 #: Files with a network's weights in a folder of Hugging Face's form, the safer one first.
 IN_FOLDERS = ("model.safetensors", "pytorch_model.bin")
 
@@ -51,8 +49,6 @@ class CheckpointFile:
     content: Mapping[str, object]
     #: what a ``.safetensors`` file says of its tensors
     metadata: Mapping[str, str]
-    #: the beginning of the file's SHA-256 that its name holds, which was verified; "" if it holds none
-    verified: str
 
 
 def read_checkpoint(path: str | Path) -> dict[str, object]:
@@ -87,32 +83,30 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
             content, metadata = read(file, path)
         except NotAllowedError as error:
             raise CheckpointError(
-                f"{path} asks {error} on loading, and was not loaded: a checkpoint needs tensors and plain values "
-                "only. If you trust its source, load it there and save the state dict alone, best as .safetensors"
+                f"{path} asks {error} on loading, and was not loaded: a checkpoint needs tensors and plain values. If "
+                "you trust its source, load it there and save the state dict alone, best as .safetensors"
             ) from error
         except Exception as error:  # a damaged file can make the reader fail in any way
             raise CheckpointError(
-                f"{path} is truncated or no checkpoint: fetch or save it again, and compare its size and checksum with "
-                "the source's"
+                f"{path} is truncated or no checkpoint: fetch or save it again, and compare its checksum"
             ) from error
         # Only now: a hash over all of what may be no checkpoint at all can take minutes.
-        verified = verify_hash(file, path) if by_name else ""
+        if by_name:
+            verify_hash(file, path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dictionary of tensors")
-    return CheckpointFile(path, content, metadata, verified)
+    return CheckpointFile(path, content, metadata)
 
 
 def find_file(path: Path) -> Path:
     """The checkpoint file itself, or the one in a folder as Hugging Face and timm write them."""
     if path.is_file():
         return path
-    if not path.is_dir():
-        raise FileNotFoundError(f"{escaped(path)}: there is no such checkpoint file")
-    if found := next((path / name for name in IN_FOLDERS if (path / name).is_file()), None):
-        return found
-    raise FileNotFoundError(
-        f"{escaped(path)}: there is no checkpoint file in the folder, expected {' or '.join(IN_FOLDERS)}: name the file"
-    )
+    for name in IN_FOLDERS:
+        if (path / name).is_file():
+            return path / name
+    where = f", nor {' or '.join(IN_FOLDERS)} in it" if path.is_dir() else ""
+    raise FileNotFoundError(f"{escaped(path)}: there is no such checkpoint file{where}")
 
 
 def read_safetensors(file: ShortReads, path: Path) -> tuple[object, dict[str, str]]:
@@ -122,23 +116,18 @@ def read_safetensors(file: ShortReads, path: Path) -> tuple[object, dict[str, st
         return {key: mapped.get_tensor(key) for key in mapped.keys()}, mapped.metadata() or {}  # noqa: SIM118
 
 
-def verify_hash(file: ShortReads, path: Path) -> str:
-    """The beginning of the file's SHA-256 that its name holds; "" if the name holds none.
-
-    Digits alone are a date or a number of steps.
-    """
+def verify_hash(file: ShortReads, path: Path) -> None:
+    """Refuse a file whose name holds the beginning of another SHA-256; digits alone are a date or a number of steps."""
     found = NAMED_HASH.search(path.name)
     if found is None or found[1].isdecimal():
-        return ""
+        return
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not digest.startswith(found[1]):
         raise CheckpointError(
-            f"{path}: its name says that its SHA-256 begins with {found[1]}, and it begins with "
-            f"{digest[: len(found[1])]}: the file is damaged or another one. Fetch it again, or rename it if "
-            f"-{found[1]} is no hash"
+            f"{path}: its name says that its SHA-256 begins with {found[1]}, and it begins with {digest[:8]}: the file "
+            f"is damaged or another one. Fetch it again, or rename it if -{found[1]} is no hash"
         )
-    return found[1]
 
 
 # --- what torch.save writes ------------------------------------------------------------------------------------------
@@ -161,11 +150,9 @@ class ShortReads(io.FileIO):
 
 def read_archive(file: ShortReads, path: Path) -> tuple[object, dict[str, str]]:
     """What is in such a file: tensors on the CPU, in their own memory, and plain values."""
-    head = file.read(512)
+    head = file.read(4)
     file.seek(0)
-    if head[257:262] == b"ustar":
-        raise NotAllowedError("for the form of archive that torch wrote before version 0.2")
-    return read_zip(file) if head.startswith(b"PK\x03\x04") else read_legacy(file), {}
+    return read_zip(file) if head == b"PK\x03\x04" else read_legacy(file), {}
 
 
 def read_zip(file: ShortReads) -> object:

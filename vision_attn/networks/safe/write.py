@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
-
-__all__ = ["copy_to_write", "finished_folder", "write_atomically", "write_tensors", "written_folder"]
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -63,8 +62,8 @@ def written_folder(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()
     if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
         raise ValueError(
-            f"folder must be one that can be replaced as a whole, and the current folder or a mounted one cannot: name "
-            f"a new folder inside it; got {str(folder)!r}"
+            f"folder must be one that can be replaced, not the current or a mounted one; got {str(folder)!r}: name a "
+            "new folder inside it"
         )
     new, old = (folder.with_name(f".{folder.name}.{part}") for part in ("new", "old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,9 +98,6 @@ def finished_folder(folder: Path) -> Path:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a ``.safetensors`` file. The same content with one entry of metadata is the same file."""
-    write_atomically(path, save({key: copy_to_write(value) for key, value in tensors.items()}, dict(metadata)))
-
-
-def copy_to_write(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in a storage of its own, since safetensors takes no two names of one storage."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    # Each in a storage of its own, since safetensors takes no two names of one storage.
+    how: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+    write_atomically(path, save({key: value.detach().to(**how) for key, value in tensors.items()}, dict(metadata)))
