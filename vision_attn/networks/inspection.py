@@ -22,9 +22,10 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import InsertedBlock, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of, run_quietly
-from vision_attn.networks.insertion.declared import DryRun, Map, stages_of
-from vision_attn.networks.insertion.insert import fitting_heads, new_block
-from vision_attn.networks.insertion.sites import select_sites, targets_of
+from vision_attn.networks.insertion.declared import DryRun, Map
+from vision_attn.networks.insertion.insert import new_block
+from vision_attn.networks.insertion.record import fitting_heads
+from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
 from vision_attn.networks.inspection_report import (
     GIBI,
     IMPLS_COUNTED,

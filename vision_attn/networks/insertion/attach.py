@@ -114,6 +114,13 @@ def holder(model: nn.Module, target: str, inside: bool = False) -> str:
     raise SiteError(f"{target!r} takes no child, since it has attributes called {CHILD!r}: choose another module")
 
 
+def hold_inside(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Let modules inside their targets hold blocks: the targets mind how many children they have."""
+    for block in blocks:
+        record: InsertedBlock = vars(block)[RECORD]
+        vars(block)[RECORD] = replace(record, held=holder(model, record.site, inside=True))
+
+
 def attach_(model: nn.Module, block: nn.Module) -> None:
     """Let a block run where its record says; :func:`detach_` undoes it."""
     record: InsertedBlock = vars(block)[RECORD]

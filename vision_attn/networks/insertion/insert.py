@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d, StridedAttention2d
@@ -24,14 +23,15 @@ from vision_attn.networks.insertion.attach import (
     attached,
     detach_,
     forget_compiled_graphs,
+    hold_inside,
     holder,
     inserted,
     records,
     replacement_options,
 )
 from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly, shown
-from vision_attn.networks.insertion.declared import DryRun, Map, leaves
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost
+from vision_attn.networks.insertion.declared import DryRun, Map, same_bits
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost, fitting_heads
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
 
 #: What a user can say of how a map lies.
@@ -272,15 +272,6 @@ def heads(make: Maker, one: Map) -> dict[str, int]:
     return {"num_heads": fitting_heads(one.shape[1], usual)}
 
 
-def fitting_heads(channels: int, most: int = 8) -> int:
-    """The largest number of heads up to some that divides the channels.
-
-    >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
-    (8, 5, 5, 4)
-    """
-    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
-
-
 def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
     """Refuse what holds a block, has other sites inside of it, or is a convolution that strides unevenly."""
     if any(RECORD in vars(module) for module in old.modules()):
@@ -333,22 +324,6 @@ def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
             raise SiteError(
                 f"{sites} takes no child, since it loops over or counts those it has: choose another module"
             )
-
-
-def hold_inside(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Let modules inside their targets hold blocks: the targets mind how many children they have."""
-    for block in blocks:
-        record: InsertedBlock = vars(block)[RECORD]
-        vars(block)[RECORD] = replace(record, held=holder(model, record.site, inside=True))
-
-
-def same_bits(one: object, other: object) -> bool:
-    """Whether two outputs are the same numbers, NaN included; tensors without values are compared by their shapes."""
-    ours, theirs = list(leaves(one)), list(leaves(other))
-    return len(ours) == len(theirs) and all(
-        x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
-        for x, y in zip(ours, theirs, strict=True)
-    )
 
 
 # --- blocks for timm's hooks -----------------------------------------------------------------------------------------
@@ -409,6 +384,7 @@ def timm_layer(block: Maker | None = None, **options: Any) -> TimmLayer:
     Raises:
         ValueError: ``block`` is no class or function.
 
+    >>> import torch
     >>> layer = timm_layer(num_heads=4)
     >>> layer
     timm_layer(AttentionBlock2d, num_heads=4)

@@ -239,3 +239,12 @@ def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]
     with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
         output = meta(torch.empty(1, *shape, device="meta", dtype=parameter.dtype))
     return output, counter.get_total_flops() // 2
+
+
+def fitting_heads(channels: int, most: int = 8) -> int:
+    """The largest number of heads up to some that divides the channels.
+
+    >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
+    (8, 5, 5, 4)
+    """
+    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)

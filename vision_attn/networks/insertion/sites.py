@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,11 +14,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from vision_attn.checks import as_list, check_type
+from vision_attn.checks import as_list, check_type, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import inserted, is_site
-from vision_attn.networks.insertion.backbone import end_of_sequential, run_quietly, shown
-from vision_attn.networks.insertion.declared import DryRun, leaves, stages_of
+from vision_attn.networks.insertion.attach import CONTAINERS, inserted, is_site
+from vision_attn.networks.insertion.backbone import (
+    end_of_sequential,
+    example_of,
+    modules_around,
+    plain_network,
+    run_quietly,
+    shown,
+)
+from vision_attn.networks.insertion.declared import DryRun, Map, leaves
+from vision_attn.text import shorten
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
@@ -145,6 +154,71 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     # A module that has several names goes by its first.
     first = {id(module): name for name, module in run.model.named_modules()}
     return list(dict.fromkeys(first[id(run.model.get_submodule(target))] for target in targets))
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def stage_names(model: nn.Module, example_input: Any = None) -> list[str]:
+    """The paths of a model's stages, from the image to the head.
+
+    They are those that the model declares, as timm's networks in ``feature_info``. Those of torchvision, and any other
+    in which maps only become smaller, have as stages the last module of each size of map.
+
+    Args:
+        model: the network.
+        example_input: for a dry run, as in :func:`vision_attn.insert_`.
+
+    Raises:
+        SiteError: the model does not run on the example, or it declares no stages and its maps become larger again, as
+            in a U-Net; the message names modules to choose from.
+
+    >>> from torchvision.models import resnet18
+    >>> stage_names(resnet18(), (1, 3, 64, 64))
+    ['relu', 'layer1', 'layer2', 'layer3', 'layer4']
+    """
+    model = plain_network(model)
+    return stages_of(DryRun(model, example_of(model, example_input)))
+
+
+def stages_of(run: DryRun) -> list[str]:
+    """The paths of the stages of a network that was run, from the image to the head."""
+    said = run.said
+    if said.parts:
+        parts = ", ".join(map(repr, said.parts))
+        raise SiteError(f"stages: several parts of the network declare them, {parts}: choose sites by names=")
+    if said.stages:
+        return [path for path, _ in said.stages]
+    units = units_in(run, said.trunk or "")
+    units = [one for one in units if "(" not in one.layout] or units  # tokens have the shape of many things
+    rows = [list(row)[-1] for _, row in groupby(units, key=lambda one: one.size)]
+    cells = [product(one.size) for one in rows]
+    if cells != sorted(cells, reverse=True):
+        choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
+        raise SiteError(
+            f"stages: {type(run.model).__name__} declares none, and its maps become larger again, so that the last of "
+            f"each size is no stage: choose sites by names=, as among {choice}"
+        )
+    around = ([*modules_around(one.target), one.target] for one in rows)
+    return [next(name for name in names if end_of_sequential(run.model, name) == names[-1]) for names in around]
+
+
+def units_in(run: DryRun, path: str) -> list[Map]:
+    """The maps of the modules in a part of a network that are no row of others, in the order of their calls.
+
+    A module with maps of three sizes in it is a row of others.
+    """
+    found = []
+    for name, module in run.model.get_submodule(path).named_children():
+        child = f"{path}.{name}" if path else name
+        inner = (one for other in run.calls if other.startswith(f"{child}.") for one in run.maps(other))
+        is_row = isinstance(module, CONTAINERS) or child not in run.calls
+        if is_row or len({one.size for one in inner if product(one.size) > 1}) > 2:
+            found += units_in(run, child)
+        elif len(maps := [one for one in run.maps(child) if product(one.size) > 1]) == 1:
+            found += maps
+    order = list(run.calls)
+    return sorted(found, key=lambda one: order.index(one.target))
 
 
 # --- the end of a residual branch: the module whose output is added to the shortcut ----------------------------------
