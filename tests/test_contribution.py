@@ -127,21 +127,11 @@ def test_scores_may_be_maps(batch):
     assert va.contribution(dense, images[:, :, :8, :8]).predictions == 2 * 8 * 8
 
 
-class Detector(nn.Module):
-    """Takes a list of images and gives no scores of classes, as torchvision's detection models."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
-
-    def forward(self, images):
-        assert isinstance(images, list)
-        return [{"boxes": self.body(image[None]).mean()} for image in images]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so(count):
-    found = va.contribution(Detector(), [torch.rand(3, 8, 8 + more) for more in range(count)])
+def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
+    detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
+    body = nn.Sequential(*detector)
+    detector.forward = lambda images: [{"boxes": body(image[None]).mean()} for image in images]
+    found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])
     assert found.blocks[0].share > 0.01
     assert (found.together.changed, found.predictions) == (None, 0)
     assert "gives no scores of classes" in str(found).splitlines()[-1]

@@ -222,20 +222,6 @@ def test_what_else_is_trained_is_chosen_by_globs():
     assert freeze_backbone_(model, False) == everything
 
 
-def test_a_head_alone_can_be_trained_and_nothing_at_all_is_refused():
-    model = timm.create_model("resnet20", num_classes=5)
-    assert freeze_backbone_(model, also_train="fc.*") == 5 * 65
-    freeze_backbone_(model, False)
-    with pytest.raises(ValueError, match="no inserted block, and frozen it would have nothing to train: insert_ one"):
-        freeze_backbone_(model)
-    with pytest.raises(ValueError, match=r"also_train: 'head\.\*' matches no key of the model"):
-        freeze_backbone_(model, also_train=("fc.*", "head.*"))
-    with pytest.raises(ValueError, match="also_train applies to frozen=True"):
-        freeze_backbone_(model, False, also_train="fc.*")
-    assert all(p.requires_grad for p in model.parameters())
-    assert all("train" not in vars(module) for module in model.modules())
-
-
 # Parameter groups
 
 
@@ -300,19 +286,6 @@ def test_scales_and_positions_do_not_decay_whatever_their_shape():
     found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
     assert {key for key, (_, decay) in found.items() if decay} == {"0.weight", "2.qkv.weight", "2.proj.weight"}
     assert any("position" in key for key in found)
-
-
-def test_groups_come_in_the_same_order_from_the_stem_to_the_head():
-    names = [group["name"] for group in parameter_groups(network(), 0.1, weight_decay=0.1, layer_decay=0.5)]
-    assert names[:4] == [f"backbone, layer {layer}, {decay}" for layer in (0, 1) for decay in ("decay", "no decay")]
-    assert names[-2:] == ["attention, decay", "attention, no decay"]
-    assert names == [group["name"] for group in parameter_groups(network(), 0.1, weight_decay=0.1, layer_decay=0.5)]
-    # A frozen backbone is left out, and its layers count for the head's place all the same.
-    model = network()
-    freeze_backbone_(model, also_train="fc.*")
-    found = parameter_groups(model, 0.1, layer_decay=0.5)
-    assert [group["lr"] for group in found] == [0.1] * 4
-    assert sum(len(group["params"]) for group in found) == 2 + 2 * 7
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda groups: create_optimizer_v2(groups, "lamb")])

@@ -308,18 +308,6 @@ def test_a_model_that_ran_compiled_runs_its_new_blocks():
     assert torch.equal(compiled(x), expected)
 
 
-def test_a_block_has_the_type_of_the_map_it_follows():
-    class ToDouble(nn.Module):
-        def forward(self, x):
-            return x.double()
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), ToDouble(), nn.Conv2d(8, 8, 1, dtype=torch.float64))
-    x = torch.randn(1, 3, 4, 4)
-    expected = model(x)
-    va.insert_(model, names="2", example_input=(1, 3, 4, 4))
-    assert torch.equal(model(x), expected)
-
-
 def test_a_site_takes_one_block_and_what_a_network_calls_inserted_itself_stays():
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Identity())
     model[1].inserted, model[1].other = 5, nn.ReLU()

@@ -204,15 +204,7 @@ def test_where_nothing_takes_a_child_that_is_said_and_the_model_is_as_it_was():
     assert not model.inner.a._modules
 
 
-def shared():
-    conv = nn.Conv2d(8, 8, 1)
-    return nn.Sequential(nn.Conv2d(3, 8, 1), conv, nn.ReLU(), conv)
-
-
-def test_a_module_that_is_in_two_places_is_refused_and_one_that_has_two_names_is_one_site():
-    with pytest.raises(va.SiteError, match="'1' is called 2 times in one forward pass"):
-        va.insert_(shared(), names="1", num_heads=2, example_input=(1, 3, 6, 8))
-
+def test_a_module_that_has_two_names_is_one_site():
     class Alias(nn.Module):
         def __init__(self):
             super().__init__()
@@ -346,25 +338,21 @@ def test_where_stages_cannot_be_told_modules_are_named_to_choose_from():
 def test_a_model_stays_in_its_state(state):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()).eval()
-    layers, x = list(model), torch.randn(2, 3, 32, 32)
+    x = torch.randn(2, 3, 32, 32)
+    if state == "half precision":
+        model, x = model.half(), x.half()
+    elif state == "channels last":
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    elif state == "compiled in place":
+        model[2].compile(backend="eager")
+    else:
+        model = nn.DataParallel(model)
     with torch.no_grad():
-        if state == "half precision":
-            model, x = model.half(), x.half()
-        elif state == "channels last":
-            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-        elif state == "compiled in place":
-            layers[2].compile(backend="eager")
-        elif state == "data parallel":
-            model = nn.DataParallel(model)
         before = model(x)
         va.insert_(model, stages=[-2, -1], num_heads=2, example_input=x)
         assert {p.dtype for block in va.inserted(model).values() for p in block.parameters()} == {x.dtype}
         assert torch.equal(model(x), before)
-        if state == "channels last":
-            assert model(x).is_contiguous(memory_format=torch.channels_last)
-        for block in va.inserted(model).values():
-            block.attn.proj.weight.normal_(std=0.1)
-        assert not torch.equal(model(x), before)
+        assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
         va.remove_(model)
         assert torch.equal(model(x), before)
 
@@ -464,13 +452,17 @@ def test_tokens_in_as_many_cells_of_another_grid_are_refused():
     assert torch.equal(model(images), before)
 
 
-@pytest.mark.parametrize("layout", ["b c h w", "b h w c"])
-def test_the_user_says_how_a_map_lies_where_its_shape_does_not(layout):
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 1)), torch.randn(2, 3, 8, 8)
-    (block,) = va.insert_(model, names="0", layout=layout, num_heads=2, example_input=x).blocks
-    assert (block.layout, block.channels) == (layout, 8)
+def test_the_user_says_how_a_map_lies_where_its_shape_does_not_and_which_sites_are_left_out():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    options = {"num_heads": 2, "example_input": x}
+    (block,) = va.insert_(model, names="*", exclude="1", layout="b h w c", **options).blocks
+    assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
     with pytest.raises(va.SiteError, match="no map was found"):
-        va.insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", layout="b (h w) c", example_input=x)
+        va.insert_(model, names="1", layout="b (h w) c", **options)
+    with pytest.raises(va.SiteError, match="exclude: 'layr' matches no module"):
+        va.insert_(model, names="1", exclude="layr", **options)
+    with pytest.raises(va.SiteError, match="no module is chosen"):
+        va.insert_(model, names="1", exclude="*", **options)
 
 
 def test_a_network_says_the_size_of_its_images():
@@ -500,32 +492,6 @@ def test_what_only_features_are_given_of_is_read_by_a_detector():
         before = model(images)[0]["scores"]
         nn.init.normal_(va.inserted(model)["backbone.body"].attn.proj.weight)
         assert not torch.equal(model(images)[0]["scores"], before)
-
-
-def test_sites_are_left_out_by_name():
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-    report = va.insert_(model, names="layer[34].*", exclude=["layer3.0", "**.1"])
-    assert [block.site for block in report.blocks] == ["layer4.0"]
-    with pytest.raises(va.SiteError, match="exclude: 'layr' matches no module"):
-        va.insert_(model, stages=-1, exclude="layr")
-    with pytest.raises(va.SiteError, match="no module is chosen"):
-        va.insert_(model, stages=2, exclude="layer*")
-
-
-def test_reading_works_through_the_wrapper_for_many_processes():
-    class DistributedDataParallel(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 1))
-    va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 6, 8))
-    wrapped = DistributedDataParallel(model)
-    assert list(va.gates(wrapped)) == ["0"]
-    assert len(va.parameter_groups(wrapped, lr=0.1)) == 4
-    with pytest.raises(va.SiteError, match="wrapped in DistributedDataParallel"):
-        va.remove_(wrapped)
 
 
 def test_a_converted_norm_that_lost_its_block_is_spoken_of():
