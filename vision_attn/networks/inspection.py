@@ -143,15 +143,17 @@ class Inspection(Report):
             f"{what} ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
             f"last: MiB that training keeps of {self.batch_size:,} images, with bmm, einx or einsum and with sdpa):"
         )
-        rows = [("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", *IMPLS_COUNTED)]
+        columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "")
+        rows: list[Sequence[str]] = [(*columns, *IMPLS_COUNTED)]
         for site in self.sites:
             name = f"{site.path} (has a block)" if site.occupied else site.path
             place = "" if site.stage is None else f"{site.stage}", name, f"{site.channels}", site.size
             rows.append((*place, f"{site.options.get('num_heads', 8)}", *self.costs([site])))
-        parts = [f"{self.model} on images of {size}: {costs}", "", textwrap.fill(reading, 110), Table(rows, left=(1,))]
-        parts += [f"warning: {line}" for line in self.warnings]
+        heading, table = f"{self.model} on images of {size}: {costs}", Table(rows, left=(1,))
+        warned = [f"warning: {line}" for line in self.warnings]
         none = [] if self.chosen else ["", "No free stage has a map that attention is worth trying on."]
-        return [*parts, *(["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none)]
+        advice = ["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none
+        return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
 
     def costs(self, sites: Sequence[Site]) -> list[str]:
         """What blocks add, and the shares of that in what the network has; the MiB that training keeps of them."""

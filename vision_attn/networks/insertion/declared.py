@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,13 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, run_quietly
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
 
-#: A row of a table below.
-Row = TypeVar("Row", str, tuple[str, ...])
-
 #: The children of torchvision's residual networks that are stages, one after the other.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 
-#: Stages by class. In a path {i} counts from 0 and {j} from 1, as far as there are modules. Paths that a network does
-#: not have are left out; where it has none of them, it is a trunk.
-STAGES = {
+#: Stages by class, or the one part of a network in which the last module of each size of map is a stage. In a path {i}
+#: counts from 0 and {j} from 1, as far as there are modules. Paths that a network does not have are left out; where it
+#: has none of them, it is such a part itself.
+STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.coat.CoaT": ("serial_blocks{j}",),
     "timm.models.gemma4_vit.Gemma4VitClassifier": ("encoder.blocks.{i}",),
     "timm.models.hrnet.HighResolutionNet": ("act1", *(f"incre_modules.{index}" for index in range(4))),
@@ -40,10 +38,6 @@ STAGES = {
     "torchvision.models.resnet.ResNet": RESNET,
     "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
     "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
-}
-
-#: The part of a network in which the last module of each size of map is a stage, by class.
-TRUNKS = {
     "torchvision.models.detection.ssd.SSDFeatureExtractorVGG": "features",
     "torchvision.models.detection.ssdlite.SSDLiteFeatureExtractorMobileNet": "features",
     "torchvision.models.alexnet.AlexNet": "features",
@@ -82,7 +76,7 @@ def declaration(model: nn.Module) -> Declared:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if not inside and (stage_entries(module) or row_of(STAGES, module) or row_of(TRUNKS, module)):
+        if not inside and (stage_entries(module) or row_of(STAGES, module)):
             found[path] = module
     said = [said_by(module, path) for path, module in found.items()]
     return said[0] if len(said) == 1 else Declared(parts=tuple(found))
@@ -91,10 +85,10 @@ def declaration(model: nn.Module) -> Declared:
 def said_by(module: nn.Module, path: str) -> Declared:
     """What a module at a path declares."""
     before = f"{path}." if path else ""
-    if part := row_of(TRUNKS, module):
-        return Declared(trunk=before + part)
     known = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    entries, rows = stage_entries(module), row_of(STAGES, module) or ()
+    entries, rows = stage_entries(module), row_of(STAGES, module)
+    if isinstance(rows, str):
+        return Declared(trunk=before + rows)
     if rows:
         paths = [row.format(i=i, j=i + 1) for row in rows for i in range(len(known) if "{" in row else 1)]
         paths = [name for name in paths if name in known]
@@ -120,7 +114,7 @@ def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
     return [entry for entry in known if isinstance(entry, Mapping) and entry.get("module")]
 
 
-def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
+def row_of(table: Mapping[str, Any], module: nn.Module) -> Any:
     """The row of a table for the class of a module, or for one that it is made from."""
     kinds = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
     return next((table[kind] for kind in kinds if kind in table), None)
@@ -248,7 +242,7 @@ class DryRun:
 
     def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
         """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
-        prefixes = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
+        prefixes: tuple[int, ...] = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
         if self.layout is not None:
             prefixes = (prefix_of(self.layout),) if "(" in self.layout else ()
         for prefix in prefixes:

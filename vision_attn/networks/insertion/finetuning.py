@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vision_attn.attention.position import PositionTerm
-from vision_attn.checks import as_list, check_flags, check_number, check_type
+from vision_attn.checks import as_list, check_flags, check_number
 from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
@@ -120,9 +120,7 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     True
     """
     check_flags(frozen=frozen)
-    globs = tuple(as_list("also_train", also_train, "globs on keys", single=str))
-    if globs and not frozen:
-        raise ValueError(f"also_train applies to frozen=True; got {globs} to thaw")
+    globs = as_list("also_train", also_train, "globs on keys", single=str)
     model = plain_network(model)
     live = trained_keys(model, globs) if frozen else set()
     thaw(model)
@@ -135,18 +133,17 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
+def trained_keys(model: nn.Module, globs: Iterable[str]) -> set[str]:
+    """The keys of inserted blocks, and those that globs match."""
     keys = model.state_dict().keys()
     live = inserted_keys(model)
     for pattern in globs:
-        check_type("also_train", pattern, str, "a glob on keys, or several")
         matched = {key for key in keys if fnmatchcase(key, pattern)}
         if not matched:
             raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")
         live |= matched
     if not live:
-        what = 'insert_ one first, or name what to train with also_train, such as "fc.*"'
-        raise ValueError(f"model has no inserted block, and frozen it would have nothing to train: {what}")
+        raise ValueError('model has nothing to train when frozen: insert_ a block, or name keys, also_train="fc.*"')
     return live
 
 

@@ -226,8 +226,8 @@ def new_block(
     record = InsertedBlock(*place, layout=one.layout, element=element, held=held, read=one.read)
     new = block_of(run.model, record, make, one.form)
     parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    costs = {"parameters": parameters, "multiply_adds": multiply_adds}
-    vars(new)[RECORD] = replace(record, block=type(new).__name__, **costs)
+    name = type(new).__name__
+    vars(new)[RECORD] = replace(record, block=name, parameters=parameters, multiply_adds=multiply_adds)
     return new
 
 
