@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from timm.layers import BatchNormAct2d, EvoNorm2dB0
+from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
@@ -125,12 +125,7 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.InstanceNorm2d(8, track_running_stats=True),
-        lambda: EvoNorm2dB0(8),
-        lambda: BatchNormAct2d(8, drop_layer=nn.Dropout),
-    ],
+    "make", [lambda: nn.InstanceNorm2d(8, track_running_stats=True), lambda: BatchNormAct2d(8, drop_layer=nn.Dropout)]
 )
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))

@@ -85,23 +85,6 @@ def timms(model, loader):
             scheduler.step_update(epoch * len(loader) + step + 1)
 
 
-def torchvisions(model, loader):
-    """As torchvision's references train classifiers: everything decays, warm-up by epochs, clipped gradients."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS - 1)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    for _ in range(MADE):
-        for images, labels in loader:
-            loss = criterion(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        scheduler.step()
-
-
 def accelerates(model, loader):
     from accelerate import Accelerator
 
@@ -120,7 +103,7 @@ def accelerates(model, loader):
 def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(
     model, loader, digits, forget_accelerators
 ):
-    images, loops = digits.tensors[0][:256], (bare, timms, torchvisions, accelerates)
+    images, loops = digits.tensors[0][:256], (bare, timms, accelerates)
     for loop in loops:
         with_block = copy.deepcopy(model)
         va.insert_(with_block, names="5", num_heads=4, example_input=(1, 1, 8, 8))

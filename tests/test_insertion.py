@@ -274,19 +274,6 @@ def test_a_dynamic_forward_compiles_whole_and_exports():
         torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_feature_extraction_and_features_only_see_the_block():
-    model, x = network("cifar resnet20, option B")
-    features = timm.create_model("resnet20", features_only=True)
-    features.load_state_dict(model.state_dict(), strict=False)
-    features.eval()
-    plain = features(x)[-1]
-    va.insert_(features, names="layer3", gate_init=1.0, example_input=(1, 3, 32, 32))
-    assert not torch.equal(features(x)[-1], plain)
-    va.insert_(model, names="layer3", gate_init=1.0)
-    extractor = torchvision.models.feature_extraction.create_feature_extractor(model, ["layer3.2.inserted.attn"])
-    assert extractor(x)["layer3.2.inserted.attn"].shape == (2, 64, 8, 8)
-
-
 def test_a_map_with_as_many_channels_as_rows_is_told_apart():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 16, 1))

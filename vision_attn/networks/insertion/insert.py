@@ -81,7 +81,7 @@ def insert_(
             the tensors with the most axes are the images. By default one image of the size that the
             model names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
         **block_options: handed to ``block``. Without ``num_heads`` a block has 8 heads or, where 8 do not divide the
-            channels, the largest number below that does; the report says which.
+            channels, the largest number below that does; the record of the block has it.
 
     Returns:
         A report that prints as a table.
