@@ -292,10 +292,9 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
         name: module if REPLACED in vars(module) else block_at(module) for name, module in modules if is_site(module)
     }
     run = set(map(id, blocks.values()))
-    for name, module in modules:
-        if RECORD in vars(module) and id(module) not in run:
-            remedy = "convert norms to synchronised ones first, and insert then"
-            raise SiteError(f"the block {name!r} is no longer run, as what it was at was converted: {remedy}")
+    if lost := [name for name, module in modules if RECORD in vars(module) and id(module) not in run]:
+        remedy = "convert norms to synchronised ones first, and insert then"
+        raise SiteError(f"the block {lost[0]!r} is no longer run, as what it was at was converted: {remedy}")
     return blocks
 
 

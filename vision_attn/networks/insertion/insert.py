@@ -165,8 +165,8 @@ def replace_(
         old = model.get_submodule(site)
         (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
         same = isinstance(old, nn.Conv2d) or taken.shape == given.shape
-        plain = taken.layout == given.layout == "b c h w" and taken.element == 0 and given.element is None
-        if not same or not plain:
+        plain = all(one.layout.startswith("b c") for one in (taken, given))
+        if not (same and plain and taken.element == 0 and given.element is None):
             what = f"a {type(old).__name__} that makes {given.shape} of {taken.shape}"
             raise SiteError(f"{site!r} is {what}: choose a Conv2d, or what returns a map of the shape it takes")
         inner = any(other.startswith(f"{site}.") for other in sites)
