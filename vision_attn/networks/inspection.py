@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.patterns import Window
-from vision_attn.checks import check_count, check_counts, check_number
+from vision_attn.checks import check_count, check_counts
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
@@ -245,8 +245,6 @@ def inspect_model(
 
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
-    if memory_limit is not None:
-        check_number("memory_limit", memory_limit, above=0)
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     with FlopCounterMode(display=False) as counter:
@@ -325,7 +323,8 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
     own = example_of(model, example_input)
     if input_size is None:
         return own
-    size = (input_size,) * len(own.size) if isinstance(input_size, int) else tuple(input_size)
+    sides = (input_size,) * min(2, len(own.size)) if isinstance(input_size, int) else tuple(input_size)
+    size = (*own.size[:-2], *sides) if isinstance(input_size, int) else sides
     if example_input is not None or len(size) != len(own.size) or min(size) < 1:
         raise ValueError(
             "input_size must be a side or a height and a width, in pixels, and is left out with example_input; "

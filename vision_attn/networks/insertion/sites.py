@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from vision_attn.checks import as_list, check_type, product
+from vision_attn.checks import as_list, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted
 from vision_attn.networks.insertion.backbone import (
@@ -59,8 +59,6 @@ def select_sites(
     """The paths of the modules that are chosen by stage, by name or by a function, and not excluded."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
-    if where is not None:
-        check_type("where", where, Callable, "a function of path and module")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
     blocks = inserted(run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
