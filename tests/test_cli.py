@@ -79,7 +79,7 @@ def test_without_a_command_all_are_listed(capsys):
     assert all(f"  {name:<10}" in err for name in cli.COMMANDS)
     assert run(capsys, "--help")[:2] == (0, err)
     code, _, err = run(capsys, "trian")
-    assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: there is no command 'trian'; did you mean train?")
+    assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: there is no command 'trian'")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,6 @@ def test_a_fault_of_the_program_has_a_traceback_and_an_interrupt_a_line(
     found, _, err = train(capsys, image_folder, tmp_path)
     assert found == code
     assert said in err
-    code, _, err = run(capsys, "train", "--traceback", "--data", tmp_path / "nothing")
-    assert (code, "Traceback" in err) == (1, True)
 
 
 @pytest.mark.parametrize("package", ["accelerate", "sklearn"])
@@ -228,12 +226,12 @@ def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, i
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
-    other = Settings(data="images", insert=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, overwrite=True)
+    other = Settings(data="images", insert=("layer3", "layer2"), lr=0.3, class_weights=True, seed=3, output="x")
     (tmp_path / "settings.yaml").write_bytes(write_settings(other))
     line = ["--config", str(tmp_path / "settings.yaml"), "--insert", "layer1", "--no-class-weights", "--lr", "None"]
     found = settings_from(line, "vision-attn train")
     assert (found.insert, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
-    assert not found.overwrite
+    assert found.output is None
     found = settings_from(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
     assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
     assert settings_from(["--resume", "auto"], "vision-attn train").resume == "auto"
@@ -314,7 +312,6 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], 2, "pixels of an image of 32×32; got (40.0, 0.0)"),
         (["maps", "IMAGE", "--model", "RUN", "--heads", "4"], 2, "heads must be from 0 to 3; got"),
         (["maps", "IMAGE", "--model", "RUN", "--sites", "layer1"], 2, "sites must have attention at or in them"),
-        (["inspect", "resnet20", "--at", "before"], 2, "at applies to what is inserted"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "neither a literal nor one of Window"),
         (
             ["inspect", "resnet20", "--input-size", "1", "2", "3"],
@@ -350,11 +347,11 @@ def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
     assert "    2  layer3        64    8×8      64      75.5 %         32.1 %\n" in out
     code, out, err = run(
         capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--insert", -1, "--at", "before",
-        "--num-heads", 4, "--pattern", "va.Window(4)", "--dtype", "bfloat16", "--memory-limit", 0.0001,
+        "--num-heads", 4, "--pattern", "va.Window(4)",
     )  # fmt: skip
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    assert "1 block inserted (AttentionBlock2d, pattern=va.Window(4), bfloat16;" in words
+    assert "1 block inserted (AttentionBlock2d, pattern=va.Window(4)" in words
     assert "before layer3.0 32 8×16 4 " in words
 
 
