@@ -4,7 +4,6 @@ import copy
 import csv
 import math
 import os
-import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,10 +103,7 @@ def test_settings_go_through_their_file_and_what_concerns_a_call_alone_stays_beh
     ("text", "message"),
     [
         ("epoch: 3", "epoch: Unexpected keyword argument"),
-        ("epochs: three", "epochs: Input should be a valid integer.*; got 'three'"),
         ("- lr", "must hold settings, each a name with a value; got list"),
-        ("", "must hold settings, each a name with a value; got NoneType"),
-        ("lr: [", "is no file of settings: while parsing"),
         ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
         ("\0", "is no file of settings"),
         ("dataset: hfds/someone/photos", "which fetches or runs code: give it too to trust it"),
@@ -130,19 +126,12 @@ def test_what_a_file_may_not_fetch_or_run_by_itself_it_may_if_it_is_given(tmp_pa
     ("options", "message"),
     [
         ({"warmup_epochs": 3}, "warmup_epochs must be fewer than epochs=3"),
-        ({"freeze_epochs": 3, "weights": "a.pth"}, "freeze_epochs must be fewer than epochs=3"),
         ({"weights": "a.pth", "pretrained": True}, "weights and pretrained exclude each other"),
-        ({"freeze_backbone": True, "layer_decay": 0.5}, "freeze_backbone and layer_decay exclude each other"),
         ({"mean": (0.5,)}, "mean needs std: give both"),
         ({"insert": (), "attention_lr": 0.1}, "attention_lr needs insert"),
-        ({"reset_head": True}, "reset_head needs weights"),
         ({"sched": "step"}, "decay_epochs must be given for sched step"),
-        ({"sched": "wsd"}, "sched: Input should be 'cosine'"),
-        ({"dataset": "wds/a"}, "dataset: String should match"),
         ({"dataset": "tfds/a"}, "dataset: String should match"),
-        ({"lr": 0}, "lr: Input should be greater than 0; got 0"),
         ({"lr": math.nan, "epochs": 0}, "epochs: Input should be greater than or equal to 1; got 0; lr: "),
-        ({"num_heads": 4}, "num_heads: Unexpected keyword argument"),
     ],
     ids=str,
 )
@@ -156,41 +145,28 @@ def test_settings_without_sense_are_refused_in_a_line(base, options, message):
     ("options", "message"),
     [
         ({"model": "resnet21"}, "model: there is no 'resnet21'; close to it: .*resnet2"),
-        (
-            {"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64},
-            r"model: .* does not run on images of 64×64.*--img-size",
-        ),
-        ({"insert": "layer9"}, "'layer9' matches no module"),
+        ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "does not run on images of 64×64.*--img-size"),
         ({"insert": ("layer3", "-1")}, "insert takes stages by index or modules by name, not both"),
-        ({"block_options": "num_heads=5"}, "num_heads must divide channels"),
         ({"block_options": "pos=Rope2d()"}, "block_options do not suit attention: .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options must be NAME=VALUE, each name once"),
-        ({"block_options": "Rope2d()"}, "block_options must be NAME=VALUE"),
         ({"block_options": "position=Rope3d()"}, "Rope3d.* is not the code of a value"),
-        ({"block": "se"}, "block must be attention or a class, MODULE:CLASS"),
         ({"block": "vision_attn:Nothing"}, "block must be attention or a class, MODULE:CLASS"),
         ({"batch_size": 100}, "batch_size must be at most the 72 training images"),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size must be .* a multiple of 2"),
         ({"grad_accum_steps": 3}, "batch_size must be .* a multiple of 3"),
         ({"mean": (0.5, 0.5), "std": (0.5, 0.5)}, "mean must have a value for each of 3 channels"),
-        ({"opt": "adamww"}, "Optimizer adamww not found"),
         ({"opt": "lion", "lr": None}, "lr must be given for lion"),
+        ({"device": "cuda"}, "device: cuda was asked for and there is no CUDA"),
         ({"amp": "float16"}, "amp: float16 was asked for and there is no CUDA"),
         ({"freeze_backbone": True, "insert": ()}, "frozen it would have nothing to train"),
-        ({"log_with": "nothing"}, "nothing"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(base, options, message, tmp_path):
+def test_what_cannot_be_is_refused(base, options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         train(replace(base, **options), say=quiet)
     assert not (tmp_path / "run" / "state").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there_is_refused(base):
-    with pytest.raises(ValueError, match="device: cuda was asked for and there is no CUDA device"):
-        train(replace(base, device="cuda"), say=quiet)
 
 
 def test_halves_of_other_classes_are_refused(base, image_folder, tmp_path):
@@ -215,11 +191,8 @@ def test_a_run_learns_and_leaves_what_it_promises(base, image_folder, tmp_path):
     ]  # fmt: skip
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [
-        "epoch", "lr", "train_loss", "eval_loss", "eval_top1", "eval_top5", "branch_share", "seconds",
-        "images_per_second",
-    ]  # fmt: skip
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.rows[-1].items()}
     assert float(rows[-1]["eval_top1"]) == result.final.top1
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
     assert all(float(row["branch_share"]) > 0 for row in rows)
@@ -277,20 +250,10 @@ def test_the_curves_are_drawn(tmp_path, monkeypatch):
     keys = ("eval_loss", "train_loss", "eval_top1", "lr", "branch_share")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
     lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
-    for key, line in zip(keys, lines, strict=True):
-        assert list(line.get_xdata()) == [1, 2, 3]
-        assert list(line.get_ydata()) == [row[key] for row in rows]
-    assert len(curves_figure([{**row, "branch_share": None} for row in rows]).axes) == 3
-    write_rows(tmp_path, rows, draw=True)
+    assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
+    write_rows(tmp_path, [{**row, "branch_share": None} for row in rows], draw=True)
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 500
-
-
-def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
-    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        train(replace(base, epochs=1, batch_size=36, seed=seed, output=tmp_path / name), say=quiet)
-    assert equal(saved(tmp_path / "one"), saved(tmp_path / "same"))
-    assert not equal(saved(tmp_path / "one"), saved(tmp_path / "other"))
 
 
 def test_the_average_is_what_counts_and_warms_up(base, tmp_path):
@@ -321,8 +284,7 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
 
 
 def test_a_run_stops_early_where_it_gets_no_better(base, monkeypatch):
-    scores, lines = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0]), []
-    original = Evaluation.__call__
+    scores, lines, original = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0, 60.0]), [], Evaluation.__call__
 
     def evaluated(evaluation, model):
         found, seen = original(evaluation, model)
@@ -333,14 +295,8 @@ def test_a_run_stops_early_where_it_gets_no_better(base, monkeypatch):
     base = replace(base, epochs=9, batch_size=36, early_stopping=2)
     assert train(base, say=lines.append).best.top1 == 50.0
     assert "stopped early: 2 epochs have not surpassed the top-1 of epoch 2" in lines
+    train(replace(base, resume="auto"), say=lines.append)  # it stays so
     assert sum(line.startswith("epoch ") for line in lines) == 4
-    # It stays so, but for one who has more patience, or none at all.
-    scores = iter([45.0, 45.0, 60.0])
-    train(replace(base, resume="auto"), say=lines.append)
-    assert sum(line.startswith("epoch ") for line in lines) == 4
-    with pytest.raises(StopIteration):  # of the scores
-        train(replace(base, resume="auto", early_stopping=None), say=lines.append)
-    assert lines[-1].startswith("epoch 5/9")
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -464,21 +420,14 @@ def test_images_are_erased_and_mixed_by_timm(base):
 
 
 def test_half_precision_leaves_a_plain_network_behind(base):
-    trainer, seen = plain_step(base, amp="bfloat16"), []
-    trainer.model.layer1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    trainer, seen = plain_step(base, amp="bfloat16", channels_last=True), []
+    trainer.model.layer1.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
     trainer.step(*batch(2), 0, 0)
     assert trainer.network_now()(batch(2)[0]).dtype == torch.float32
-    assert seen == [torch.bfloat16]
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert seen[1].dtype == torch.bfloat16
     assert {value.dtype for value in trainer.model.parameters()} == {torch.float32}
     assert make_accelerator(replace(base, amp=None)).mixed_precision == "no", "on the CPU, unasked"
-
-
-def test_inputs_are_channels_last_on_request(base):
-    for wanted in (True, False):
-        trainer, seen = plain_step(base, channels_last=wanted), []
-        trainer.model.layer1.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        trainer.step(*batch(2), 0, 0)
-        assert seen[0].is_contiguous(memory_format=torch.channels_last) == wanted
 
 
 @pytest.mark.slow
@@ -503,10 +452,7 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     assert block(model="rexnet_100", insert="features.3", img_size=32).attn.num_heads == 5  # of 50 channels
     control = block(block="vision_attn.tools.comparison.controls:ConvBlock2d", block_options="kernel_size=5")
     assert type(control).__name__ == "ConvBlock2d"
-    reports = [
-        build_network(replace(base, at=at, model="resnet20"), SOURCE, quiet).report for at in ("after", "before")
-    ]
-    assert ["layer1.2" in report for report in reports] == [True, False]
+    assert "layer1.0  Att" in build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet).report
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
@@ -526,20 +472,15 @@ def test_a_network_has_the_size_the_statistics_and_the_crop_that_are_given(base)
     network = build_network(replace(base, model="test_resnet", insert=(), img_size=None), SOURCE, quiet)
     assert network.config["input_size"] == (3, 16, 16), "the data's"
     assert network.config is network.model.pretrained_cfg
-    crops = {
-        crop: build_network(replace(base, model="test_resnet", insert=(), crop=crop), SOURCE, quiet).config["crop_pct"]
-        for crop in ("pad", "resized")
-    }
-    assert crops == {"pad": 1.0, "resized": 0.95}
+    for crop, share in (("pad", 1.0), ("resized", 0.95)):
+        found = build_network(replace(base, model="test_resnet", insert=(), crop=crop), SOURCE, quiet)
+        assert found.config["crop_pct"] == share
 
 
 def test_branches_are_dropped_on_request(base):
-    settings = replace(base, model="test_resnet", insert=(), drop_path=0.3)
-    model = build_network(settings, SOURCE, quiet).model
+    model = build_network(replace(base, model="test_resnet", insert=(), drop_path=0.3), SOURCE, quiet).model
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0.1, 0.2, 0.3])
-    with pytest.raises(ValueError, match="model: 'vgg11' takes no drop_path_rate"):
-        build_network(replace(settings, model="vgg11"), SOURCE, quiet)
 
 
 def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_again(base, tmp_path):
@@ -608,4 +549,3 @@ def test_evaluation_counts_every_image_once(base):
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
     assert score.loss == pytest.approx(float(F.cross_entropy(logits, data.labels)), rel=1e-5)
     assert model.training
-    shutil.rmtree(base.output, ignore_errors=True)
