@@ -156,12 +156,6 @@ def test_bad_arguments_are_refused(arguments, message):
         run_benchmark(**{"device": "cpu", "say": lambda text: None, **arguments})
 
 
-def test_a_shape_is_four_numbers():
-    assert run.parse_shape("8,256,14,14") == (8, 256, 14, 14)
-    with pytest.raises(ValueError, match=r"batch,channels,height,width.*got '8,64,0,8'"):
-        run.parse_shape("8,64,0,8")
-
-
 def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
     turns = []
 

@@ -241,13 +241,9 @@ def test_keys_fingers_blocks_heads_and_images_work_on_a_phone(opened):
     assert "3.attn, mean, from row 4, column 3 of 4×6" in said(tab)
     tab.click("#grid button[data-block='0'][data-head='2']")
     assert "1.attn, head 2, from row 8, column 6 of 8×12" in said(tab)
-    assert tab.input_value("#head") == "2"
-    tab.select_option("#head", "rollout")
-    assert "1.attn, rollout" in said(tab)
     answers = tab.inner_text("#closings")
     tab.click("#images button >> nth=1")
     tab.wait_for_selector("#images button:nth-child(2)[aria-pressed=true]")
-    assert tab.inner_text("#images button >> nth=1") == "<b>"
     assert tab.inner_text("#closings") != answers
 
 

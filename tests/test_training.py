@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from timm.data import Mixup
-from timm.layers import DropPath
 
 import vision_attn as va
 from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
 from vision_attn.tools.training.data import InMemory, Source, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, normalization
-from vision_attn.tools.training.folder import curves_figure, numbered_folder, write_rows
+from vision_attn.tools.training.folder import curves_figure, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, train
@@ -202,20 +201,16 @@ def test_a_run_learns_and_leaves_what_it_promises(base, image_folder, tmp_path):
     assert str(result.disabled) in lines[-1]
     model = va.load_model(folder)
     assert model.classes == ("blue", "green", "red")
-    assert model.pretrained_cfg["input_size"] == (3, 16, 16)
     twin = copy.deepcopy(result.model)
     va.set_gates_(twin, 0.0)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
-    labels = torch.arange(3).repeat_interleave(8)
-    logits = twin(torch.stack([model.transform(image) for image in images]))
-    assert result.disabled.without.top1 == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
-    assert result.disabled.without.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    images, labels = torch.stack([model.transform(image) for image in images]), torch.arange(3).repeat_interleave(8)
+    assert result.disabled.without.loss == pytest.approx(F.cross_entropy(twin(images), labels).item(), rel=1e-4)
 
     # The best network, by what a user has at hand, gives the scores that were logged.
     evaluated = evaluate(read_settings(folder, ()), folder, say=quiet)
     assert evaluated.final == result.best
-    logits = model(torch.stack([model.transform(image) for image in images]))
-    assert result.best.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    assert result.best.loss == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-4)
     with pytest.raises(ValueError, match=r"holds a run already: choose another, or go on with --resume"):
         train(replace(base, seed=1), say=quiet)
 
@@ -236,15 +231,12 @@ def test_a_network_is_trained_with_the_blocks_that_are_in_it(image_folder, tmp_p
         va.train(Settings(), **how)
 
 
-def test_the_curves_are_drawn(tmp_path, monkeypatch):
+def test_the_curves_are_drawn(monkeypatch):
     monkeypatch.undo()
     keys = ("eval_loss", "train_loss", "eval_top1", "lr", "branch_share")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
     lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
     assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
-    write_rows(tmp_path, [{**row, "branch_share": None} for row in rows], draw=True)
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.width > 500
 
 
 def test_the_average_is_what_counts_and_warms_up(base, tmp_path):
@@ -453,14 +445,9 @@ def test_a_network_has_the_size_the_statistics_and_the_crop_that_are_given(base)
     assert network.config["input_size"] == (3, 16, 16), "the data's"
     assert network.config is network.model.pretrained_cfg
     for crop, share in (("pad", 1.0), ("resized", 0.95)):
-        found = build_network(replace(base, model="test_resnet", insert=(), crop=crop), SOURCE, quiet)
+        found = build_network(replace(base, model="test_resnet", insert=(), crop=crop, drop_path=0.3), SOURCE, quiet)
         assert found.config["crop_pct"] == share
-
-
-def test_branches_are_dropped_on_request(base):
-    model = build_network(replace(base, model="test_resnet", insert=(), drop_path=0.3), SOURCE, quiet).model
-    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3])
+        assert max(getattr(module, "drop_prob", 0.0) or 0.0 for module in found.model.modules()) == pytest.approx(0.3)
 
 
 def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_again(base, tmp_path):

@@ -5,7 +5,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
 from dataclasses import replace
@@ -319,12 +318,3 @@ def test_crops_and_flips_are_those_of_torchvision_and_all_are_equally_frequent()
         for expected, chance in ((crop, 0.7 / 9), (v2.functional.horizontal_flip(crop), 0.3 / 9)):
             share = (found == expected).flatten(1).all(1).float().mean().item()
             assert share == pytest.approx(chance, abs=0.015), (top, left)
-
-
-def test_a_seed_decides_what_torch_numpy_and_python_draw():
-    def drawn(*numbers):
-        seed_all(*numbers)
-        return float(torch.rand(())), float(np.random.rand()), random.random()
-
-    assert drawn(0, 1, 2) == drawn(0, 1, 2)
-    assert len({value for numbers in ((0, 0), (0, 1), (1, 0)) for value in drawn(*numbers)}) == 9

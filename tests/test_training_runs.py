@@ -32,7 +32,7 @@ from vision_attn.tools.training.data import open_data
 from vision_attn.tools.training.folder import newest_state
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import build_network
-from vision_attn.tools.training.run import evaluate, make_accelerator, train
+from vision_attn.tools.training.run import make_accelerator, train
 from vision_attn.tools.training.settings import Settings, write_settings
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -194,7 +194,7 @@ def command(line, place, log):
 def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, processes, kills, tmp_path):
     context, chance, log = multiprocessing.get_context("forkserver"), random.Random(processes), tmp_path / "log"
     context.set_forkserver_preload(["vision_attn.tools.training.run"])
-    base = replace(base, epochs=4 * kills, save_every=2)
+    base = replace(base, epochs=2 * kills, save_every=2, workers=0)
 
     def start(settings):
         place, begun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}, []
@@ -216,7 +216,7 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bits(base, processes, kill
         before, running = newest_state(killed.output), start(killed)
         while running[0].is_alive() and newest_state(killed.output) == before:
             time.sleep(0.002)  # until it saved something new
-        time.sleep(chance.uniform(0, 0.1))
+        time.sleep(chance.uniform(0, 0.02))
         for process in running:
             process.kill()
         assert set(ends(running)) == {-signal.SIGKILL}, "the run ended before it was killed often enough"
@@ -415,13 +415,12 @@ def test_batch_norms_of_several_processes_are_synchronised_on_request(base):
         assert any("SyncBatchNorm" in type(module).__name__ for module in model.modules()) == wanted
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vision_attn"]
-
-
 def in_two_processes(settings):
     """What torchrun's two processes of the same command say."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
-    done = subprocess.run([*TORCHRUN, *words(settings)], capture_output=True, text=True, env=environment)
+    line = [*launch, "vision_attn", *words(settings)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -445,22 +444,3 @@ def test_two_processes_give_what_one_gives(base, tmp_path):
     for key in ("train_loss", "eval_loss", "branch_share"):
         assert rows[1][key] == pytest.approx(result.rows[1][key], rel=1e-3)
     assert said.splitlines()[-2].partition(";")[2] == str(result.disabled).partition(";")[2]
-
-
-@pytest.mark.slow
-def test_a_launcher_that_is_stopped_lets_its_processes_save(base, tmp_path):
-    """The network that they save has the batch norms of the first, and is the one that is scored."""
-    base = replace(base, model="test_resnet", img_size=32, epochs=2000, resume="auto")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([*TORCHRUN, *words(base)], env=environment, stdout=log, stderr=log)
-        while process.poll() is None and "epoch 2/" not in (tmp_path / "log").read_text():
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    log = (tmp_path / "log").read_text()
-    assert "interrupted; saved after step" in log, log
-    rows = state_of(tmp_path / "run")[1]["rows"]
-    best = max(rows, key=lambda row: row["eval_top1"])
-    found = evaluate(replace(base, resume=None, output=None), tmp_path / "run", say=quiet).final
-    assert found.loss == pytest.approx(best["eval_loss"], rel=1e-4)
