@@ -35,7 +35,7 @@ RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "digit-pairs": DIGITS}
 OF_BLOCKS = ("insert", "at", "block", "block_options", "attention_lr")
 OF_FREEZING = ("freeze_backbone", "freeze_epochs")
 #: What a comparison decides itself.
-DECIDED = {"block", "overwrite", "resume", "seed"}
+DECIDED = {"block", "resume", "seed"}
 
 
 def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
