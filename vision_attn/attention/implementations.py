@@ -38,21 +38,6 @@ from vision_attn.attention.masks import (
 from vision_attn.attention.patterns.line import Cut
 from vision_attn.checks import check_flags, check_number, check_probability, check_type
 
-__all__ = [
-    "BMM",
-    "EINX",
-    "IMPLEMENTATIONS",
-    "IMPLS",
-    "Given",
-    "Implementation",
-    "attend",
-    "attend_groups",
-    "check_impl",
-    "register_impl",
-    "repeat_kv",
-    "without_autocast",
-]
-
 
 @dataclass(frozen=True)
 class Implementation:

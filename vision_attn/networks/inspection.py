@@ -28,8 +28,6 @@ from vision_attn.networks.insertion.record import fitting_heads
 from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
 from vision_attn.text import Report, Table
 
-__all__ = ["Inspection", "Site", "inspect_model"]
-
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
 SHORTEST, LONGEST = 7, 32
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from vision_attn.checks import check_probability, product
 
-__all__ = ["AttentionMap", "Maps"]
-
 
 @dataclass(frozen=True)
 class AttentionMap:

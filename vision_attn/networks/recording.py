@@ -27,8 +27,6 @@ from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.networks.maps import AttentionMap, Maps
 
-__all__ = ["LARGEST", "capture", "numbers"]
-
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, "max": torch.maximum}

@@ -13,8 +13,6 @@ from vision_attn.attention.blocks.specified import Specified
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.checks import check_count, check_counts, check_divides, check_new
 
-__all__ = ["AugmentedConv2d", "StridedAttention2d"]
-
 
 class AugmentedConv2d(Specified):
     """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.

@@ -14,16 +14,6 @@ from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_f
 from vision_attn.attention.blocks.specified import Specified
 from vision_attn.checks import check_count, check_flags, check_new, check_number, check_probability
 
-__all__ = [
-    "AttentionBlock",
-    "AttentionBlock1d",
-    "AttentionBlock2d",
-    "AttentionBlock3d",
-    "GatedResidual",
-    "LayerNorm2d",
-    "TransformerBlock2d",
-]
-
 
 class LayerNorm2d(nn.LayerNorm):
     """Layer normalisation over the channels of ``(b, c, h, w)`` or ``(c, h, w)``, at each position apart."""

@@ -14,8 +14,6 @@ from vision_attn.attention.masks import Mask, add_mask, causal_mask, combine_mas
 from vision_attn.attention.patterns import Partition
 from vision_attn.checks import product
 
-__all__ = ["Look", "check_queries", "looking", "weights_on_map"]
-
 #: Is shown how the map is cut and what the kernel gets.
 Look = Callable[[Partition, Given], object]
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from vision_attn.checks import MOST, product
 
-__all__ = ["AXES", "GRIDS", "WINDOWS", "Cut", "Line", "line_by_axis"]
-
 #: Names of a map's axes, of which a map with fewer has the last ones: ``w``, ``h w`` and ``t h w``.
 AXES = ("t", "h", "w")
 

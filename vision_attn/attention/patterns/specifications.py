@@ -9,8 +9,6 @@ from vision_attn.attention.patterns.partition import Partitioner
 from vision_attn.attention.patterns.tiles import HaloPartitioner, LinePartitioner, NeighborhoodPartitioner
 from vision_attn.checks import MOST
 
-__all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
-
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Pattern:

@@ -14,8 +14,6 @@ from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.partition import Partition, Side
 from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 
-__all__ = ["AbsPos", "ConditionalPos", "Rope2d", "SinCos"]
-
 #: The convolution for maps with one, two and three axes.
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

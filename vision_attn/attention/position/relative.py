@@ -14,8 +14,6 @@ from vision_attn.attention.patterns import Partition
 from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 from vision_attn.checks import product
 
-__all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
-
 #: Keys in a group up to which the term is added to the logits, as a bias of queries by keys. Beyond, it is folded into
 #: queries and keys, which grow by as many channels as a group has rows and columns: dearer than the bias in small
 #: groups, cheaper in large ones, where the bias takes memory for every pair of tokens.

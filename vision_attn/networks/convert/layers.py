@@ -14,8 +14,6 @@ from vision_attn.networks.convert.proof import check_source, check_without, diff
 from vision_attn.networks.convert.row import block_of, filled, input_projections, parameters_of, rows_of
 from vision_attn.networks.convert.table import row_of
 
-__all__ = ["from_layer", "from_linear_projections", "to_timm_attention", "to_torch_mha"]
-
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
     """The block that does on a map what another library's attention layer does, with copies of its weights.

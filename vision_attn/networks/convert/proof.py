@@ -19,8 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
 
-__all__ = ["HOOKS", "check_source", "check_without", "difference", "drop_of", "path_of", "random_like", "random_map"]
-
 #: Of the largest value, in float64. Another order of rows differs by all of it, arithmetic by 1e-15.
 TOLERANCE = 1e-10
 

@@ -33,8 +33,6 @@ from vision_attn.attention.blocks.projection import in_format_of
 from vision_attn.attention.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.networks.convert.proof import check_source, check_without, drop_of, random_map, random_twin
 
-__all__ = ["BLOCKS", "OWN", "Row", "Rows", "Weights", "block_of", "filled", "parameters_of", "residual", "rows_of"]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 #: By the number of axes of a map.

@@ -22,8 +22,6 @@ from vision_attn.networks.insertion.backbone import changeable
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
 
-__all__ = ["SwapReport", "SwappedModule", "swap_", "swap_back_"]
-
 
 @dataclass(frozen=True)
 class SwappedModule:

@@ -21,8 +21,6 @@ from vision_attn.networks.convert.row import OWN, Row, parameters_of
 from vision_attn.networks.convert.table import TABLE
 from vision_attn.networks.insertion.record import token_grid
 
-__all__ = ["Swap", "Swapped", "note_place", "original_class", "swapped_class", "traits_of"]
-
 
 @dataclass
 class Swap:

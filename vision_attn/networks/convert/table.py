@@ -23,8 +23,6 @@ from vision_attn.networks.convert import row as ours
 from vision_attn.networks.convert.proof import check_without, path_of, random_like, random_map
 from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, heads_first, named, rows_of, side_by_side
 
-__all__ = ["TABLE", "known_class", "row_of"]
-
 Attend = Callable[..., Tensor]
 
 

@@ -16,8 +16,6 @@ from vision_attn.text import escaped
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
-__all__ = ["bench", "compare", "demo", "evaluate", "export", "inspect", "predict", "say", "train"]
-
 Output = Annotated[Path, arg(aliases=["-o"])]
 OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
 

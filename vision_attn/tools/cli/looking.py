@@ -15,8 +15,6 @@ from vision_attn.text import escaped
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["explore", "images_in", "maps", "open_network", "opened"]
-
 Output = Annotated[Path, arg(aliases=["-o"])]
 
 

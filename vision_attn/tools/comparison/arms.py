@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ARMS", "recipe", "settings_of_arm"]
-
 CONTROLS = "vision_attn.tools.comparison.controls:"
 #: What each arm has of its own, by its name; None for the network without a block.
 ARMS: dict[str, dict[str, Any] | None] = {

@@ -18,8 +18,6 @@ from vision_attn.networks.contributions import disabled, measured, share
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import InMemory, Workers
 
-__all__ = ["Disabled", "Evaluation", "Scores", "normalization"]
-
 
 @dataclass(frozen=True)
 class Scores:

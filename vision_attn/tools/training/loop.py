@@ -41,8 +41,6 @@ from vision_attn.tools.training.folder import newest_state, write_rows
 from vision_attn.tools.training.network import Network, Say
 from vision_attn.tools.training.settings import Settings
 
-__all__ = ["Progress", "Trainer"]
-
 #: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
 LOOK_EVERY = 10
 #: Seconds that an epoch takes for its end to draw the curves, which takes a third of one.

@@ -22,8 +22,6 @@ from vision_attn.networks.models.registry import config_of, create_model
 from vision_attn.tools.training.data import Source, crop_of
 from vision_attn.tools.training.settings import Settings
 
-__all__ = ["Network", "Say", "block_class", "build_network", "prepare_network"]
-
 #: Told each line of the log.
 Say = Callable[[str], None]
 

@@ -27,8 +27,6 @@ from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network
 from vision_attn.tools.training.settings import Settings, differences, read_settings, refuse_old_run, write_settings
 
-__all__ = ["Result", "evaluate", "train"]
-
 #: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
 PATIENCE = 10
 

@@ -14,8 +14,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 from tyro.conf import arg
 
-__all__ = ["Settings", "changed", "differences", "read_settings", "refuse_old_run", "write_settings"]
-
 #: The rates that work for most networks, of the optimizers that have one.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 #: What may differ between two runs that give the same result, or when a run goes on.
