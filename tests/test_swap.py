@@ -330,9 +330,6 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
     assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
 
 
-# --- the table of families ---
-
-
 @pytest.mark.parametrize("family", ["beit", "edgenext"])  # swapped, and left
 def test_a_row_of_the_table_is_what_is_measured(family):
     text = families.TABLE.read_text()
