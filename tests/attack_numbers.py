@@ -17,35 +17,25 @@ from vision_attn.attention.implementations import IMPLS, attend
 #: The errors that rounding explains, by type, as a share of the largest number.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 MASKS = ("none", "bool", "additive", "large", "closed rows", "finfo.min", "causal", "bool and causal")
-LAYOUTS = ("plain", "strided", "expanded", "heads last")
 
 
 def drawn(rng):
     """One way of attending: sizes, type, layout, mask, how large the logits are."""
     heads = rng.choice((1, 2, 4))
     return {
-        "batch": rng.choice((0, 1, 2, 3)), "heads": heads, "kv_heads": rng.choice((1, heads)),
-        "queries": rng.choice((1, 2, 5, 16)), "keys": rng.choice((1, 3, 16, 33)), "d": rng.choice((1, 4, 8)),
-        "e": rng.choice((1, 4, 8, 12)), "dtype": rng.choice(list(BOUNDS)), "layout": rng.choice(LAYOUTS),
-        "mask": rng.choice(MASKS), "size": rng.choice((1e-30, 1.0, 1.0, 1.0, 30.0, 300.0)),
-        "scale": rng.choice((None, None, 1.0, 0.0, -0.5)), "seed": rng.randrange(2**31),
-    }  # fmt: skip
+        "sizes": [rng.choice(some) for some in ((0, 1, 2, 3), (heads,), (1, heads), (1, 2, 5, 16), (1, 3, 33))],
+        "widths": (rng.choice((1, 4, 8)), rng.choice((1, 4, 8, 12))),
+        "dtype": rng.choice(list(BOUNDS)),
+        "strided": rng.choice((False, True)),
+        "mask": rng.choice(MASKS),
+        "size": rng.choice((1e-30, 1.0, 1.0, 1.0, 30.0, 300.0)),
+        "scale": rng.choice((None, None, 1.0, 0.0, -0.5)),
+        "seed": rng.randrange(2**31),
+    }
 
 
-def laid_out(layout, *shape, **how):
-    """Random numbers of a shape, in memory as they come from somewhere."""
-    if layout == "strided":
-        return torch.randn(*shape[:-1], 2 * shape[-1], **how)[..., ::2]
-    if layout == "expanded":
-        return torch.randn(shape[0], 1, *shape[2:], **how).expand(shape)
-    if layout == "heads last":
-        return torch.randn(shape[0], shape[2], shape[1], shape[3], **how).transpose(1, 2)
-    return torch.randn(shape, **how)
-
-
-def mask_of(case, generator):
+def mask_of(kind, shape, generator):
     """A mask for the logits, and whether it is causal besides."""
-    shape, kind = (case["batch"], case["heads"], case["queries"], case["keys"]), case["mask"]
     shape = tuple(size if torch.rand((), generator=generator) < 0.7 else 1 for size in shape[:2]) + shape[2:]
     causal = "causal" in kind
     if kind in ("none", "causal"):
@@ -95,15 +85,17 @@ def largest(x):
 def attempt(case):
     """The error of each implementation: of what comes out, and of the gradients of q, k and v."""
     generator = torch.Generator().manual_seed(case["seed"])
-    how = {"generator": generator}
-    b, n, m, i, j = (case[name] for name in ("batch", "heads", "kv_heads", "queries", "keys"))
-    q = laid_out(case["layout"], b, n, i, case["d"], **how) * math.sqrt(case["size"])
-    k = laid_out(case["layout"], b, m, j, case["d"], **how) * math.sqrt(case["size"])
-    q, k, v = (x.to(case["dtype"]) for x in (q, k, laid_out(case["layout"], b, m, j, case["e"], **how)))
-    mask, causal = mask_of(case, generator)
-    if mask is not None and mask.dtype != torch.bool and case["dtype"] == torch.float64:
+    (b, n, m, i, j), (d, e), dtype = case["sizes"], case["widths"], case["dtype"]
+
+    def numbers(heads, tokens, width, size=1.0):
+        x = math.sqrt(size) * torch.randn(b, heads, tokens, 2 * width, generator=generator)
+        return (x[..., ::2] if case["strided"] else x[..., :width].contiguous()).to(dtype)
+
+    q, k, v = numbers(n, i, d, case["size"]), numbers(m, j, d, case["size"]), numbers(m, j, e)
+    mask, causal = mask_of(case["mask"], (b, n, i, j), generator)
+    if mask is not None and mask.dtype != torch.bool and dtype == torch.float64:
         mask = mask.double()
-    weights = torch.randn(b, n, i, case["e"], **how).to(case["dtype"])
+    weights = numbers(n, i, e)
     options = {"scale": case["scale"], "mask": mask, "causal": causal}
 
     def run(function, inputs):
@@ -113,7 +105,7 @@ def attempt(case):
 
     right = run(lambda *inputs: in_float64(*inputs, **options), [q.double(), k.double(), v.double()])
     # Where a row attends to one key alone, its gradients are what is left of numbers of these sizes.
-    scale = abs(case["d"] ** -0.5 if case["scale"] is None else case["scale"]) * largest(weights) * largest(v)
+    scale = abs(d**-0.5 if case["scale"] is None else case["scale"]) * largest(weights) * largest(v)
     sizes = (scale * largest(k), scale * largest(q), largest(weights))
     for impl in IMPLS:
         found = run(lambda *inputs, impl=impl: attend(*inputs, impl=impl, **options), [q, k, v])

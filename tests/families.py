@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import re
 import sys
 import warnings
@@ -146,33 +145,26 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        limits = {name: limit(name, self.rounding) for name in DTYPES}
-        return (
-            self.served
-            and self.restored
-            and all(max(found) <= limits[name] for name, found in self.differences.items())
-        )
+        within = (max(found) <= limit(name, self.rounding) for name, found in self.differences.items())
+        return self.served and self.restored and all(within)
 
     def cells(self) -> list[str]:
         sizes = ", ".join(f"{height}×{width}" for height, width in self.entry.sizes)
-        difference = (", ".join(f"{worst:.0e}" for worst in self.differences.get(name, ())) for name in DTYPES)
+        single, double = (", ".join(f"{worst:.0e}" for worst in self.differences.get(name, ())) for name in DTYPES)
         own = f"; its own rounding {self.rounding:.0e}" if self.rounding else ""
-        reasons = dict.fromkeys(
-            re.sub(r"got a tensor of shape \S.*?;", "got a tensor;", x.reason) for x in self.report.left
+        why = "; ".join(
+            dict.fromkeys(re.sub(r"a tensor of shape \S.*?;", "a tensor;", x.reason) for x in self.report.left)
         )
         count = f"{len(self.report.swapped)} of {len(self.report.modules)}"
-        model = f"`{self.entry.model}`"
-        single, double = difference
-        why = "; ".join(reasons)
-        return [self.entry.library, self.entry.family, model, sizes, count, single + own, double, why]
+        return [self.entry.library, self.entry.family, f"`{self.entry.model}`", sizes, count, single + own, double, why]
 
 
 def without_drops(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        for name in {"Dropout": ("p",), "DropPath": ("drop_prob",), "StochasticDepth": ("p",)}.get(
-            type(module).__name__, ()
-        ):
-            setattr(module, name, 0.0)
+        if type(module).__name__ in ("Dropout", "StochasticDepth"):
+            module.p = 0.0
+        elif type(module).__name__ == "DropPath":
+            module.drop_prob = 0.0
     return model
 
 
@@ -217,9 +209,8 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
         row.rounding = max(compared(copy.deepcopy(model), copy.deepcopy(model).double(), entry.sizes))
     row.served = len(calls) == 2 * len(report.swapped) * len(entry.sizes) * len(dtypes)
     va.swap_back_(twin)
-    row.restored = [*map(type, twin.modules())] == [*map(type, model.modules())] and list(twin.state_dict()) == list(
-        model.state_dict()
-    )
+    now, before = ([[*map(type, one.modules())], list(one.state_dict())] for one in (twin, model))
+    row.restored = now == before
     return row
 
 
@@ -235,19 +226,13 @@ def main() -> None:
     warnings.simplefilter("ignore")  # small maps
     rows = []
     for entry in ENTRIES:
-        if (options.only and entry.family not in options.only) or not find_spec(entry.library):
-            continue
-        try:
+        if (not options.only or entry.family in options.only) and find_spec(entry.library):
             rows.append(measure(entry))
-        except Exception as error:
-            raise RuntimeError(f"{entry.library} {entry.family}") from error
-        print(*rows[-1].cells(), sep="  ", flush=True)
+            print(*rows[-1].cells(), sep="  ", flush=True)
     if not options.only:
         names = ("torch", "timm", "torchvision", "diffusers")
         versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names if find_spec(name))
-        partial = TABLE.with_suffix(".partial")
-        partial.write_text(HEAD.format(versions=versions, table=table(rows)))
-        os.replace(partial, TABLE)
+        TABLE.write_text(HEAD.format(versions=versions, table=table(rows)))
     sys.exit(not all(row.agrees for row in rows))
 
 

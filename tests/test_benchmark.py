@@ -12,7 +12,7 @@ import vision_attn as va
 from vision_attn.errors import BenchmarkError
 from vision_attn.tools.benchmark import contestants, run
 from vision_attn.tools.benchmark.contestants import CONTESTANTS, ROWS
-from vision_attn.tools.benchmark.run import BenchmarkTable, Timing, peak_memory, run_benchmark, time_in_turns
+from vision_attn.tools.benchmark.run import peak_memory, run_benchmark, time_in_turns
 
 CPU = torch.device("cpu")
 QUICK = {"heads": 2, "device": "cpu", "rounds": 1, "say": lambda text: None}
@@ -39,18 +39,12 @@ def test_a_table_is_what_was_measured_in_all_forms(tmp_path):
     said, files = [], {"output": tmp_path / "all.json", "markdown_output": tmp_path / "all.md"}
     shapes = [(2, 16, 5, 4), (2, 16, 7, 7)]
     found = run_benchmark(shapes=shapes, heads=2, device="cpu", rounds=3, threads=1, **files, say=said.append)
-    assert [one.title for one in found] == [
-        f"implementations: batch 2, 16 channels, {size}, 2 heads, nchw" for size in ("5×4", "7×7")
-    ]
+    assert [one.title.split(", ")[2] for one in found] == ["5×4", "7×7"]
     held = json.loads((tmp_path / "all.json").read_text())
     assert torch.__version__ in held["about"]
     assert said[0].startswith(held["about"])
     for one, written, text in zip(found, held["tables"], said[1:], strict=True):
         assert list(written["timings"]) == list(one.timings) == [*ROWS["implementations"].contestants]
-        assert one.rows()[0] == [
-            "",
-            *(f"{of} {what}" for of in ("forward", "gradients") for what in ("ms", "÷", "MiB")),
-        ]
         for what in ("forward", "gradients"):
             ours = np.array(one.timings["ours sdpa"].seconds[what])
             for name, timing in one.timings.items():
@@ -82,32 +76,8 @@ def test_rows_on_cuda(name):
     assert torch.cuda.get_device_name() in said[0]
 
 
-def test_only_the_contestants_that_are_chosen_run():
-    (found,) = run_benchmark(shapes=[(1, 8, 4, 4)], only=["MHA", "floor"], **QUICK)
-    assert list(found.timings) == ["floor", "torch MHA", "torch MHA, training mode"]
-    assert found.ratio("floor", "forward") == 1
-
-
-def test_what_was_measured_is_kept_when_a_run_is_interrupted(tmp_path, monkeypatch):
-    measure = run.measure
-
-    def interrupted(makers, x, *further):
-        if x.shape[2] == 7:
-            raise KeyboardInterrupt
-        return measure(makers, x, *further)
-
-    monkeypatch.setattr(run, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_benchmark(["einx"], shapes=[(1, 8, 4, 4), (1, 8, 7, 7)], output=tmp_path / "all.json", **QUICK)
-    assert len(json.loads((tmp_path / "all.json").read_text())["tables"]) == 1
-
-
 def wrong_block(x, n):
     return va.Attention2d(16, n), va.Attention2d(16, n)
-
-
-def wrong_size(x, n):
-    return nn.AvgPool2d(2), va.Attention2d(16, n)
 
 
 def not_a_number(x, n):
@@ -117,7 +87,7 @@ def not_a_number(x, n):
     return broken, block
 
 
-@pytest.mark.parametrize("wrong", [wrong_block, wrong_size, not_a_number])
+@pytest.mark.parametrize("wrong", [wrong_block, not_a_number])
 def test_who_does_not_compute_the_same_stops_the_run_before_anything_is_timed(monkeypatch, wrong):
     monkeypatch.setattr(run, "time_in_turns", lambda *arguments, **further: pytest.fail("something was timed"))
     monkeypatch.setitem(ROWS["attention"].contestants, "floor", wrong)
@@ -148,18 +118,6 @@ def test_another_scale_position_or_gate_is_far_outside_of_what_is_allowed(name, 
         run.check_output(name, module, twin, x)
 
 
-@pytest.mark.parametrize("name", ["ours sdpa", "floor", "timm BottleneckAttn", "torchvision window", "torch MHA"])
-def test_the_backward_pass_reaches_every_parameter(name):
-    torch.manual_seed(0)
-    x = torch.randn(1, 16, 7, 7).to(memory_format=torch.channels_last)
-    made = CONTESTANTS[name](x, 2)
-    module = made[0] if isinstance(made, tuple) else made
-    of_map, *gradients = run.with_gradients(module, x)()
-    assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    assert len(gradients) == len(list(module.parameters()))
-    assert (of_map is None) == (name == "floor")  # whose tokens are a leaf of their own
-
-
 class Tokens(nn.Module):
     """A network with timm's attention, a head of zeros, and a part that evaluation does not use."""
 
@@ -188,7 +146,6 @@ def test_a_network_before_and_after_the_swap(monkeypatch):
     ("arguments", "message"),
     [
         ({"heads": 0}, "heads must be a whole number of at least 1"),
-        ({"rounds": 0}, "rounds must be a whole number of at least 1"),
         ({"shapes": [(1, 64, 4, 4)], "heads": 7}, "num_heads must divide .*channels=64 and num_heads=7"),
         ({"rows": ["speed"]}, "rows must be among implementations, .*, all; got speed"),
         ({"only": ["speed"]}, "no contestant of implementations has speed in its name"),
@@ -197,16 +154,6 @@ def test_a_network_before_and_after_the_swap(monkeypatch):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         run_benchmark(**{"device": "cpu", "say": lambda text: None, **arguments})
-
-
-def test_a_shape_is_four_numbers():
-    assert run.parse_shape("8,256,14,14") == (8, 256, 14, 14)
-    for text in ("8,64,8", "8,64,8,x", "8,64,0,8"):
-        with pytest.raises(ValueError, match=f"batch,channels,height,width.*got '{text}'"):
-            run.parse_shape(text)
-
-
-# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
@@ -229,15 +176,6 @@ def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
     assert len(set(rounds)) == 2, "the order changes by the round"
 
 
-def test_a_machine_that_is_not_idle_is_warned_of():
-    def warning(spread):
-        seconds = {"forward": [1 - spread, 1 - spread, 1.0, 1 + spread, 1 + spread]}
-        return BenchmarkTable("", {"floor": Timing(seconds, {})}).warning
-
-    assert warning(0.02) == ""
-    assert warning(0.1) == "Warning: the times of floor vary by 20%: is the machine idle?"
-
-
 def test_the_peak_is_what_is_held_at_one_moment():
     def one_after_the_other():
         first = torch.ones(1000, 1000)
@@ -247,12 +185,3 @@ def test_the_peak_is_what_is_held_at_one_moment():
     kept = torch.ones(1000, 1000)
     for call, expected in ((one_after_the_other, 4e6), (lambda: kept + kept * 2, 8e6), (lambda: kept.view(-1), 0)):
         assert peak_memory(call, CPU) == pytest.approx(expected, rel=0.02, abs=1000)
-
-
-@pytest.mark.parametrize(("name", "has_weights"), [("ours bmm", True), ("ours sdpa", False), ("floor", False)])
-def test_unfused_attention_holds_tokens_by_tokens_and_fused_does_not(name, has_weights):
-    x = torch.randn(1, 16, 32, 32)
-    made = CONTESTANTS[name](x, 2)
-    call = run.with_gradients(made[0] if isinstance(made, tuple) else made, x)
-    call()
-    assert (peak_memory(call, CPU) > 2 * 1024**2 * 4) == has_weights

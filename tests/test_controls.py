@@ -22,13 +22,6 @@ def test_a_new_control_is_the_identity_and_its_gate_or_last_projection_learns_fi
     assert moved == ({"project.weight", "project.bias"} if block is ConvBlock2d else {"gate"})
 
 
-def test_what_is_no_control_is_refused():
-    with pytest.raises(ValueError, match="gate_init must"):
-        SqueezeExciteBlock2d(8, gate_init=None)
-    with pytest.raises(ValueError, match="kernel_size must be odd"):
-        ConvBlock2d(8, kernel_size=4)
-
-
 def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     for channels in (8, 16, 32, 64, 256, 1024):
         kernels = [partial(ConvBlock2d, kernel_size=side) for side in (None, 3, 13)]
@@ -50,9 +43,3 @@ def test_a_convolution_without_a_kernel_sees_the_mean_of_the_map():
     added = block(x) - x
     pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))
     torch.testing.assert_close(added, (0.5 * block.project(pooled)).expand_as(x))
-    with torch.no_grad():  # seven columns to either side are seen by a kernel of 13 at its edges, and no more
-        block, x = ConvBlock2d(8, kernel_size=13, gate_init=1.0), torch.randn(1, 8, 1, 20)
-        other = x.clone()
-        other[..., 0] += torch.randn(8, 1)
-        changed = (block(x) != block(other)).any(1)[0, 0]
-    assert changed.tolist() == [True] * 7 + [False] * 13

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vision_attn as va
-from vision_attn.attention import equations
 from vision_attn.attention.equations import attention_equations, attention_pattern, projection_equation
 
 
@@ -23,13 +22,6 @@ def rank_and_axes(draw):
     rank = draw(st.integers(3, 8))
     axes = draw(st.lists(st.integers(1, rank - 2), min_size=1, unique=True))
     return rank, tuple(draw(st.sampled_from((axis, axis - rank))) for axis in axes)
-
-
-def test_equations_are_in_the_letters_of_keras():
-    assert projection_equation(2, 2, 1) == ("abcd,cde->abe", "e", 3)
-    assert projection_equation(3, 1, 2) == ("abcd,def->abcef", "ef", 5)
-    assert attention_equations(5, (-3,)) == ("abfde,abcde->abdcf", "abdcf,abfde->abcde", 5)
-    assert attention_equations(5, (1, 2)) == ("afgde,abcde->adbcfg", "adbcfg,afgde->abcde", 6)
 
 
 @given(free=st.integers(0, 8), bound=st.integers(1, 8), output=st.integers(1, 8))
@@ -105,12 +97,9 @@ def test_axes_with_a_name_are_called_by_it():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: projection_equation(-1, 1, 1), "free_dims must be a whole number of at least 0; got -1"),
-        (lambda: projection_equation(1, 1, 1.0), "output_dims must be .* got 1.0"),
         (lambda: projection_equation(20, 5, 5), "an equation has at most 26 axes; got 30"),
         (lambda: attention_equations(4, ()), r"attention_axes must be different axes .* 1 to 1 of rank 4; got \(\)"),
         (lambda: attention_equations(5, (1, 1)), r"attention_axes must be different axes"),
-        (lambda: attention_equations(4, (0,)), r"attention_axes must be"),
         (lambda: attention_pattern((3,), rank=4), r"attention_axes must be"),
         (lambda: attention_pattern((1,), rank=6), "rank must be 3, 4 or 5, .* got 6"),
     ],
@@ -118,14 +107,3 @@ def test_axes_with_a_name_are_called_by_it():
 def test_axes_that_are_not_there_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_heads_before_tokens():
-    q, k, v = torch.randn(2, 3, 4, 5, 6), torch.randn(2, 3, 4, 7, 6), torch.randn(2, 3, 4, 7, 6)
-    dot, combine = equations.heads_first_equations(batch_axes=2)
-    weights = torch.softmax(torch.einsum(dot, q, k) * 6**-0.5, dim=-1)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(torch.einsum(combine, weights, v), expected)
-    for axes in (-1, 22, True, 1.0):
-        with pytest.raises(ValueError, match="batch_axes must be a whole number from 0 to 21"):
-            equations.heads_first_equations(axes)

@@ -23,8 +23,7 @@ ENDINGS = (".onnx", ".pt2")
 def small_network():
     """A network that no registry knows, with a block that does something."""
     torch.manual_seed(0)
-    body, head = nn.Conv2d(3, 8, 3, stride=4), nn.Linear(8, 2)
-    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
     va.insert_(model, names="0", num_heads=4, gate_init=0.5, example_input=(1, 3, 16, 24))
     return model.eval()
 
@@ -52,8 +51,7 @@ def run(path, images):
 
 def about(path):
     if path.suffix == ".onnx":
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return json.loads(session.get_modelmeta().custom_metadata_map["classifier"])
+        return json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["classifier"])
     files = {"classifier": ""}
     torch.export.load(path, extra_files=files)
     return json.loads(files["classifier"])
@@ -76,6 +74,7 @@ def test_a_graph_computes_what_the_network_does_and_says_what_must_be_known(expo
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert about(path) == {
         "classes": ["cat", "dog"], "input_size": [3, 16, 24], "mean": list(MEAN), "std": list(STD), "pixels": "0…1",
+        "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear",
         "architecture": None, "inserted": ["0"], "library": f"vision_attn {va.__version__}",
     }  # fmt: skip
 
@@ -97,34 +96,21 @@ def test_what_computes_something_else_leaves_no_file(exported, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def for_one_batch(network, images, path, about):
-    torch.export.save(torch.export.export(network, (images,)), path)
-
-
 def half_way(network, images, path, about):
     path.write_bytes(b"the beginning of a graph")
     raise RuntimeError("data-dependent control flow")
 
 
-@pytest.mark.parametrize(
-    ("write", "message"), [(half_way, r"\(RuntimeError: data-dependent control flow\)"), (for_one_batch, r"\(\w+: ")]
-)
-def test_an_old_file_survives_a_failure(tmp_path, monkeypatch, write, message):
-    monkeypatch.setitem(module.FORMATS, ".pt2", (write, module.open_program))
+def test_an_old_file_survives_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setitem(module.FORMATS, ".pt2", (half_way, module.open_program))
     path = tmp_path / "net.pt2"
     path.write_bytes(b"old")
-    with pytest.raises(ExportError, match="the network cannot be exported " + message):
+    with pytest.raises(
+        ExportError, match=r"the network cannot be exported \(RuntimeError: data-dependent control flow"
+    ):
         export_model(small_network(), path, **IMAGES)
     assert [entry.name for entry in tmp_path.iterdir()] == ["net.pt2"]
     assert path.read_bytes() == b"old"
-
-
-def test_a_network_that_gives_no_number_is_refused(tmp_path):
-    network = small_network()
-    nn.init.constant_(network[3].bias, torch.nan)
-    with pytest.raises(ExportError, match="differs by nan"):
-        export_model(network, tmp_path / "net.pt2", **IMAGES)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and_normalisation(tmp_path):
@@ -149,9 +135,7 @@ def test_a_network_that_was_loaded_says_everything_itself(tmp_path):
     model = create_model("tiny", num_classes=2)
     va.insert_(model, names="layer2", num_heads=4, gate_init=0.5, example_input=(1, 3, 32, 32))
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32), "mean": MEAN, "std": STD}
-    folder = export_model(model, tmp_path / "net", classes=["cat", "dog"])
-    assert (tmp_path / "net" / "config.json").exists()
-    loaded = va.load_model(folder)
+    loaded = va.load_model(export_model(model, tmp_path / "net", classes=["cat", "dog"]))
     report = export_model(loaded, tmp_path / "net.PT2")
     found = about(report.path)
     assert (found["classes"], found["mean"], found["architecture"]) == (["cat", "dog"], list(MEAN), "tiny")
@@ -164,19 +148,15 @@ def test_a_network_that_was_loaded_says_everything_itself(tmp_path):
     ("name", "further", "message"),
     [
         ("net.pth", {}, "output must end in .onnx or .pt2, or in nothing for a folder; got 'net.pth'"),
-        ("there.onnx", {}, "there.onnx is a folder: choose another"),
-        ("there", {}, "there is a file: choose another"),
         ("net.pt2", {"classes": ("a", "b", "c")}, "classes must be 2, as many as outputs; got 3"),
         ("net.pt2", {"mean": None, "std": None}, "mean and std must be given: the network has no pretrained_cfg"),
         ("net", {}, "architecture must be a name that timm knows; got None"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, name, further, message):
-    (tmp_path / "there.onnx").mkdir()
-    (tmp_path / "there").touch()
     with pytest.raises(ValueError, match=message):
         export_model(small_network(), tmp_path / name, **{**IMAGES, **further})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "there.onnx"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("package", ["onnxscript", "onnxruntime"])

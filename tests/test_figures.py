@@ -1,11 +1,8 @@
 """Pictures of attention maps: what they show, where it stands, and the files that they are written to."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from vision_attn.networks import figures
 from vision_attn.networks.maps import AttentionMap
@@ -28,38 +25,29 @@ def test_it_shows_the_images_the_query_and_its_weights(channels):
     figure = figures.attention_figure(torch.rand(2, channels, 32, 32), attention, query=1, titles=["one", "two"])
     assert len(figure.axes) == 5  # two images, two panels each, and the scale
     assert all(axis.patches[0].get_xy() == (20, 20) for axis in figure.axes[:4])
-    assert [axis.get_title(loc="left") for axis in figure.axes[:4]] == [
-        *("one", "where it looks, mean of 4 heads", "two", ""),
-    ]
+    titles = [axis.get_title(loc="left") for axis in figure.axes[:4]]
+    assert titles == ["one", "where it looks, mean of 4 heads", "two", ""]
     for (shares, _), weights in zip(overlays(figure), attention.weights[:, :, 1], strict=True):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
 
-def test_heads_and_what_is_made_of_them_are_chosen():
+def test_what_is_made_of_heads_is_chosen():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     weights = 64 * attention.weights[:, :, 0]
-    for heads, reduction, expected in (
-        ([0, 3], "mean", weights[:, [0, 3]].mean(1, keepdim=True)),
-        (None, "max", weights.amax(1, keepdim=True)),
-        (2, "mean", weights[:, [2]]),
-        ([3, 1], "none", weights[:, [3, 1]]),
-    ):
-        figure = figures.attention_figure(images, attention, heads=heads, reduction=reduction)
+    for reduction, expected in (("max", weights.amax(1, keepdim=True)), ("none", weights)):
+        figure = figures.attention_figure(images, attention, reduction=reduction)
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
-    assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 3", "head 1"]
+    assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
 
 
 def test_several_queries_have_a_row_each_and_their_numbers_on_the_images():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
-    assert [axis.get_title(loc="left") for axis in figure.axes[:8:2]] == [
-        *("one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"),
-    ]
+    titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
+    assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]
     assert [axis.patches[0].get_xy() for axis in figure.axes[:8:2]] == [(20, 20), (4, 4)] * 2
-    assert [(text.get_text(), text.get_position()) for text in figure.axes[0].texts] == [
-        *(("1", (22, 22)), ("0", (6, 6))),
-    ]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1", "0"]
     expected = 64 * attention.weights.mean(1)[:, [1, 0]].flatten(0, 1)
     np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
 
@@ -85,44 +73,16 @@ def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
         np.testing.assert_allclose(dashes, [expected[0][0]] * 2, rtol=1e-5)
         assert [text.get_text() for text in axis.texts] == ["0", "1", "2"] * 2
     assert [text.get_text() for text in far.get_xticklabels()] == ["a", "b"]
-    with pytest.raises(ValueError, match="maps must hold one at least"):
-        figures.summary_figure({})
 
 
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
-    weights = torch.full((1, 1, 1, 4, 4), 1 / 16)
-    image, cells = torch.rand(1, 3, 32, 32), ((0, 0),)
-    figure = figures.attention_figure(image, AttentionMap(weights, cells, (32, 32)))
-    assert (overlays(figure)[0][1] == 0).all()
-    weights[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
-    ((shares, opacity),) = overlays(figures.attention_figure(image, AttentionMap(weights, cells, (32, 32))))
-    assert opacity.argmax() == 0
-    np.testing.assert_allclose(opacity[0], [0.8, 0.4, 0, 0], atol=1e-3)
-    assert (opacity[1:] < 1e-3).all()
-    assert shares.max() == pytest.approx(1.032)
-    nothing = AttentionMap(torch.zeros(1, 1, 1, 4, 4), cells, (32, 32))  # a query that may attend to nothing
-    assert (overlays(figures.attention_figure(image, nothing))[0][1] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "titled"), [((32, 32), 2, False), ((32, 32), 2, True), ((8, 44), 2, True), ((60, 20), 1, False)]
-)
-def test_there_is_nothing_empty_around_the_images(size, count, titled, tmp_path):
-    attention = seen(image_size=size, images=count, cells=((1, 1),))
-    titles = ["title"] * count if titled else ()
-    figure = figures.attention_figure(torch.zeros(count, 3, *size), attention, titles=titles, reduction="none")
-    figures.save_figure(figure, tmp_path / "attention.png")
-    with Image.open(tmp_path / "attention.png") as picture:
-        white = np.asarray(picture.convert("L")) == 255
-    per_inch = white.shape[1] / 7.0
-    panels = white[:, : int((7.0 - figures.SCALE) * per_inch)]
-    for axis, longest in ((1, figures.LINE), (0, figures.GAP)):  # rows of titles, and gaps between columns
-        empty = "".join("x" if line else " " for line in panels.all(axis=axis))
-        assert max(map(len, empty.split())) <= (longest + figures.GAP) * per_inch + 2
-    assert not panels[-2].all()
-    assert not panels[:, 1].all()
-    box = figure.axes[1].get_position().size * figure.get_size_inches()
-    assert box[1] / box[0] == pytest.approx(size[0] / size[1])
+    image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
+    for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too
+        figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
+        assert (overlays(figure)[0][1] == 0).all()
+    even[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
+    figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)))
+    np.testing.assert_allclose(overlays(figure)[0][1][0], [0.8, 0.4, 0, 0], atol=1e-3)
 
 
 def test_it_is_written_as_png_svg_or_pdf(tmp_path):
@@ -130,15 +90,9 @@ def test_it_is_written_as_png_svg_or_pdf(tmp_path):
     for ending, begin in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         figures.save_figure(figure, tmp_path / f"attention.{ending}")
         assert (tmp_path / f"attention.{ending}").read_bytes().startswith(begin)
-    with pytest.raises(ValueError, match=r"path must end in \.png, \.svg, \.pdf; got 'attention\.jpg'"):
-        figures.save_figure(figure, tmp_path / "attention.jpg")
-
-
-def test_it_shows_itself_in_a_notebook():
-    shown = figures.attention_figure(torch.rand(2, 3, 32, 32), seen())._repr_png_()
-    with Image.open(io.BytesIO(shown)) as picture:
-        assert picture.width == 700
-        assert len(set(picture.convert("L").tobytes())) > 50
+    with pytest.raises(ValueError, match="Format 'txt' is not supported"):
+        figures.save_figure(figure, tmp_path / "attention.txt")
+    assert not (tmp_path / "attention.txt").exists()
 
 
 @pytest.mark.parametrize(
@@ -148,13 +102,9 @@ def test_it_shows_itself_in_a_notebook():
         ({"query": 2}, "query must be from 0 to 1; got 2"),
         ({"query": [0, -1]}, r"query must be from 0 to 1; got \[0, -1\]"),
         ({"query": []}, "query must be from 0 to 1; got "),
-        ({"heads": [0, 4]}, r"heads must be from 0 to 3; got \[0, 4\]"),
-        ({"heads": []}, "heads must be from 0 to 3; got "),
         ({"reduction": "sum"}, "reduction must be among 'mean', 'max', 'none'; got 'sum'"),
     ],
 )
 def test_what_is_not_there_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         figures.attention_figure(torch.rand(2, 3, 32, 32), seen(), **arguments)
-    with pytest.raises(ValueError, match="must be as many; got 1, 2 and 0"):
-        figures.attention_figure(torch.rand(1, 3, 32, 32), seen())

@@ -39,26 +39,17 @@ class UNet(nn.Module):
         return self.out(self.dec1(torch.cat([self.up1(x), a], 1))).sigmoid()
 
 
-class Down(nn.Module):
-    def __init__(self, channels, out):
-        super().__init__()
-        self.block = nn.Sequential(nn.MaxPool2d(2), Block(channels, out))
-
-    def forward(self, x):
-        return self.block(x)
-
-
 class Conditioned(nn.Module):
     """As a diffusion model: an image, a time and a context."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.time, self.down = Block(4, 16), nn.Linear(1, 16), Down(16, 32)
+        self.first, self.time, self.down = Block(4, 16), nn.Linear(1, 16), Block(16, 32)
         self.context, self.up, self.out = nn.Linear(7, 32), nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(16, 4, 1)
 
     def forward(self, x, t, context):
         x = self.first(x) + self.time(t.to(x)[:, None])[:, :, None, None]
-        x = self.down(x) + self.context(context).mean(1)[:, :, None, None]
+        x = self.down(nn.functional.max_pool2d(x, 2)) + self.context(context).mean(1)[:, :, None, None]
         return self.out(self.up(x))
 
 
@@ -75,9 +66,6 @@ def small_video():
         layers += [nn.Conv3d(channels, out, 3, stride, 1), nn.BatchNorm3d(out), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 5))
 
-
-IMAGES = (1, 3, 64, 64)
-LAYERS = ["layer1", "layer2", "layer3", "layer4"]
 
 LAYERS = ["layer1", "layer2", "layer3", "layer4"]
 
@@ -176,25 +164,6 @@ def test_arguments_may_have_names():
     assert [site.path for site in found.sites] == ["first.2", "up"]
 
 
-class Flow(nn.Module):
-    """As RAFT has it: one encoder sees both images, and what it finds is compared."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1))
-
-    def forward(self, one, other):
-        found, expected = self.encoder(torch.cat([one, other])).chunk(2)
-        return found - expected
-
-
-def test_two_images_are_seen_in_one_batch():
-    pair = torch.rand(1, 3, 32, 32), torch.rand(1, 3, 32, 32)
-    model = Flow().eval()
-    report = va.insert_(model, names="encoder.1", example_input=pair)
-    assert [(block.channels, block.size) for block in report.blocks] == [(16, "8×8")]
-
-
 def test_a_detection_model_takes_a_list_of_images():
     torch.manual_seed(0)
     model = detection.fasterrcnn_mobilenet_v3_large_320_fpn(**PLAIN, min_size=96, max_size=128).eval()
@@ -210,31 +179,15 @@ def test_a_detection_model_takes_a_list_of_images():
         assert not torch.equal(model(images)[0]["scores"], before[0]["scores"])
 
 
-@pytest.mark.filterwarnings("ignore:the map at")
-def test_heads_fit_the_channels_where_none_are_asked_for():
-    model = timm.create_model("rexnet_100")
-    report = va.insert_(model, stages=[-2, -1], example_input=IMAGES)
-    assert [(block.channels, dict(block.options)) for block in report.blocks] == [(128, {}), (185, {"num_heads": 5})]
-    assert "num_heads=5 at 'features.15', as fits its 185 channels\n" in str(report)
-    assert "'features.10', as fits" not in str(report)
-    va.remove_(model)
-    assert "as fits" not in str(va.insert_(model, stages=-1, num_heads=5, example_input=IMAGES))
-    va.remove_(model)
-    # What is asked for is not changed, and a layer that is made by hand says what it cannot have.
-    with pytest.raises(ValueError, match="num_heads must divide channels"):
-        va.insert_(model, stages=-1, num_heads=8, example_input=IMAGES)
-    with pytest.raises(ValueError, match="num_heads must divide channels"):
-        va.Attention2d(185)
-
-
-@pytest.mark.parametrize("block", [va.TransformerBlock2d, va.LinearAttention2d])
-def test_heads_of_other_blocks_are_fitted_too(block):
+@pytest.mark.parametrize("block", [va.AttentionBlock2d, va.TransformerBlock2d, va.LinearAttention2d])
+def test_heads_fit_the_channels_where_none_are_asked_for(block):
     model = nn.Sequential(nn.Conv2d(3, 10, 1))
     (record,) = va.insert_(model, block, names="0", example_input=(1, 3, 8, 8)).blocks
     assert record.options == {"num_heads": 5}
     va.remove_(model)
-    va.replace_(model, names="0", example_input=(1, 3, 8, 8))
-    assert va.inserted(model)["0"].attn.num_heads == 3
+    # What is asked for is not changed.
+    with pytest.raises(ValueError, match="num_heads must divide channels"):
+        va.insert_(model, block, names="0", num_heads=8, example_input=(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize(("make", "example"), [(sound, (1, 1, 16_000)), (small_video, (1, 3, 8, 16, 16))])
@@ -250,30 +203,10 @@ def test_blocks_for_one_and_three_axes_are_saved_and_loaded_as_adapters(make, ex
     assert torch.equal(other(x), model(x))
 
 
-def test_an_adapter_of_a_network_with_several_arguments_needs_an_example(tmp_path):
-    torch.manual_seed(0)
-    model = Conditioned().eval()
-    example = SMALL["a diffusion model"][1]
-    va.insert_(model, names="up", example_input=example, gate_init=0.5)
-    file, opened = va.save_adapter(model, tmp_path / "blocks.safetensors"), model(*example)
-    va.remove_(model)
-    with pytest.raises(va.CheckpointError, match=r"missing 2 required .* example_input"):
-        va.load_adapter_(model, file)
-    va.load_adapter_(model, file, example_input=example)
-    assert torch.equal(model(*example), opened)
-
-
-class Says(nn.Module):
-    """Prints tensors in its errors."""
-
-    def forward(self, x):
-        raise RuntimeError(f"cannot take {x}")
-
-
 REFUSED = {
     "too few arguments": (
         lambda: va.insert_(Conditioned(), stages=-1, example_input=(1, 4, 16, 16)),
-        r"missing 2 required positional arguments.* a tuple of arguments or a dictionary of keyword arguments",
+        r"missing 2 required positional arguments.* a tuple or dictionary",
     ),
     "another name": (
         lambda: va.insert_(Conditioned(), stages=-1, example_input={"y": torch.rand(1, 4, 16, 16)}),
@@ -283,19 +216,10 @@ REFUSED = {
         lambda: va.insert_(UNet(), stages=-1, example_input={"x": 3}),
         r"example_input must be .* got \{'x': 3\}",
     ),
-    "no batch": (
-        lambda: va.insert_(UNet(), stages=-1, example_input=(3, 64, 64)),
-        r"example_input must be .*\(3, 64, 64\)",
-    ),
-    "a tensor in an error": (
-        lambda: va.insert_(Says(), stages=-1, example_input=(1, 3, 4, 4)),
-        r"cannot take \): give what",
-    ),
-    "a tensor for a block": (lambda: va.insert_(UNet(), torch.rand(9), stages=-1), r"block must .* got \(9,\)"),
-    "a tensor for stages": (lambda: va.insert_(UNet(), stages=torch.rand(9)), r"stages must .* got \(9,\)"),
+    "a tensor for stages": (lambda: va.insert_(UNet(), stages=torch.rand(9)), r"stages must .* got "),
     "a block for another map": (
         lambda: va.insert_(small_video(), va.AttentionBlock2d, stages=-1),
-        r"block must take the map at '5', \(1, 16, 8, 28, 28\), as AttentionBlock3d does",
+        r"block must take the map \(1, 16, 8, 28, 28\) at '5'; AttentionBlock2d does not",
     ),
 }
 

@@ -1,16 +1,8 @@
-"""The block against attention that nobody here wrote: torch, torchvision and timm, with weights copied over.
+"""The block against attention that nobody here wrote: torch and timm, with weights copied over.
 
-Here is what no converter makes: masks, contexts, strides, causal masks, positions; layers that are converted whole are
-compared in the tests of the converters. Every parameter is random, maps are not square where the other side allows it,
-and all is in float64, under one implementation: that they are equal is tested elsewhere. Where the definitions part:
-
-- torchvision's Swin lets real tokens see the zeros it pads a map with; ours masks them.
-- timm's `MultiQueryAttention2d` strides keys and values by a depthwise convolution and batch norm, apart from each
-  other; ours averages the map once.
-- timm's `HaloAttn` lets a block see a halo around it, in which positions outside of the map are keys and values of zero
-  that are not masked. We have no such pattern: the two are compared without a halo, where it is a window.
-- timm's `BottleneckAttn` and `HaloAttn` have no projection of the output: ours is then the identity.
-- timm computes the angles of sines and rotary positions in float32, whatever type is asked for.
+Here is what no converter makes: masks, contexts, strides, positions; layers that are converted whole are compared in
+the tests of the converters. Every parameter is random, maps are not square where the other side allows it, and all is
+in float64. timm computes the angles of sines and rotary positions in float32, whatever type is asked for.
 """
 
 from functools import partial
@@ -18,13 +10,9 @@ from functools import partial
 import pytest
 import timm.layers
 import torch
-import torch.nn.functional as F
-from timm.layers import attention2d as timm_attention2d
 from timm.layers.bottleneck_attn import BottleneckAttn
-from timm.layers.halo_attn import HaloAttn
 from timm.layers.pos_embed_sincos import build_rotary_pos_embed, build_sincos2d_pos_embed, freq_bands
 from torch import nn
-from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 import vision_attn as va
 
@@ -88,10 +76,6 @@ def on_tokens(layer):
     return lambda x: map_of(layer(tokens_of(x)), x.shape[2:])
 
 
-def identity(channels):
-    return torch.eye(channels, dtype=torch.float64)
-
-
 # --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
 
 
@@ -133,111 +117,21 @@ def test_torchs_multihead_attention_and_its_weights(context_channels, mask):
     torch.testing.assert_close(found, attend(*maps, average_attn_weights=False)[1], rtol=0, atol=1e-12)
 
 
-# --- torchvision: Swin ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("window", "shift", "size"),
-    [
-        ((4, 4), (0, 0), (4, 12)),
-        ((3, 3), (1, 1), (6, 9)),
-        ((2, 4), (1, 3), (6, 8)),
-        ((2, 4), (1, 0), (6, 8)),
-        ((4, 4), (2, 1), (4, 8)),  # there is no shift along an axis that one window holds
-        ((4, 4), (2, 1), (4, 4)),
-        # The border cuts windows; one window is larger than one axis; or than both.
-        ((3, 3), (1, 1), (5, 7)),
-        ((2, 4), (1, 2), (5, 11)),
-        ((4, 4), (2, 2), (3, 7)),
-        ((4, 4), (2, 2), (3, 2)),
-    ],
-)
-def test_torchvisions_swin_which_sees_its_padding_as_ours_does_when_the_map_has_it(window, shift, size):
-    theirs = randomized(ShiftedWindowAttention(12, list(window), list(shift), 3))
-    state = theirs.state_dict()
-    state["position.relative_position_bias_table"] = state.pop("relative_position_bias_table")
-    state.pop("relative_position_index")
-    block = block_with(state, 12, 3, pattern=va.Window(window, shift=shift), position=va.RelPosTable())
-    bottom, right = (-length % side for length, side in zip(size, window, strict=True))
-    x = random_map(2, 12, *size)
-
-    def their_maps(x):
-        return theirs(x.movedim(1, -1)).movedim(-1, 1)
-
-    check(lambda x: block(F.pad(x, (0, right, 0, bottom)))[..., : size[0], : size[1]], their_maps, x)
-    with torch.no_grad():
-        assert ((block(x) - their_maps(x)).abs().max() > 1e-2) == bool(bottom or right)
-
-
-# --- timm: attention on maps ------------------------------------------------------------------------------------------
-
-
-def state_of_pos_embed(theirs):
-    tables = {f"position.{name}_rel": getattr(theirs.pos_embed, f"{name}_rel") for name in ("height", "width")}
-    return {**tables, "proj.weight": identity(theirs.dim_out_v)}
+# --- timm: a bottleneck, rotary positions, sines ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(4, 4), (2, 6)])  # even: at the border timm's average leaves out what we do not
 def test_timms_bottleneck_attention_with_a_stride(size):
     theirs = randomized(BottleneckAttn(24, feat_size=size, stride=2, num_heads=3, qkv_bias=True))
-    state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **state_of_pos_embed(theirs)}
+    tables = {f"position.{name}_rel": getattr(theirs.pos_embed, f"{name}_rel") for name in ("height", "width")}
+    state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **tables}
+    state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # theirs has none
     state = {f"attn.{key}": value for key, value in state.items()}
     block = block_with(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
     check(block, theirs, random_map(2, 24, *size))
 
 
-@pytest.mark.parametrize("dim_head", [4, 5])
-def test_timms_halo_attention_without_a_halo_is_a_window(dim_head):
-    theirs = randomized(HaloAttn(12, num_heads=3, dim_head=dim_head, block_size=3, halo_size=0, qkv_bias=True))
-    state = state_of_pos_embed(theirs)
-    for key in ("weight", "bias"):  # rows of `kv` are ordered (heads, [keys, values]): taken apart head by head
-        kv = getattr(theirs.kv, key).unflatten(0, (3, -1)).split([theirs.dim_head_qk, theirs.dim_head_v], dim=1)
-        state[f"qkv.{key}"] = torch.cat([getattr(theirs.q, key), *(rows.flatten(0, 1) for rows in kv)])
-    options = {"key_dim": dim_head, "value_dim": 4, "pattern": va.Window(3), "position": va.RelPosDecomposed()}
-    check(block_with(state, 12, 3, proj_bias=False, **options), theirs, random_map(2, 12, 3, 9))
-
-
-MULTI_QUERY = {"num_kv_heads": 1, "key_dim": 5, "value_dim": 4, "out_channels": 18}
-
-
-@pytest.mark.parametrize(("bias", "kv_stride"), [(False, 1), (True, 1), (False, 2)])
-def test_timms_multi_query_attention(bias, kv_stride):
-    options = {"key_dim": 5, "value_dim": 4, "kv_stride": kv_stride, "use_bias": bias}
-    theirs = randomized(timm_attention2d.MultiQueryAttention2d(12, 18, num_heads=3, **options))
-    parts = (theirs.query.proj, theirs.key.proj, theirs.value.proj)
-    state = {"qkv.weight": torch.cat([part.weight for part in parts]), "proj.weight": theirs.output.proj.weight}
-    if bias:
-        state.update({"qkv.bias": torch.cat([part.bias for part in parts]), "proj.bias": theirs.output.proj.bias})
-    block = block_with(state, 12, 3, **MULTI_QUERY, kv_stride=kv_stride, qkv_bias=bias, proj_bias=bias)
-    x = random_map(2, 12, 5, 7)
-    if kv_stride > 1:  # where it is learned, and other for keys than for values; that is all that differs
-        with torch.no_grad():
-            assert (block(x) - theirs.eval()(x)).abs().max() > 1e-2
-        for part in (theirs.key, theirs.value):
-            part.down_conv, part.norm = nn.AvgPool2d(2, ceil_mode=True), nn.Identity()
-    check(block, theirs, x)
-
-
-def test_timms_second_multi_query_attention():
-    theirs = randomized(timm_attention2d.MultiQueryAttentionV2(12, 18, num_heads=3, key_dim=5, value_dim=4))
-    rows = torch.cat([theirs.query_proj.flatten(0, 1), theirs.key_proj.T, theirs.value_proj.T])
-    state = {"qkv.weight": rows, "proj.weight": theirs.out_proj.flatten(1)}
-    block = block_with(state, 12, 3, **MULTI_QUERY, qkv_bias=False, proj_bias=False)
-    check(block, theirs, random_map(2, 12, 3, 5))
-    check(lambda x, context: block(x, context=context), theirs, random_map(2, 12, 3, 5), random_map(2, 12, 4, 2))
-
-
 # --- timm: attention on tokens, causal, rotary positions --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_timms_attention_on_tokens(qk_norm, causal):
-    options = {"attn_head_dim": 5, "dim_out": 14, "qkv_bias": True, "qk_norm": qk_norm, "norm_layer": nn.LayerNorm}
-    theirs = randomized(timm.layers.Attention(12, 3, **options))
-    widths = {"key_dim": 5, "value_dim": 5, "out_channels": 14}
-    block = block_with(theirs.state_dict(), 12, 3, qk_norm=qk_norm, causal=causal, **widths)
-    check(block, on_tokens(partial(theirs, is_causal=causal)), random_map(2, 12, 3, 5))
 
 
 # Bands between 16^0 and 16^(-3/4) are powers of two, which timm's float32 holds; it does not hold those of 10000. Sides

@@ -1,7 +1,7 @@
 """The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from vision_attn.attention import reference
 # --- the definition itself --------------------------------------------------------------------------------------------
 
 
-def test_the_definition_of_attention_is_torchs():
+def test_the_definition_is_torchs():
     generator = np.random.default_rng(0)
     q, k, v = generator.normal(size=(5, 4)), generator.normal(size=(7, 4)), generator.normal(size=(7, 3))
     for mask in (None, generator.random((5, 7)) < 0.7, generator.normal(size=(5, 7))):
@@ -24,10 +24,6 @@ def test_the_definition_of_attention_is_torchs():
         np.testing.assert_allclose(reference.attention(q, k, v, 0.3, mask), expected.numpy(), atol=1e-14)
     logits = np.array([[-np.inf, -np.inf], [0.0, -np.inf]])
     np.testing.assert_array_equal(reference.softmax(logits), [[0.0, 0.0], [1.0, 0.0]])
-
-
-def test_the_definition_of_a_projection_is_torchs():
-    generator = np.random.default_rng(0)
     x, weight, bias = generator.normal(size=(3, 4, 5)), generator.normal(size=(6, 3, 1, 1)), generator.normal(size=6)
     expected = F.conv2d(*map(torch.from_numpy, (x, weight, bias)))
     np.testing.assert_allclose(reference.conv1x1(x, weight, bias), expected.numpy(), atol=1e-14)
@@ -36,8 +32,7 @@ def test_the_definition_of_a_projection_is_torchs():
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A pattern as one asks for it, what it means along each axis, and along which its groups grow with the map."""
 
     pattern: object
@@ -92,12 +87,7 @@ CASES = st.fixed_dictionaries(
     }
 )
 FLAGS = ("qk_norm", "output_gate", "qkv_bias", "proj_bias")
-OPTIONS = st.fixed_dictionaries(
-    {
-        **dict.fromkeys(FLAGS, st.booleans()),
-        "scale": st.sampled_from([None, 0.0, -0.7]),
-    }
-)
+OPTIONS = st.fixed_dictionaries({**dict.fromkeys(FLAGS, st.booleans()), "scale": st.sampled_from([None, 0.0, -0.7])})
 
 
 def make(case, position, **options):
@@ -222,64 +212,7 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         check_weights(case, impl, position, options["qk_norm"], dtypes=DTYPES[:1])
 
 
-attention_drawn = given(
-    case=CASES,
-    impl=st.sampled_from(va.IMPLS),
-    position=st.sampled_from(list(POSITIONS)),
-    widths=st.sampled_from(WIDTHS),
-    options=OPTIONS,
-    dtype=st.sampled_from(DTYPES),
-    channels_last=st.booleans(),
-)
-weights_drawn = given(
-    case=CASES,
-    impl=st.sampled_from(va.IMPLS),
-    position=st.sampled_from(list(POSITIONS)),
-    qk_norm=st.booleans(),
-)
-linear_drawn = given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
-
-
-@settings(max_examples=10)
-@attention_drawn
-def test_attention_equals_the_definition_forward_and_backward(**draw):
-    check_attention(**draw)
-
-
-@settings(max_examples=5)
-@weights_drawn
-def test_weights_equal_the_definition(**draw):
-    check_weights(**draw)
-
-
-@settings(max_examples=10)
-@linear_drawn
-def test_linear_attention_equals_its_definition(**draw):
-    check_linear_attention(**draw)
-
-
-@pytest.mark.thorough
-@settings.get_profile("anew")
-@attention_drawn
-def test_attention_equals_the_definition_in_many_draws(**draw):
-    check_attention(**draw)
-
-
-@pytest.mark.thorough
-@settings.get_profile("anew")
-@weights_drawn
-def test_weights_equal_the_definition_in_many_draws(**draw):
-    check_weights(**draw)
-
-
-@pytest.mark.thorough
-@settings.get_profile("anew")
-@linear_drawn
-def test_linear_attention_equals_its_definition_in_many_draws(**draw):
-    check_linear_attention(**draw)
-
-
-def check_weights(case, impl, position, qk_norm, dtypes=DTYPES):
+def check_weights(case, impl, position, qk_norm, dtypes):
     """What a block says of its weights, and what is captured of its forward, against the definition."""
     # With the one-hot vectors of places as values, and nothing after them, what comes out are the weights.
     case = {**case, "batch": case["batch"] or 1}
@@ -333,11 +266,36 @@ def check_linear_attention(case, impl, dtype):
         heads = []
         for head, (q, k, v) in enumerate(zip(*rows.reshape(3, n, -1, tokens), strict=True)):
             logits = k if mask is None else np.where(mask[index, head].numpy(), k, -np.inf)
-            weights = reference.softmax(q.T) @ reference.softmax(logits)
-            heads.append(v @ weights.T)
+            heads.append(v @ (reference.softmax(q.T) @ reference.softmax(logits)).T)
         y = np.concatenate(heads).reshape(one.shape)
         expected.append(reference.conv1x1(y, state["proj.weight"], state["proj.bias"]))
     with torch.no_grad():
         found = block(x, mask)
     tolerance = 1e-11 if dtype == torch.float64 else 2e-5
     np.testing.assert_allclose(found.double().numpy(), np.stack(expected).reshape(x.shape), rtol=0, atol=tolerance)
+
+
+# --- drawn, and in many draws -----------------------------------------------------------------------------------------
+
+DRAWN = {"case": CASES, "impl": st.sampled_from(va.IMPLS), "position": st.sampled_from(list(POSITIONS))}
+attention_drawn = given(
+    **DRAWN,
+    widths=st.sampled_from(WIDTHS),
+    options=OPTIONS,
+    dtype=st.sampled_from(DTYPES),
+    channels_last=st.booleans(),
+)
+weights_drawn = given(**DRAWN, qk_norm=st.booleans(), dtypes=st.just(DTYPES))
+linear_drawn = given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
+few, many = settings(max_examples=8), settings.get_profile("anew")
+
+test_attention_equals_the_definition_forward_and_backward = few(attention_drawn(check_attention))
+test_weights_equal_the_definition = few(weights_drawn(check_weights))
+test_linear_attention_equals_its_definition = few(linear_drawn(check_linear_attention))
+
+
+@pytest.mark.thorough
+def test_all_equals_the_definition_in_many_draws():
+    many(attention_drawn(check_attention))()
+    many(weights_drawn(check_weights))()
+    many(linear_drawn(check_linear_attention))()

@@ -22,11 +22,6 @@ def bottlenecks(**options):
 CONVOLUTIONS = {
     "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
     "a change of channels": (lambda: torchvision.models.resnet18(), "layer3.0.conv1", [(128, 256, 2)]),
-    "groups": (
-        lambda: bottlenecks(groups=32, width_per_group=2),
-        "layer4.*.conv2",
-        [(512, 512, 2), (512, 512, 1)],
-    ),
     "a group for each channel": (
         lambda: timm.create_model("convnext_atto"),
         "stages.3.blocks.*.conv_dw",
@@ -36,11 +31,6 @@ CONVOLUTIONS = {
         lambda: bottlenecks(replace_stride_with_dilation=[False, False, True]),
         "layer4.1.conv2",
         [(512, 512, 1)],
-    ),
-    "5×5 with same padding": (
-        lambda: timm.create_model("mobilenetv3_small_050"),
-        "blocks.4.0.conv_dw",
-        [(144, 144, 2)],
     ),
 }
 
@@ -80,7 +70,6 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: timm.create_model("efficientnet_b0"), "blocks.5.*.se"),
         (lambda: torchvision.models.mobilenet_v3_small(), "features.[89].block.2"),
         (lambda: timm.create_model("seresnet33ts"), "stages.3.*.attn"),
     ],
@@ -102,15 +91,6 @@ def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
             setattr(model.get_submodule(parent), name, nn.Identity())
         torch.testing.assert_close(without, model(x))
         assert not torch.equal(without, before)
-
-
-def test_replaced_modules_learn():
-    torch.manual_seed(0)
-    model = timm.create_model("resnet20", num_classes=5)
-    va.replace_(model, names="layer3.*.conv2", position=va.Rope2d())
-    model(torch.randn(2, 3, 32, 32)).square().mean().backward()
-    for block in va.inserted(model).values():
-        assert all(p.grad.abs().max() > 0 for p in (block.attn.qkv.weight, block.attn.proj.weight))
 
 
 def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
@@ -146,7 +126,7 @@ def test_blocks_are_inserted_after_what_is_replaced():
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
     assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
-    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' holds an inserted block or is one"):
+    with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' is or holds an inserted block"):
         va.replace_(model, names="layer3.2.conv?")
     assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model)) == 2
@@ -154,12 +134,16 @@ def test_blocks_are_inserted_after_what_is_replaced():
 
 
 REFUSALS = {
-    "a linear layer": (lambda: torchvision.models.resnet18(), "fc", "'fc' takes a tensor of shape"),
+    "a linear layer": (lambda: torchvision.models.resnet18(), "fc", r"'fc' takes \(1, 512\)"),
     "a stage": (lambda: torchvision.models.resnet18(), "layer2", r"Sequential that makes \(1, 128, 28, 28\) of"),
-    "no padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "0", r"block must return maps of \(8, 222, 222\)"),
-    "two strides": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", r"stride \(2, 1\)"),
-    "unknown": (lambda: torchvision.models.resnet18(), "layer9", "'layer9' matches no module"),
-    "heads": (lambda: torchvision.models.resnet18(), "conv1", "num_heads must divide channels"),
+    "no padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "0", r"must return a map \(1, 8, 222, 222\)"),
+    "two strides": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a map"),
+    "unknown": (lambda: torchvision.models.resnet18(), ["relu", "layer9"], "'layer9' matches no module"),
+    "one inside another": (
+        lambda: torchvision.models.resnet18(),
+        ["layer3.1.conv2", "layer3.1"],
+        "'layer3.1' is or holds an inserted block or another site",
+    ),
     "a map in a list": (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),
 }
 
@@ -170,21 +154,8 @@ def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(case):
     model = make().to("meta")
     modules = dict(model.named_modules())
     with pytest.raises(ValueError, match=message):
-        va.replace_(model, names=["relu", names] if case == "unknown" else names, num_heads=2 if case == "heads" else 1)
+        va.replace_(model, names=names, num_heads=1)
     assert dict(model.named_modules()) == modules
-
-
-def test_insertion_at_what_is_replaced_and_replacement_inside_of_what_is_replaced_are_refused():
-    model = torchvision.models.resnet18()
-    before = dict(model.named_modules())
-    with pytest.raises(va.SiteError, match=r"'layer3.1.conv2' lies inside of 'layer3.1'"):
-        va.replace_(model, names=["layer3.1.conv2", "layer3.1"], example_input=(1, 3, 64, 64))
-    assert dict(model.named_modules()) == before
-    va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
-    with pytest.raises(va.SiteError, match=r"'layer3.1.conv2' has an inserted block already, or is one"):
-        va.insert_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
-    va.remove_(model)
-    assert dict(model.named_modules()) == before
 
 
 def test_what_is_out_of_place_thaws_with_the_rest():
@@ -194,23 +165,3 @@ def test_what_is_out_of_place_thaws_with_the_rest():
     va.freeze_backbone_(model, False)
     va.remove_(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_what_the_network_would_never_call_is_not_replaced():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-            self.called = [self.a, self.b]
-
-        def forward(self, x):
-            for module in self.called:
-                x = module(x)
-            return x
-
-    model = Listed()
-    b = model.b
-    with pytest.raises(va.SiteError, match="'b' would be replaced and never called"):
-        va.replace_(model, names="b", num_heads=4, example_input=(1, 3, 8, 8))
-    assert model.b is b
-    assert not va.inserted(model)

@@ -3,8 +3,6 @@
 import collections
 import copy
 import pickle
-import re
-import warnings
 
 import pytest
 import timm
@@ -36,8 +34,6 @@ class Give(nn.Module):
             "list": [3, y],
             "namedtuple": Pair(None, y),
             "dictionary": {"scale": torch.ones(3), "map": y},
-            "tuple with a class token": (y, y.mean((2, 3))[:, None]),
-            "ordered dictionary": collections.OrderedDict(map=y),
             "channels last": y.permute(0, 2, 3, 1),
             "tokens": y.flatten(2).transpose(1, 2),
             "tokens after two others": torch.cat([y.new_zeros(len(y), 2, 8), y.flatten(2).transpose(1, 2)], 1),
@@ -58,8 +54,6 @@ FORMS = {
     "list": (1, "b c h w"),
     "namedtuple": (1, "b c h w"),
     "dictionary": ("map", "b c h w"),
-    "ordered dictionary": ("map", "b c h w"),
-    "tuple with a class token": (0, "b c h w"),
     "channels last": (None, "b h w c"),
     "tokens": (None, "b (h w) c"),
     "tokens after two others": (None, "b (2 + h w) c"),
@@ -92,7 +86,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
         if new.shape == (2, 62, 8):
             assert torch.equal(old[:, :2], new[:, :2])
             old, new = old[:, 2:], new[:, 2:]
-        if old.shape in ((3,), (2, 1, 8)):
+        if old.shape == (3,):
             assert torch.equal(old, new)
         else:
             assert not torch.equal(old, new)
@@ -108,7 +102,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
 def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
     model = Network("tokens")
     va.insert_(model, names="give", num_heads=2, example_input=(1, 3, 6, 10))
-    with pytest.raises(ValueError, match=r"'give' was inserted for a grid of 6×10 tokens and 0 others; got 36 tokens"):
+    with pytest.raises(ValueError, match=r"'give' is for a grid of 6×10 tokens; got 36 tokens"):
         model(torch.randn(1, 3, 6, 6))
 
 
@@ -121,17 +115,13 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
         # which says that it has a class token, and does not have it yet
         ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),
-        ("mixer", {}, "b (h w) c"),
         ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
         ("regnetx_002", {}, "b c h w"),
     ],
 )
 def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, options, layout):
     torch.manual_seed(0)
-    if name == "mixer":
-        model = MlpMixer(num_classes=5, img_size=96, patch_size=16, num_blocks=2, embed_dim=64).eval()
-    else:
-        model = timm.create_model(name, num_classes=5, **options).eval()
+    model = timm.create_model(name, num_classes=5, **options).eval()
     for head in (module for module in model.modules() if isinstance(module, nn.Linear)):
         nn.init.normal_(head.weight, std=0.1)  # some heads begin at zero
     size = 64 if "b c h w" in layout else 96
@@ -196,44 +186,17 @@ class Unpacking(nn.Module):
         return self.last(self.inner(x))
 
 
-def test_a_module_that_minds_its_children_without_calling_them():
-    model, x = Unpacking(), torch.randn(1, 3, 6, 8)
-    before = model(x)
-    va.insert_(model, names=["inner", "last"], gate_init=1.0, num_heads=2, example_input=x)
-    assert sorted({key.split(".")[0] for key in inserted_keys(model)}) == ["inner", "last"]
-    assert not torch.equal(model(x), before)
-
-
-class Stubborn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(3, 8, 1))
-        self.conv.forward = None
-
-    def forward(self, x):
-        (only,) = self._modules.values()
-        (conv,) = only._modules.values()
-        assert not conv._modules
-        return conv(x)
-
-
 def test_where_nothing_takes_a_child_that_is_said_and_the_model_is_as_it_was():
-    model = Stubborn()
-    with pytest.raises(va.SiteError, match=r"'conv.0' takes no child, since it loops over or counts"):
-        va.insert_(model, names="conv.0", num_heads=2, example_input=(1, 3, 6, 8))
-    assert list(model._modules) == ["conv"]
-    assert not model.conv[0]._modules
+    model = Unpacking()
+    model.inner.a.forward = lambda x: nn.functional.conv2d(x, *model.inner.a.parameters())
+    model.inner.b.register_forward_pre_hook(lambda module, args: (args[0] * (not model.inner.a._modules),))
+    with pytest.raises(va.SiteError, match=r"'inner' takes no child, since it loops over or counts"):
+        va.insert_(model, names="inner", num_heads=2, example_input=(1, 3, 6, 8))
+    assert list(model.inner._modules) == ["a", "b"]
+    assert not model.inner.a._modules
 
 
-def shared():
-    conv = nn.Conv2d(8, 8, 1)
-    return nn.Sequential(nn.Conv2d(3, 8, 1), conv, nn.ReLU(), conv)
-
-
-def test_a_module_that_is_in_two_places_is_refused_and_one_that_has_two_names_is_one_site():
-    with pytest.raises(va.SiteError, match="'1' is called 2 times in one forward pass"):
-        va.insert_(shared(), names="1", num_heads=2, example_input=(1, 3, 6, 8))
-
+def test_a_module_that_has_two_names_is_one_site():
     class Alias(nn.Module):
         def __init__(self):
             super().__init__()
@@ -249,19 +212,15 @@ def test_a_module_that_is_in_two_places_is_refused_and_one_that_has_two_names_is
 
 def test_before_a_site_is_what_it_takes():
     torch.manual_seed(0)
-    model = torchvision.models.resnet18().eval()
-    x = torch.randn(2, 3, 64, 64)
+    model, x = torchvision.models.resnet18().eval(), torch.randn(2, 3, 64, 64)
     before = model(x)
     (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
     assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
     assert torch.equal(model(x), before)
     nn.init.normal_(va.inserted(model)["layer3.0"].attn.proj.weight, std=0.1)
-    opened = model(x)
+    assert not torch.equal(model(x), before)
     va.remove_(model)
     assert torch.equal(model(x), before)
-    va.insert_(model, names="layer2", example_input=x)
-    va.inserted(model)["layer2.1"].load_state_dict(va.AttentionBlock2d(128, gate_init=0.5).state_dict())
-    assert opened.shape == model(x).shape
 
 
 def test_before_a_module_that_is_called_by_keyword():
@@ -289,18 +248,8 @@ def test_before_a_module_that_is_called_by_keyword():
 
 BRANCHES = {
     "torchvision resnet18": (lambda: torchvision.models.resnet18(), "layer2.0", "layer2.0.bn2"),
-    "timm resnet50, with drop path": (
-        lambda: timm.create_model("resnet50", drop_path_rate=0.1, layers=(1, 2, 1, 1)),
-        "layer2.1",
-        "layer2.1.drop_path",
-    ),
     "timm convnext": (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
     "pre-activation": (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "stages.1.blocks.1.drop_path"),
-    "inverted residual": (
-        lambda: torchvision.models.mobilenet_v2(inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]),
-        "features.3",
-        "features.3.conv.3",
-    ),
     "cifar, padded shortcut": (lambda: timm.create_model("resnet20_a"), "layer2.0", "layer2.0.bn2"),
     "vision transformer": (
         lambda: timm.create_model("vit_tiny_patch16_224", depth=3, img_size=64),
@@ -316,15 +265,6 @@ def test_the_end_of_a_branch_is_found_before_its_addition(case):
     heads = 3 if "transformer" in case else 4
     (block,) = va.insert_(make(), names=site, at="branch", num_heads=heads, example_input=(1, 3, 64, 64)).blocks
     assert (block.site, block.at) == (end, "after")
-
-
-def test_names_may_be_regular_expressions():
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-        report = va.insert_(model, names=re.compile(r"layer[34]\.\d"))
-    assert [block.site for block in report.blocks] == ["layer3.0", "layer3.1", "layer4.0", "layer4.1"]
-    with pytest.raises(va.SiteError, match=r"'ayer\[34\]' matches no module"):
-        va.insert_(model, names=re.compile("ayer[34]"))
 
 
 STAGES = {
@@ -344,18 +284,10 @@ STAGES = {
         lambda: torchvision.models.mobilenet_v2(),
         ["features.1", "features.3", "features.6", "features.13", "features"],
     ),
-    "torchvision vgg11": (
-        lambda: torchvision.models.vgg11(),
-        ["features.1", "features.4", "features.9", "features.14", "features.19", "features"],
-    ),
     "torchvision swin_t": (lambda: torchvision.models.swin_t(), ["features.1", "features.3", "features.5", "permute"]),
     "torchvision shufflenet": (
         lambda: torchvision.models.shufflenet_v2_x0_5(),
         ["conv1", "maxpool", "stage2", "stage3", "conv5"],
-    ),
-    "timm, declared": (
-        lambda: timm.create_model("convnext_atto"),
-        ["stages.0", "stages.1", "stages.2", "stages.3"],
     ),
     "pooled keys inside of the first stage": (
         lambda: timm.create_model("pvt_v2_b0"),
@@ -389,9 +321,7 @@ def test_where_stages_cannot_be_told_modules_are_named_to_choose_from():
 
     with torch.device("meta"):
         pair = Pair()
-    with pytest.raises(
-        va.SiteError, match="several parts of the network declare them, 'one', 'other': choose sites by"
-    ):
+    with pytest.raises(va.SiteError, match="several parts declare them, one, other: choose sites by"):
         va.insert_(pair, stages=-1)
     assert va.insert_(pair, names="other.layer4").blocks[0].site == "other.layer4.1"
 
@@ -400,34 +330,23 @@ def test_where_stages_cannot_be_told_modules_are_named_to_choose_from():
 def test_a_model_stays_in_its_state(state):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()).eval()
-    layers, x = list(model), torch.randn(2, 3, 32, 32)
+    x = torch.randn(2, 3, 32, 32)
+    if state == "half precision":
+        model, x = model.half(), x.half()
+    elif state == "channels last":
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    elif state == "compiled in place":
+        model[2].compile(backend="eager")
+    else:
+        model = nn.DataParallel(model)
     with torch.no_grad():
-        if state == "half precision":
-            model, x = model.half(), x.half()
-        elif state == "channels last":
-            model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-        elif state == "compiled in place":
-            layers[2].compile(backend="eager")
-        elif state == "data parallel":
-            model = nn.DataParallel(model)
         before = model(x)
         va.insert_(model, stages=[-2, -1], num_heads=2, example_input=x)
         assert {p.dtype for block in va.inserted(model).values() for p in block.parameters()} == {x.dtype}
         assert torch.equal(model(x), before)
-        if state == "channels last":
-            assert model(x).is_contiguous(memory_format=torch.channels_last)
-        for block in va.inserted(model).values():
-            block.attn.proj.weight.normal_(std=0.1)
-        assert not torch.equal(model(x), before)
+        assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
         va.remove_(model)
         assert torch.equal(model(x), before)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_script_is_refused():
-    model = torch.jit.trace(nn.Sequential(nn.Conv2d(3, 8, 1)), torch.randn(1, 3, 4, 4))
-    with pytest.raises(va.SiteError, match="TorchScript"):
-        va.insert_(model, names="0")
 
 
 def test_a_map_that_nothing_is_read_of_is_warned_of():
@@ -469,15 +388,6 @@ def test_of_several_maps_it_is_the_one_that_is_read_or_else_the_one_that_is_decl
             va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8))
 
 
-def test_a_map_beside_the_one_that_is_read_is_warned_of():
-    model = Two(both=False)
-    model.stage.forward = lambda x: (2 * x, x.mean((2, 3)))
-    model.forward = lambda x: model.stage(model.stem(x))[1]
-    with pytest.warns(UserWarning, match="the output of the network does not depend on the map at 'stage'"):
-        (block,) = va.insert_(model, names="stage", num_heads=2, example_input=(1, 3, 6, 8)).blocks
-    assert not block.read
-
-
 def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
     torch.manual_seed(0)
     backbone, x = torchvision.models.DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
@@ -495,7 +405,7 @@ NO_MAPS = {
     "tokens of windows": (
         lambda: timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1), num_heads=(3, 6)),
         "layers.0.blocks.0.attn.proj",
-        r"shape \(64, 49, 96\) for images",
+        r"\(64, 49, 96\) for images",
     ),
     "channels in the place of tokens": (
         lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512),
@@ -525,9 +435,7 @@ def test_tokens_in_as_many_cells_of_another_grid_are_refused():
     images = torch.randn(1, 3, 112, 448)
     before = model(images)
     va.insert_(model, names="blocks.0", num_heads=3)
-    with pytest.raises(
-        ValueError, match=r"for a grid of 14×14 tokens; images of 112×448 have as many tokens in a grid of 7×28"
-    ):
+    with pytest.raises(ValueError, match=r"for a grid of 14×14 tokens; got 7×28 for images of 112×448"):
         copy.deepcopy(model)(images)
     model(torch.randn(2, 3, 224, 224))
     va.remove_(model)
@@ -536,13 +444,17 @@ def test_tokens_in_as_many_cells_of_another_grid_are_refused():
     assert torch.equal(model(images), before)
 
 
-@pytest.mark.parametrize("layout", ["b c h w", "b h w c"])
-def test_the_user_says_how_a_map_lies_where_its_shape_does_not(layout):
-    model, x = nn.Sequential(nn.Conv2d(3, 8, 1)), torch.randn(2, 3, 8, 8)
-    (block,) = va.insert_(model, names="0", layout=layout, num_heads=2, example_input=x).blocks
-    assert (block.layout, block.channels) == (layout, 8)
+def test_the_user_says_how_a_map_lies_where_its_shape_does_not_and_which_sites_are_left_out():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    options = {"num_heads": 2, "example_input": x}
+    (block,) = va.insert_(model, names="*", exclude="1", layout="b h w c", **options).blocks
+    assert (block.site, block.layout, block.channels) == ("0", "b h w c", 8)
     with pytest.raises(va.SiteError, match="no map was found"):
-        va.insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", layout="b (h w) c", example_input=x)
+        va.insert_(model, names="1", layout="b (h w) c", **options)
+    with pytest.raises(va.SiteError, match="exclude: 'layr' matches no module"):
+        va.insert_(model, names="1", exclude="layr", **options)
+    with pytest.raises(va.SiteError, match="no module is chosen"):
+        va.insert_(model, names="1", exclude="*", **options)
 
 
 def test_a_network_says_the_size_of_its_images():
@@ -574,125 +486,10 @@ def test_what_only_features_are_given_of_is_read_by_a_detector():
         assert not torch.equal(model(images)[0]["scores"], before)
 
 
-def test_sites_are_left_out_by_name():
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-    report = va.insert_(model, names="layer[34].*", exclude=["layer3.0", "**.1"])
-    assert [block.site for block in report.blocks] == ["layer4.0"]
-    with pytest.raises(va.SiteError, match="exclude: 'layr' matches no module"):
-        va.insert_(model, stages=-1, exclude="layr")
-    with pytest.raises(va.SiteError, match="exclude: every module that was chosen is excluded"):
-        va.insert_(model, stages=2, exclude="layer*")
-
-
-def test_a_blocks_own_error_names_the_site():
-    with pytest.raises(ValueError, match=r"block at 'layer1\.1', for 64 channels: num_heads must divide channels"):
-        va.insert_(torchvision.models.resnet18(), stages=1, num_heads=128, example_input=(1, 3, 64, 64))
-
-
-def test_a_part_that_is_compiled_is_not_compiled_for_a_dry_run_and_takes_blocks():
-    torch.manual_seed(0)
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()).eval()
-    model[0].compile(backend=backend)
-    model[1] = torch.compile(model[1], backend=backend)
-    x = torch.randn(1, 3, 16, 12)
-    with torch.no_grad():
-        va.insert_(model, names=["0", "1"], num_heads=2, gate_init=1.0, example_input=x)
-        assert compiled == []
-        opened = model(x)
-        assert compiled
-        for block in va.inserted(model).values():
-            nn.init.zeros_(block.gate)
-        closed = model(x)
-        assert not torch.equal(opened, closed)
-        assert len(va.remove_(model)) == 2
-        torch.testing.assert_close(model(x), closed)
-
-
-def test_a_wrapper_for_many_devices_is_looked_into():
-    model = nn.DataParallel(torchvision.models.resnet18())
-    report = va.insert_(model, names="layer3", example_input=(1, 3, 64, 64))
-    assert [block.site for block in report.blocks] == ["layer3.1"]
-    assert list(va.inserted(model)) == ["layer3.1"]
-    replica = torchvision.models.DenseNet(8, (2, 2), 16)
-    va.insert_(replica, names="features.denseblock1", num_heads=4, example_input=(1, 3, 64, 64))
-    host = replica.features.denseblock1
-    # A replica's parts are put in by the wrapper: nothing of the original may be reached past them.
-    assert all(module is not host for module in host._replicate_for_data_parallel().__dict__.values())
-    assert not any(isinstance(value, nn.Module) for value in vars(host._replicate_for_data_parallel()).values())
-
-
-def test_reading_works_through_the_wrapper_for_many_processes():
-    class DistributedDataParallel(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 1))
-    va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 6, 8))
-    wrapped = DistributedDataParallel(model)
-    assert list(va.gates(wrapped)) == ["0"]
-    assert len(va.parameter_groups(wrapped, lr=0.1)) == 4
-    with pytest.raises(va.SiteError, match="wrapped in DistributedDataParallel"):
-        va.remove_(wrapped)
-
-
 def test_a_converted_norm_that_lost_its_block_is_spoken_of():
     model = torchvision.models.resnet18()
     va.insert_(model, names="layer3.1", at="branch", example_input=(1, 3, 64, 64))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for ask in (va.inserted, va.gates, va.remove_, inserted_keys):
-        with pytest.raises(va.SiteError, match=r"'layer3.1.bn2.inserted' is no longer run: .* Convert first"):
+        with pytest.raises(va.SiteError, match=r"'layer3.1.bn2.inserted' is no longer run.* convert norms"):
             ask(converted)
-
-
-def test_a_warning_that_is_an_error_leaves_the_model_alone():
-    model = torchvision.models.resnet18()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=r"the map at 'layer4.1' is 1×1"):
-            va.insert_(model, names="layer4", example_input=(1, 3, 32, 32))
-    assert va.inserted(model) == {}
-
-
-class Always:
-    """Makes the same block each time."""
-
-    def __init__(self, channels):
-        self.block = va.AttentionBlock2d(channels)
-
-    def __call__(self, channels, **_):
-        return self.block
-
-
-MISTAKES = {
-    "no names": ({"names": []}, r"names must be a glob or a compiled regular expression, or several; got \[\]"),
-    "no stages": ({"stages": ()}, r"stages must be an index or a name, or several; got \(\)"),
-    "a share of a stage": ({"stages": 1.5}, "stages must be an index or a name, or several; got 1.5"),
-    "true": ({"stages": True}, "stages must be an index or a name, or several; got True"),
-    "a number for a name": ({"names": 5}, "names must be a glob"),
-    "a side for a shape": ({"stages": 1, "example_input": 64}, "example_input must be images, their shape .* got 64"),
-    "a module": ({"stages": 1, "block": nn.Conv2d(8, 8, 1)}, "block must be a class or a function"),
-    "no layout": ({"stages": 1, "layout": "b w h c"}, r'layout must be "b c h w", .*; got .b w h c.'),
-    "nothing made": (
-        {"stages": 1, "block": lambda channels, **_: None},
-        "make a new module for each site; it made None",
-    ),
-    "one for all": (
-        {"names": "layer3.*", "block": Always(64)},
-        "make a new module for each site; it made AttentionBlock2d",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named(case):
-    arguments, message = MISTAKES[case]
-    with pytest.raises(ValueError, match=message):
-        va.insert_(timm.create_model("resnet20"), **{"example_input": (1, 3, 64, 64), **arguments})

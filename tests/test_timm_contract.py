@@ -7,8 +7,6 @@ import pytest
 import timm
 import torch
 from timm.models import group_parameters
-from timm.models._features_fx import get_notrace_modules
-from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import vision_attn as va
 from vision_attn.networks import models
@@ -115,23 +113,7 @@ def layers(name):
             assert layer_of[beside[-1]] < last
 
 
-def types(name):
-    model = make(name, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model(image(model).bfloat16()).dtype is torch.bfloat16
-    model.reset_classifier(3)
-    assert model(image(model).bfloat16()).shape == (1, 3)
-
-
-def traced(name):
-    model, leaves = make(name), {"leaf_modules": list(get_notrace_modules())}
-    x = image(model)
-    *_, output = get_graph_node_names(model, tracer_kwargs=leaves)[1]
-    (y,) = create_feature_extractor(model, [output], tracer_kwargs=leaves)(x).values()
-    torch.testing.assert_close(y, model(x))
-
-
-CHECKS = [forward, backward, heads, features, checkpointing, layers, types, traced]
+CHECKS = [forward, backward, heads, features, checkpointing, layers]
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,6 @@ def with_random_norms(model):
     [
         ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),
         ("resnet18", lambda layer: {"block_args": {"attn_layer": layer}}, va.AttentionBlock2d),  # the class itself
-        ("resnet14t", lambda layer: {"block_args": {"attn_layer": layer}}, timm_layer(num_heads=4)),  # bottlenecks
-        (
-            "res2net50_14w_8s",
-            lambda layer: {"layers": (1, 1, 1, 1), "block_args": {"attn_layer": layer}},
-            timm_layer(num_heads=4),
-        ),
         ("regnetz_b16", lambda layer: {"attn_layer": layer or "", "attn_kwargs": {}}, timm_layer(num_heads=4)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -64,11 +58,7 @@ def test_a_network_with_the_layer_computes_what_it_does_without(name, options, l
 
 
 def test_models_with_it_are_copied_and_pickled():
-    layer = timm_layer(va.AttentionBlock2d, num_heads=4, position=va.Rope2d())
-    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert again == layer
-        assert repr(again) == f"timm_layer(AttentionBlock2d, num_heads=4, position={va.Rope2d()!r})"
-        assert {again: 1}[layer] == 1
+    layer = pickle.loads(pickle.dumps(timm_layer(va.AttentionBlock2d, num_heads=4, position=va.Rope2d())))
     model = timm.create_model("resnet18", num_classes=3, block_args={"attn_layer": layer}).eval()
     x = torch.randn(1, 3, 32, 32)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -119,13 +109,6 @@ def test_it_takes_the_place_of_bottleneck_attention(layer, options):
         torch.testing.assert_close(model(x), theirs(x))
 
 
-def test_a_network_of_timm_is_made_with_it():
-    layer = timm_layer(StridedAttention2d, num_heads=4)
-    model = timm.create_model("botnet26t_256", num_classes=3, img_size=64, self_attn_layer=layer).eval()
-    assert [block.stride for block in blocks_of(model, StridedAttention2d)] == [1, 2, 1]
-    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3)
-
-
 # --- in the place of squeeze-and-excitation ---------------------------------------------------------------------------
 
 
@@ -162,28 +145,8 @@ def test_a_block_is_told_what_it_can_use():
     told = {"act_layer": nn.ReLU, "rd_ratio": 0.25, "rd_divisor": 8, "rd_channels": 4, "feat_size": (7, 7)}
     made = timm_layer(Recorder, num_heads=4)(16, device="cpu", dtype=torch.float64, stride=1, **told)
     assert made.words == {"channels": 16, "num_heads": 4, "device": "cpu", "dtype": torch.float64}
-    made = timm_layer(StridedRecorder)(16, stride=2, **told, block_size=8)
-    assert made.words == {
-        "channels": 16,
-        "stride": 2,
-        "feat_size": (7, 7),
-        "block_size": 8,
-        "device": None,
-        "dtype": None,
-    }
-    made = timm_layer(partial(StridedRecorder, qkv_bias=False))(16, stride=2)
-    assert (made.words["stride"], made.words["qkv_bias"]) == (2, False)
-
-
-def test_mistakes_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"stride must be 1 for AttentionBlock2d.*; got 2.*StridedAttention2d"):
+    words = timm_layer(partial(StridedRecorder, qkv_bias=False))(16, stride=2, **told, block_size=8).words
+    new = {"device": None, "dtype": None}
+    assert words == {"channels": 16, "stride": 2, "feat_size": (7, 7), "block_size": 8, "qkv_bias": False, **new}
+    with pytest.raises(ValueError, match=r"block must take stride, as timm_layer\(StridedAttention2d, …\) does"):
         timm_layer()(16, stride=2)
-    with pytest.raises(TypeError, match="block_size"):
-        timm_layer()(16, block_size=8)
-    with pytest.raises(TypeError, match="num_heads"):
-        timm_layer(num_heads=4)(16, num_heads=4)
-    with pytest.raises(ValueError, match="num_heads must divide channels; got channels=16 and num_heads=3"):
-        timm_layer(num_heads=3)(16)
-    for wrong in (nn.ReLU(), "se"):
-        with pytest.raises(ValueError, match="block must be a class or a function that makes a block"):
-            timm_layer(wrong)

@@ -4,7 +4,6 @@ import copy
 import csv
 import math
 import os
-import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from timm.data import Mixup
-from timm.layers import DropPath
 
 import vision_attn as va
-from vision_attn.errors import CheckpointError, DataError
+from vision_attn.errors import DataError
 from vision_attn.networks.models import create_model
 from vision_attn.tools.training.data import InMemory, Source, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, normalization
-from vision_attn.tools.training.folder import curves_figure, numbered_folder, write_classes, write_rows
+from vision_attn.tools.training.folder import curves_figure, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import build_network
 from vision_attn.tools.training.run import evaluate, make_accelerator, train
@@ -66,7 +64,7 @@ def trainer_of(settings, count=32):
     network = build_network(settings, SOURCE, quiet)
     evaluation = Evaluation(accelerator, normalization(network.config), data, 8)
     Path(settings.output).mkdir(exist_ok=True)
-    trainer = Trainer(settings, accelerator, quiet, network, settings.output, SOURCE.classes, data, evaluation)
+    trainer = Trainer(settings, network, data, evaluation, quiet)
     trainer.model.train()
     return trainer
 
@@ -89,13 +87,10 @@ def zoo_file(base, tmp_path, classes=3):
     return tmp_path / "base.pth"
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 def test_settings_go_through_their_file_and_what_concerns_a_call_alone_stays_behind(base, tmp_path):
-    settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, overwrite=True, decay_epochs=(1, 2), amp="no")
+    settings = replace(base, mean=(0.1,) * 3, std=(1e-5,) * 3, seed=3, decay_epochs=(1, 2), amp="no")
     (tmp_path / "settings.yaml").write_bytes(write_settings(settings))
-    assert read_settings(tmp_path, ()) == replace(settings, output=None, overwrite=False)
+    assert read_settings(tmp_path, ()) == replace(settings, output=None)
     (tmp_path / "settings.yaml").write_text("lr: 1e-3\nepochs: 5\ninsert: layer3")
     assert read_settings(tmp_path / "settings.yaml", ()) == Settings(lr=0.001, epochs=5, insert=("layer3",))
 
@@ -104,10 +99,7 @@ def test_settings_go_through_their_file_and_what_concerns_a_call_alone_stays_beh
     ("text", "message"),
     [
         ("epoch: 3", "epoch: Unexpected keyword argument"),
-        ("epochs: three", "epochs: Input should be a valid integer.*; got 'three'"),
         ("- lr", "must hold settings, each a name with a value; got list"),
-        ("", "must hold settings, each a name with a value; got NoneType"),
-        ("lr: [", "is no file of settings: while parsing"),
         ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
         ("\0", "is no file of settings"),
         ("dataset: hfds/someone/photos", "which fetches or runs code: give it too to trust it"),
@@ -130,20 +122,12 @@ def test_what_a_file_may_not_fetch_or_run_by_itself_it_may_if_it_is_given(tmp_pa
     ("options", "message"),
     [
         ({"warmup_epochs": 3}, "warmup_epochs must be fewer than epochs=3"),
-        ({"freeze_epochs": 3, "weights": "a.pth"}, "freeze_epochs must be fewer than epochs=3"),
         ({"weights": "a.pth", "pretrained": True}, "weights and pretrained exclude each other"),
-        ({"resume": "auto", "overwrite": True}, "resume and overwrite exclude each other"),
-        ({"freeze_backbone": True, "layer_decay": 0.5}, "freeze_backbone and layer_decay exclude each other"),
         ({"mean": (0.5,)}, "mean needs std: give both"),
         ({"insert": (), "attention_lr": 0.1}, "attention_lr needs insert"),
-        ({"reset_head": True}, "reset_head needs weights"),
         ({"sched": "step"}, "decay_epochs must be given for sched step"),
-        ({"sched": "wsd"}, "sched: Input should be 'cosine'"),
-        ({"dataset": "wds/a"}, "dataset: String should match"),
         ({"dataset": "tfds/a"}, "dataset: String should match"),
-        ({"lr": 0}, "lr: Input should be greater than 0; got 0"),
         ({"lr": math.nan, "epochs": 0}, "epochs: Input should be greater than or equal to 1; got 0; lr: "),
-        ({"num_heads": 4}, "num_heads: Unexpected keyword argument"),
     ],
     ids=str,
 )
@@ -159,39 +143,29 @@ def test_settings_without_sense_are_refused_in_a_line(base, options, message):
         ({"model": "resnet21"}, "model: there is no 'resnet21'; close to it: .*resnet2"),
         (
             {"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64},
-            r"model: .* does not run on images of 64×64.*--img-size",
+            "does not run on images of 64×64.*--img-size",
         ),
-        ({"insert": "layer9"}, "'layer9' matches no module"),
         ({"insert": ("layer3", "-1")}, "insert takes stages by index or modules by name, not both"),
-        ({"block_options": "num_heads=5"}, "num_heads must divide channels"),
         ({"block_options": "pos=Rope2d()"}, "block_options do not suit attention: .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options must be NAME=VALUE, each name once"),
-        ({"block_options": "Rope2d()"}, "block_options must be NAME=VALUE"),
-        ({"block_options": "position=Rope3d()"}, "block_options: position: .* is not the code of a value"),
-        ({"block": "se"}, "block must be attention or a class, MODULE:CLASS"),
+        ({"block_options": "position=Rope3d()"}, "Rope3d.* is not the code of a value"),
         ({"block": "vision_attn:Nothing"}, "block must be attention or a class, MODULE:CLASS"),
         ({"batch_size": 100}, "batch_size must be at most the 72 training images"),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size must be .* a multiple of 2"),
         ({"grad_accum_steps": 3}, "batch_size must be .* a multiple of 3"),
         ({"mean": (0.5, 0.5), "std": (0.5, 0.5)}, "mean must have a value for each of 3 channels"),
-        ({"opt": "adamww"}, "Optimizer adamww not found"),
         ({"opt": "lion", "lr": None}, "lr must be given for lion"),
-        ({"amp": "float16"}, "amp: float16 needs CUDA"),
+        ({"device": "cuda"}, "device: cuda was asked for and there is no CUDA"),
+        ({"amp": "float16"}, "amp: float16 was asked for and there is no CUDA"),
         ({"freeze_backbone": True, "insert": ()}, "frozen it would have nothing to train"),
-        ({"log_with": "nothing"}, "nothing"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(base, options, message, tmp_path):
+def test_what_cannot_be_is_refused(base, options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         train(replace(base, **options), say=quiet)
     assert not (tmp_path / "run" / "state").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there_is_refused(base):
-    with pytest.raises(ValueError, match="device: cuda was asked for and there is no CUDA device"):
-        train(replace(base, device="cuda"), say=quiet)
 
 
 def test_halves_of_other_classes_are_refused(base, image_folder, tmp_path):
@@ -203,57 +177,42 @@ def test_halves_of_other_classes_are_refused(base, image_folder, tmp_path):
         train(replace(base, data=tmp_path), say=quiet)
 
 
-# --- a run and what it leaves -----------------------------------------------------------------------------------------
-
-
 def test_a_run_learns_and_leaves_what_it_promises(base, image_folder, tmp_path):
     lines, folder = [], tmp_path / "run"
-    result = train(replace(base, report_classes=True, log_with="tensorboard"), say=lines.append)
+    result = train(replace(base, log_with="tensorboard"), say=lines.append)
     assert result.best.top1 > 90
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "classes.csv", "confusion.csv", "curves.png", "first_batch.png", "inserted.txt", "logs", "metrics.csv",
+        ".lock", "curves.png", "first_batch.png", "inserted.txt", "logs", "metrics.csv",
         "model", "settings.yaml", "state",
     ]  # fmt: skip
     with open(folder / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [
-        "epoch", "lr", "train_loss", "eval_loss", "eval_top1", "eval_top5", "branch_share", "seconds",
-        "images_per_second",
-    ]  # fmt: skip
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
-    assert float(rows[-1]["eval_top1"]) == result.final.top1
+    assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.rows[-1].items()}
+    assert rows[-1]["eval_top1"] == str(result.final.top1)
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
-    assert all(float(row["branch_share"]) > 0 for row in rows)
     assert (folder / "inserted.txt").read_text().startswith("1 block inserted")
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     with Image.open(folder / "first_batch.png") as picture:
         assert (picture.width, picture.height) == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images with two pixels between
     assert sum(line.startswith("epoch ") for line in lines) == 3
-    assert not any("optimizer" in line for line in lines), "that word of the report is for loops of one's own"
 
     # What disabling the blocks changes is what a twin with gates of zero says.
     assert str(result.disabled) in lines[-1]
     model = va.load_model(folder)
     assert model.classes == ("blue", "green", "red")
-    assert model.pretrained_cfg["input_size"] == (3, 16, 16)
     twin = copy.deepcopy(result.model)
     va.set_gates_(twin, 0.0)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
-    labels = torch.arange(3).repeat_interleave(8)
-    logits = twin(torch.stack([model.transform(image) for image in images]))
-    assert result.disabled.without.top1 == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
-    assert result.disabled.without.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    images, labels = torch.stack([model.transform(image) for image in images]), torch.arange(3).repeat_interleave(8)
+    assert result.disabled.without.loss == pytest.approx(F.cross_entropy(twin(images), labels).item(), rel=1e-4)
 
     # The best network, by what a user has at hand, gives the scores that were logged.
     evaluated = evaluate(read_settings(folder, ()), folder, say=quiet)
     assert evaluated.final == result.best
-    logits = model(torch.stack([model.transform(image) for image in images]))
-    assert result.best.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
-    with pytest.raises(ValueError, match=r"holds a run already: choose another --output.*--resume.*--overwrite"):
+    assert result.best.loss == pytest.approx(F.cross_entropy(model(images), labels).item(), rel=1e-4)
+    with pytest.raises(ValueError, match=r"holds a run already: choose another, or go on with --resume"):
         train(replace(base, seed=1), say=quiet)
-    train(replace(base, seed=1, insert=(), overwrite=True, epochs=1), say=quiet)
-    assert not (folder / "logs").exists()
-    assert not va.inserted(va.load_model(folder))
 
 
 def test_a_network_is_trained_with_the_blocks_that_are_in_it(image_folder, tmp_path):
@@ -266,53 +225,18 @@ def test_a_network_is_trained_with_the_blocks_that_are_in_it(image_folder, tmp_p
     assert list(va.inserted(va.load_model(tmp_path / "run"))) == list(va.inserted(model))
     assert equal(result.model.state_dict(), saved(tmp_path / "run"))
     assert not equal(model.state_dict(), before), "it is trained in place"
-    for wrong, message in (
-        (create_model("test_resnet", num_classes=4), "for the 3 classes of .*; got a ResNet for 4"),
-        (torch.nn.Sequential(), "model must be one that timm makes by name"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            va.train(model=wrong, output=tmp_path / "other", **how)
+    with pytest.raises(ValueError, match=r"for the 3 classes of .*; got a ResNet for 4"):
+        va.train(model=create_model("test_resnet", num_classes=4), output=tmp_path / "other", **how)
     with pytest.raises(ValueError, match="settings and options exclude each other: give data, "):
         va.train(Settings(), **how)
 
 
-def test_scores_by_class_are_counted_over_all_images(base, tmp_path):
-    settings = replace(base, weights=zoo_file(base, tmp_path), report_classes=True, insert=())
-    (tmp_path / "run").mkdir()
-    result = evaluate(settings, say=quiet)
-    with open(tmp_path / "run" / "confusion.csv") as file:
-        counted = torch.tensor([list(map(int, row[1:])) for row in list(csv.reader(file))[1:]])
-    assert counted.sum(1).tolist() == [8, 8, 8]
-    assert 100 * counted.diagonal().sum().item() / 24 == pytest.approx(result.final.top1)
-    with open(tmp_path / "run" / "classes.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["class"], int(row["right"])) for row in rows] == list(
-        zip(("blue", "green", "red"), counted.diagonal().tolist(), strict=True)
-    )
-    write_classes(tmp_path, torch.tensor([[1, 2], [0, 0]]), ["a", "b"])
-    assert (tmp_path / "confusion.csv").read_text() == "class \\ predicted,a,b\na,1,2\nb,0,0\n"
-    assert (tmp_path / "classes.csv").read_text() == "class,images,right,accuracy\na,3,1,33.33\nb,0,0,\n"
-
-
-def test_the_curves_are_drawn(tmp_path, monkeypatch):
+def test_the_curves_are_drawn(monkeypatch):
     monkeypatch.undo()
     keys = ("eval_loss", "train_loss", "eval_top1", "lr", "branch_share")
     rows = [{"epoch": i, **{key: j + 1 / i for j, key in enumerate(keys)}} for i in (1, 2, 3)]
     lines = [line for axis in curves_figure(rows).axes for line in axis.lines]
-    for key, line in zip(keys, lines, strict=True):
-        assert list(line.get_xdata()) == [1, 2, 3]
-        assert list(line.get_ydata()) == [row[key] for row in rows]
-    assert len(curves_figure([{**row, "branch_share": None} for row in rows]).axes) == 3
-    write_rows(tmp_path, rows, draw=True)
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.width > 500
-
-
-def test_the_seed_decides_and_the_seed_alone(base, tmp_path):
-    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        train(replace(base, epochs=1, batch_size=36, seed=seed, output=tmp_path / name), say=quiet)
-    assert equal(saved(tmp_path / "one"), saved(tmp_path / "same"))
-    assert not equal(saved(tmp_path / "one"), saved(tmp_path / "other"))
+    assert [[*line.get_ydata()] for line in lines] == [[row[key] for row in rows] for key in keys]
 
 
 def test_the_average_is_what_counts_and_warms_up(base, tmp_path):
@@ -321,9 +245,8 @@ def test_the_average_is_what_counts_and_warms_up(base, tmp_path):
     for number in range(8):
         trainer.step(*batch(), number // 4, number % 4)
     averaged, now = trainer.ema.module.state_dict(), trainer.model.state_dict()
-    key = "fc.weight"
-    assert 0 < (averaged[key] - now[key]).norm() < (averaged[key] - before[key]).norm()
-    assert [trainer.ema.get_decay(number) for number in (1, 9)] == [0.0, pytest.approx(0.7689, abs=1e-4)]
+    one, other, begin = (state["fc.weight"] for state in (averaged, now, before))
+    assert 0 < (one - other).norm() < (one - begin).norm()
     assert trainer.ema.get_decay(10**6) == 0.999
     assert equal(trainer.network_now().state_dict(), averaged)
 
@@ -332,19 +255,15 @@ def test_runs_without_an_output_are_numbered(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "train-7").mkdir(parents=True)
     (tmp_path / "runs" / "train-old").mkdir()
-    lines = []
     with pytest.raises(ValueError, match="batch_size must be at most"):
-        train(replace(base, output=None, batch_size=100), say=lines.append)
+        train(replace(base, output=None, batch_size=100), say=quiet)
     assert not (tmp_path / "runs" / "train-8").exists(), "what is refused takes no number"
-    result = train(replace(base, output=None, epochs=1, batch_size=36), say=lines.append)
-    assert lines[-1].endswith(", in runs/train-8/model")
-    assert result.folder == Path("runs/train-8")
+    assert train(replace(base, output=None, epochs=1, batch_size=36), say=quiet).folder == Path("runs/train-8")
     assert numbered_folder() == Path("runs/train-9")
 
 
 def test_a_run_stops_early_where_it_gets_no_better(base, monkeypatch):
-    scores, lines = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0]), []
-    original = Evaluation.__call__
+    scores, lines, original = iter([0.0, 40.0, 50.0, 50.0, 45.0, 60.0, 60.0]), [], Evaluation.__call__
 
     def evaluated(evaluation, model):
         found, seen = original(evaluation, model)
@@ -355,17 +274,8 @@ def test_a_run_stops_early_where_it_gets_no_better(base, monkeypatch):
     base = replace(base, epochs=9, batch_size=36, early_stopping=2)
     assert train(base, say=lines.append).best.top1 == 50.0
     assert "stopped early: 2 epochs have not surpassed the top-1 of epoch 2" in lines
+    train(replace(base, resume="auto"), say=lines.append)  # it stays so
     assert sum(line.startswith("epoch ") for line in lines) == 4
-    # It stays so, but for one who has more patience, or none at all.
-    scores = iter([45.0, 45.0, 60.0])
-    train(replace(base, resume="auto"), say=lines.append)
-    assert sum(line.startswith("epoch ") for line in lines) == 4
-    with pytest.raises(StopIteration):  # of the scores
-        train(replace(base, resume="auto", early_stopping=None), say=lines.append)
-    assert lines[-1].startswith("epoch 5/9")
-
-
-# --- one step ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_is_the_one_that_is_named_with_its_numbers(base):
@@ -396,7 +306,6 @@ def test_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
 @pytest.mark.parametrize(
     ("options", "rates"),
     [
-        ({"sched": "constant"}, [0.05] * 12),
         ({"sched": "step", "decay_epochs": (1,), "decay_rate": 0.5}, [0.05] * 4 + [0.025] * 4 + [0.0125] * 4),
         ({"sched": "multistep", "decay_epochs": (2, 1)}, [0.05] * 3 + [0.005] * 4 + [0.0005] * 5),
         ({"sched": "poly", "decay_rate": 1.0}, [0.05 * (1 - done / 12) for done in range(12)]),
@@ -470,37 +379,30 @@ def test_what_is_random_is_drawn_anew_in_each_step_and_in_each_process(base, mon
 
 def test_images_are_erased_and_mixed_by_timm(base):
     images, labels = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 3
-    trainer = trainer_of(replace(base, batch_size=8, crop_padding=0, hflip=0.0, mixup=0.4, cutmix=1.0))
+    plain = replace(base, batch_size=8, crop_padding=0, hflip=0.0)
+    trainer = trainer_of(replace(plain, mixup=0.4, cutmix=1.0))
+    normalized = trainer.evaluation.normalize(images)
     seed_all(7)
     mixed, shares = trainer.vary(images, labels)
     seed_all(7)
     torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # the crops and flips before
-    theirs = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)
-    expected, of_each = theirs(trainer.evaluation.normalize(images), labels)
+    expected, of_each = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)(normalized.clone(), labels)
     assert torch.equal(mixed, expected)
     assert torch.equal(shares, of_each)
-    erased, same = trainer_of(replace(base, batch_size=8, crop_padding=0, hflip=0.0, reprob=1.0)).vary(images, labels)
+    erased, same = trainer_of(replace(plain, reprob=1.0)).vary(images, labels)
     assert torch.equal(same, labels)
-    changed = (erased != trainer.evaluation.normalize(images)).flatten(1).any(1)
-    assert changed.all()
+    assert (erased != normalized).flatten(1).any(1).all()
 
 
 def test_half_precision_leaves_a_plain_network_behind(base):
-    trainer, seen = plain_step(base, amp="bfloat16"), []
-    trainer.model.layer1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    trainer, seen = plain_step(base, amp="bfloat16", channels_last=True), []
+    trainer.model.layer1.register_forward_hook(lambda module, args, output: seen.extend([*args, output]))
     trainer.step(*batch(2), 0, 0)
     assert trainer.network_now()(batch(2)[0]).dtype == torch.float32
-    assert seen == [torch.bfloat16]
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert seen[1].dtype == torch.bfloat16
     assert {value.dtype for value in trainer.model.parameters()} == {torch.float32}
     assert make_accelerator(replace(base, amp=None)).mixed_precision == "no", "on the CPU, unasked"
-
-
-def test_inputs_are_channels_last_on_request(base):
-    for wanted in (True, False):
-        trainer, seen = plain_step(base, channels_last=wanted), []
-        trainer.model.layer1.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        trainer.step(*batch(2), 0, 0)
-        assert seen[0].is_contiguous(memory_format=torch.channels_last) == wanted
 
 
 @pytest.mark.slow
@@ -510,9 +412,6 @@ def test_a_compiled_run_learns_the_same(base, tmp_path):
     # Fused arithmetic rounds otherwise, and training carries that on.
     assert compiled.final.loss == pytest.approx(plain.final.loss, abs=0.05)
     assert compiled.final.top1 > 90
-
-
-# --- the network ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_inserted_is_what_the_settings_say(base):
@@ -525,10 +424,7 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     assert block(model="rexnet_100", insert="features.3", img_size=32).attn.num_heads == 5  # of 50 channels
     control = block(block="vision_attn.tools.comparison.controls:ConvBlock2d", block_options="kernel_size=5")
     assert type(control).__name__ == "ConvBlock2d"
-    reports = [
-        build_network(replace(base, at=at, model="resnet20"), SOURCE, quiet).report for at in ("after", "before")
-    ]
-    assert ["layer1.2" in report for report in reports] == [True, False]
+    assert "layer1.0  Att" in build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet).report
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
@@ -548,20 +444,10 @@ def test_a_network_has_the_size_the_statistics_and_the_crop_that_are_given(base)
     network = build_network(replace(base, model="test_resnet", insert=(), img_size=None), SOURCE, quiet)
     assert network.config["input_size"] == (3, 16, 16), "the data's"
     assert network.config is network.model.pretrained_cfg
-    crops = {
-        crop: build_network(replace(base, model="test_resnet", insert=(), crop=crop), SOURCE, quiet).config["crop_pct"]
-        for crop in ("pad", "resized")
-    }
-    assert crops == {"pad": 1.0, "resized": 0.95}
-
-
-def test_branches_are_dropped_on_request(base):
-    settings = replace(base, model="test_resnet", insert=(), drop_path=0.3)
-    model = build_network(settings, SOURCE, quiet).model
-    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3])
-    with pytest.raises(ValueError, match="model: 'vgg11' takes no drop_path_rate"):
-        build_network(replace(settings, model="vgg11"), SOURCE, quiet)
+    for crop, share in (("pad", 1.0), ("resized", 0.95)):
+        found = build_network(replace(base, model="test_resnet", insert=(), crop=crop, drop_path=0.3), SOURCE, quiet)
+        assert found.config["crop_pct"] == share
+        assert max(getattr(module, "drop_prob", 0.0) or 0.0 for module in found.model.modules()) == pytest.approx(0.3)
 
 
 def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_again(base, tmp_path):
@@ -578,10 +464,10 @@ def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_ag
     va.load_adapter_(model, tmp_path / "run" / "adapter.safetensors")
     assert equal(model.state_dict(), found)
     # Without blocks the head alone learns, and there is nothing to adapt with.
-    train(replace(settings, insert=(), overwrite=True), say=quiet)
-    found = saved(tmp_path / "run")
+    train(replace(settings, insert=(), output=tmp_path / "plain"), say=quiet)
+    found = saved(tmp_path / "plain")
     assert {key for key in given if not torch.equal(given[key], found[key])} == {"fc.weight", "fc.bias"}
-    assert not (tmp_path / "run" / "adapter.safetensors").exists()
+    assert not (tmp_path / "plain" / "adapter.safetensors").exists()
 
 
 def test_pretrained_weights_for_other_classes_have_a_new_head_too(monkeypatch):
@@ -590,18 +476,6 @@ def test_pretrained_weights_for_other_classes_have_a_new_head_too(monkeypatch):
     )
     settings = Settings(data="images", pretrained=True, freeze_backbone=True, insert="layer3", device="cpu")
     assert build_network(settings, SOURCE, quiet).new_head == ("fc.*",)
-
-
-def test_a_checkpoint_of_the_plain_network_is_a_beginning(base, tmp_path):
-    lines = []
-    settings = replace(base, weights=zoo_file(base, tmp_path))
-    inserted = evaluate(settings, say=lines.append)
-    plain = evaluate(replace(settings, insert=()), say=quiet)
-    assert inserted.final == replace(plain.final, branch_share=0.0)
-    assert any("7 new by design" in line for line in lines)
-    with pytest.raises(CheckpointError, match=r"trained for 7 classes and the model has 3"):
-        evaluate(replace(settings, weights=zoo_file(base, tmp_path, classes=7)), say=quiet)
-    evaluate(replace(settings, reset_head=True, insert=()), say=quiet)
 
 
 def test_a_trained_network_is_held_to_its_classes(base, image_folder, tmp_path):
@@ -623,11 +497,10 @@ def test_evaluation_counts_every_image_once(base):
     config = {"mean": (0.5,) * 3, "std": (0.2,) * 3}
     score, seen = Evaluation(make_accelerator(base), normalization(config), data, 10)(model)
     logits = model((data.images / 255 - 0.5) / 0.2).detach()
-    assert torch.equal(seen, torch.stack([data.labels, logits.argmax(1)]))
+    assert torch.equal(seen, logits.argmax(1))
     assert score.branch_share is None
     assert score.top1 == pytest.approx(100 * float((logits.argmax(1) == data.labels).float().mean()))
     top5 = (logits.argsort(1, descending=True)[:, :5] == data.labels[:, None]).any(1)
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
     assert score.loss == pytest.approx(float(F.cross_entropy(logits, data.labels)), rel=1e-5)
     assert model.training
-    shutil.rmtree(base.output, ignore_errors=True)

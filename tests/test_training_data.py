@@ -1,11 +1,13 @@
 """The trainer's data: what becomes of files of any kind, how images are kept, and how they are varied."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
-import random
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +40,6 @@ def all_of(images, epoch=0):
     return next(iter(images.batches([torch.arange(len(images.labels))], epoch)))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def palette_image(*colours):
     image = Image.new("P", (40, 40))
     image.putpalette([value for colour in colours for value in colour] + [0] * (768 - 3 * len(colours)))
@@ -52,10 +51,8 @@ def palette_image(*colours):
     [
         (Image.new("RGB", (40, 40), (1, 2, 3)), "rgb.png", {}, (1, 2, 3)),
         (Image.new("L", (40, 40), 200), "grey.png", {}, (200, 200, 200)),
-        (Image.new("1", (40, 40), 1), "bits.png", {}, (255, 255, 255)),
         (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
         (Image.new("LA", (40, 40), (200, 128)), "grey_alpha.png", {}, (200, 200, 200)),
-        (palette_image((10, 20, 30)), "palette.png", {}, (10, 20, 30)),
         (palette_image((10, 20, 30)), "palette_alpha.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
         (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
         (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),
@@ -69,7 +66,7 @@ def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path)
     assert np.unique(found.reshape(-1, 3), axis=0).tolist() == [list(expected)]
 
 
-def test_images_stand_upright_and_of_sixteen_bits_the_upper_ones_count(tmp_path):
+def test_images_stand_upright(tmp_path):
     pixels = np.zeros((40, 40, 3), np.uint8)
     pixels[:20] = 200
     image = Image.fromarray(pixels)
@@ -77,31 +74,22 @@ def test_images_stand_upright_and_of_sixteen_bits_the_upper_ones_count(tmp_path)
     exif[0x0112] = 6  # to be shown turned to the right by a quarter
     image.save(tmp_path / "turned.png", exif=exif)
     assert np.asarray(open_image(tmp_path / "turned.png"))[:, 20:].min() == 200
-    deep = np.full((40, 40), 100 * 256 + 7, ">u2")
-    (tmp_path / "deep.pgm").write_bytes(b"P5 40 40 65535\n" + deep.tobytes())
-    assert np.unique(np.asarray(open_image(tmp_path / "deep.pgm"))).tolist() == [100]
 
 
-@pytest.mark.parametrize(
-    ("damage", "workers"), [("truncated", 0), ("empty", 0), ("text", 0), ("float", 0), ("gone", 0), ("truncated", 1)]
-)
+@pytest.mark.parametrize(("damage", "workers"), [("truncated", 0), ("truncated", 1), ("float", 0), ("gone", 0)])
 def test_a_damaged_image_is_one_line_that_names_it(image_folder, tmp_path, capsys, damage, workers):
-    whole = (image_folder / "train" / "red" / "0.png").read_bytes()
-    for name in ("blue", "red"):
-        (tmp_path / "data" / "train" / name).mkdir(parents=True)
-        for index in range(8):
-            (tmp_path / "data" / "train" / name / f"{index}.png").write_bytes(whole)
+    for half in ("train", "val"):
+        shutil.copytree(image_folder / half, tmp_path / "data" / half)
     bad = tmp_path / "data" / "train" / "red" / "bad.tif"
-    bad.write_bytes({"truncated": whole[: len(whole) // 2], "text": b"no image"}.get(damage, b""))
-    if damage == "float":
+    if damage == "truncated":
+        bad.write_bytes((image_folder / "train" / "red" / "0.png").read_bytes()[:500])
+    elif damage == "float":
         Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(bad)
-    if damage == "gone":
-        bad.unlink()
+    else:
         os.symlink(tmp_path / "nowhere.png", bad)
-    line = ["train", "--data", str(tmp_path / "data"), "--batch-size", "15", "--epochs", "1", "--device", "cpu"]
-    code = cli.main([*line, "--workers", str(workers), "--output", str(tmp_path / "run")])
+    line = ["train", "--data", str(tmp_path / "data"), "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    assert cli.main([*line, "--workers", str(workers), "--output", str(tmp_path / "run")]) == 1
     (said,) = capsys.readouterr().err.splitlines()
-    assert code == 1
     assert f"error: {bad} is no image that can be read (" in said
     assert not (tmp_path / "run").exists()
 
@@ -124,9 +112,8 @@ def test_what_is_hidden_is_neither_a_class_nor_an_image(tmp_path):
         ({"data": "nothing"}, "there is no such folder of images"),
         ({"data": "one"}, "one has 1 class folders: expected CLASS/IMAGE in it, of two or more"),
         ({"data": "without"}, "without has no folder 'train': expected train/CLASS/IMAGE beside val"),
-        ({"data": "few"}, r"0\.1 of the images cannot be held out to evaluate on"),
+        ({"data": "few"}, r"0\.1 of the images cannot be held out"),
         ({"data": "few", "dataset": "cifar100"}, "cifar100 cannot be read in .*--download"),
-        ({"data": "few", "dataset": "torch/places"}, "torch/places cannot be read in"),
         ({}, "data must name the folder of the data set 'folder': give --data"),
     ],
 )
@@ -139,31 +126,20 @@ def test_data_that_is_not_there_is_named(settings, message, tmp_path):
         open_data(Settings(**{**settings, **where}), train=True)
 
 
-# --- halves -----------------------------------------------------------------------------------------------------------
-
-
-def names(source):
-    return [os.path.relpath(source.dataset.samples[row][0], source.dataset.root) for row in source.rows]
-
-
 def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(image_folder, tmp_path):
-    for name, colour, count in (("red", "red", 12), ("blue", "blue", 40)):
+    for name, count in (("blue", 40), ("red", 12)):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(count):
-            image = image_folder / "train" / colour / f"{index % 24}.png"
-            os.symlink(image, tmp_path / "photos" / name / f"{index:02}.png")
+            os.symlink(image_folder / "train" / name / f"{index % 24}.png", tmp_path / "photos" / name / f"{index}.png")
 
     def halves(data=tmp_path / "photos", **options):
         return [open_data(Settings(data=data, **options), train=train) for train in (True, False)]
 
     training, evaluation = halves()
-    assert (len(training), len(evaluation)) == (46, 6)
-    assert len({*names(training), *names(evaluation)}) == 52
-    assert [name.partition("/")[0] for name in names(evaluation)] == ["blue"] * 5 + ["red"]
-    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class, held out by seed 0"
+    assert (len(training), len(evaluation), len({*training.rows, *evaluation.rows})) == (46, 6, 52)
     assert evaluation.labels.tolist() == [0, 0, 0, 0, 0, 1]
-    assert names(halves()[1]) == names(evaluation) != names(halves(seed=1)[1])
-    assert [len(half) for half in halves(val_share=0.25)] == [39, 13]
+    assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class, held out by seed 0"
+    assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
     # Where there are images to evaluate on, a share that is asked for leaves them unseen.
     training, evaluation = halves(image_folder, val_share=0.25)
     assert (len(training), len(evaluation), evaluation.labels.bincount().tolist()) == (54, 18, [6, 6, 6])
@@ -200,8 +176,7 @@ def test_cifar_is_bytes_on_the_device_and_decoded_where_it_is_varied(cifar, name
     assert torch.equal(memory.images.flatten(1), torch.tensor(raw["data"]))
     assert memory.labels.tolist() == raw["labels"]
     varied = Settings(dataset=name, data=cifar, workers=0, aa="rand-m9")
-    loader = open_images(source, varied, {**CONFIG, "input_size": (3, 32, 32), "crop_pct": 1.0}, CPU, train=True)
-    assert isinstance(loader, Workers)
+    loader = open_images(source, varied, {**CONFIG, "input_size": (3, 32, 32)}, CPU, train=True)
     assert all_of(loader)[0].shape == (20, 3, 32, 32)
     held_out = open_data(Settings(dataset=name, data=cifar, val_share=0.2), train=False)
     assert (len(held_out), held_out.labels.bincount().tolist()) == (10, [1] * 10)
@@ -209,16 +184,11 @@ def test_cifar_is_bytes_on_the_device_and_decoded_where_it_is_varied(cifar, name
 
 def test_timms_readers_give_every_image(image_folder):
     """As those of Hugging Face do, which need a package of their own."""
-    by_timm = room.Source(
-        "by timm", ("blue", "green", "red"), create_dataset("", str(image_folder), "train"), range(72)
-    )
+    found = create_dataset("", str(image_folder), "train")
+    by_timm = room.Source("by timm", ("blue", "green", "red"), found, range(72))
     ours = open_data(Settings(data=image_folder), train=True)
-    found, expected = (room.Decoded(source, room.evaluated(CONFIG), seed=0) for source in (by_timm, ours))
-    sums = [
-        sorted((int(image.sum()), label) for image, label in map(one.__getitem__, range(72)))
-        for one in (found, expected)
-    ]
-    assert sums[0] == sums[1]
+    one, other = (room.Decoded(source, room.evaluated(CONFIG), seed=0) for source in (by_timm, ours))
+    assert sorted(int(one[i][0].sum()) for i in range(72)) == sorted(int(other[i][0].sum()) for i in range(72))
 
 
 def test_digit_pairs_are_no_files(monkeypatch):
@@ -230,9 +200,6 @@ def test_digit_pairs_are_no_files(monkeypatch):
     for options, other in (({"crop": "resized"}, config), ({"aa": "rand-m9"}, config), ({}, CONFIG)):
         with pytest.raises(ValueError, match="img_size, crop, aa and color_jitter apply to image files"):
             open_images(source, Settings(dataset="digit-pairs", **options), other, CPU, train=True)
-
-
-# --- in memory, or decoded by worker processes -----------------------------------------------------------------------
 
 
 def test_images_are_evaluated_with_the_networks_own_crop_and_interpolation(image_folder):
@@ -247,93 +214,48 @@ def test_images_are_evaluated_with_the_networks_own_crop_and_interpolation(image
 
 
 def test_small_sets_that_stay_the_same_are_kept_in_memory(image_folder, monkeypatch):
-    settings = Settings(data=image_folder, workers=0)
-    memory = images_of(settings)
-    assert isinstance(memory, InMemory)
-    monkeypatch.setattr(room, "SMALL", 24 * 3 * 24 * 24 - 1)
-    loader = images_of(settings)
-    assert isinstance(loader, Workers)
-    for rows in (torch.randperm(24).split(10), torch.arange(24).split(7)):
-        for one, other in zip(memory.batches(rows), loader.batches(rows), strict=True):
-            assert torch.equal(one[0], other[0])
-            assert torch.equal(one[1], other[1])
+    settings, (small, large) = Settings(data=image_folder, workers=0), ((3, 64, 64), (3, 65, 65))
     # Photographs are cropped anew each time, small images once: unless the settings say otherwise.
-    small, large = {"input_size": (3, 64, 64)}, {"input_size": (3, 65, 65)}
-    for options, config, kind in (
-        ({}, small, InMemory), ({}, large, Workers), ({"crop": "pad"}, large, InMemory),
-        ({"crop": "resized"}, small, Workers),
+    for crop, size, kind in (
+        (None, small, InMemory), (None, large, Workers), ("pad", large, InMemory), ("resized", small, Workers),
     ):  # fmt: skip
-        monkeypatch.setattr(room, "SMALL", 2**30)
-        assert isinstance(images_of(Settings(data=image_folder, **options), train=True, **config), kind)
-
-
-def test_unasked_there_are_as_many_workers_as_cores_up_to_16(image_folder, monkeypatch):
-    monkeypatch.setattr(room, "IMAGES_A_WORKER", 1)
-    for cores, processes, workers in ((6, 1, 6), (6, 2, 3), (192, 1, 16)):
-        monkeypatch.setattr(room, "cores", lambda cores=cores: cores)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-        assert images_of(Settings(data=image_folder, crop="resized"), train=True).workers == workers
-
-
-def test_ctrl_c_is_left_to_the_process_that_trains(image_folder):
-    batches = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True).batches(
-        torch.arange(72).split(8)
-    )
-    next(batches)
-    (process,) = multiprocessing.active_children()
-    os.kill(process.pid, signal.SIGINT)
-    assert len(list(batches)) == 8
+        assert isinstance(images_of(replace(settings, crop=crop), train=True, input_size=size), kind)
+    memory = images_of(settings)
+    monkeypatch.setattr(room, "SMALL", 24 * 3 * 24 * 24 - 1)
+    loader, rows = images_of(settings), torch.randperm(24).split(10)
+    assert (type(memory), type(loader)) == (InMemory, Workers)
+    for one, other in zip(memory.batches(rows), loader.batches(rows), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what the worker had open
-def test_a_worker_that_dies_is_a_line(image_folder):
-    batches = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True).batches(
-        torch.arange(72).split(2)
-    )
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_worker_leaves_ctrl_c_to_the_process_that_trains_and_its_death_is_a_line(image_folder, number):
+    loader = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True)
+    batches = loader.batches(torch.arange(72).split(2))
     next(batches)
     (process,) = multiprocessing.active_children()
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"^a worker process ended, .*: give fewer --workers"):
+    os.kill(process.pid, number)
+    if number == signal.SIGINT:
+        assert len(list(batches)) == 35
+        return
+    with pytest.raises(DataError, match=r"^a worker process ended, so give fewer --workers: "):
         list(batches)
     gc.collect()
 
 
-# --- by chance --------------------------------------------------------------------------------------------------------
-
-
-def pixels_of_places(path):
-    """An image whose colours say where in it a pixel is: red the column, green the row."""
-    places = np.zeros((200, 200, 3), np.uint8)
-    places[:, :, 0], places[:, :, 1] = np.arange(200)[None], np.arange(200)[:, None]
-    Image.fromarray(places).save(path)
-
-
 @pytest.fixture
 def places(tmp_path):
+    """Images whose colours say where in them a pixel is: red the column, green the row."""
+    pixels = np.zeros((200, 200, 3), np.uint8)
+    pixels[:, :, 0], pixels[:, :, 1] = np.arange(200)[None], np.arange(200)[:, None]
     for name in ("a", "b"):
         (tmp_path / "train" / name).mkdir(parents=True)
-        for index in range(100):
-            path = tmp_path / "train" / name / f"{index:03}.png"
-            if index or name == "b":
-                os.symlink(tmp_path / "train" / "a" / "000.png", path)
-            else:
-                pixels_of_places(path)
+        for index in range(50):
+            Image.fromarray(pixels).save(tmp_path / "train" / name / f"{index:02}.png", compress_level=0)
     (tmp_path / "val").symlink_to(tmp_path / "train")
     return tmp_path
-
-
-def test_random_crops_have_the_sizes_and_places_of_the_recipe(places):
-    settings = Settings(data=places, crop="resized", crop_scale=0.35, workers=0)
-    crops = all_of(images_of(settings, train=True, input_size=(3, 32, 32)))[0].float()
-    # From edge to edge of a crop there are 31/32 of its width between the middles of pixels.
-    width = (crops[:, 0, 0, -1] - crops[:, 0, 0, 0]) * 32 / 31
-    height = (crops[:, 1, -1, 0] - crops[:, 1, 0, 0]) * 32 / 31
-    area, ratio = width * height / 200**2, width / height
-    assert 0.33 < area.min() < 0.4
-    assert 0.9 < area.max() < 1.02
-    assert 0.72 < ratio.min() < 0.8
-    assert 1.25 < ratio.max() < 1.4
-    assert crops[:, 0, 0, 0].unique().numel() > 50
 
 
 @pytest.mark.parametrize("options", [{"crop": "resized"}, {"crop": "pad", "aa": "augmix-m5-w4", "color_jitter": 0.3}])
@@ -354,19 +276,22 @@ def test_what_is_random_in_an_image_follows_from_the_seed_the_epoch_and_the_imag
 
 
 @pytest.mark.parametrize(
-    "options", [{"aa": "rand-m9-mstd0.5-inc1"}, {"color_jitter": 0.4}, {"aa": "rand-m9", "color_jitter": 0.2}], ids=str
+    "options",
+    [{"crop": "resized", "crop_scale": 0.35}, {"aa": "rand-m9-mstd0.5-inc1"}, {"aa": "rand-m9", "color_jitter": 0.2}],
+    ids=str,
 )
 def test_images_are_varied_by_timm(places, options):
-    settings, config = Settings(data=places, crop="pad", workers=0, **options), {**CONFIG, "crop_pct": 1.0}
+    settings, config = Settings(**{"data": places, "crop": "pad", "workers": 0, **options}), {**CONFIG, "crop_pct": 1.0}
     (found,) = all_of(open_images(open_data(settings, train=True), settings, config, CPU, train=True))[0][:1]
-    theirs = create_transform(
+    crops, theirs, _ = create_transform(
         (3, 24, 24), is_training=True, separate=True, hflip=0.0, interpolation="bicubic", mean=CONFIG["mean"],
-        auto_augment=options.get("aa"), color_jitter=None if "aa" in options else options["color_jitter"],
-    )[1]  # fmt: skip
-    whole = v2.Compose(room.evaluated(config).transforms[:-1])(open_image(places / "train" / "a" / "000.png"))
+        auto_augment=options.get("aa"), color_jitter=None, scale=(0.35, 1.0),
+    )  # fmt: skip
+    if settings.crop == "pad":  # on the device, later
+        crops = v2.Compose(room.evaluated(config).transforms[:-1])
     seed_all(0, 0, 0)
-    expected = theirs(whole)
-    if "color_jitter" in options and "aa" in options:  # timm would leave the colours alone beside its augmentation
+    expected = theirs(crops(open_image(places / "train" / "a" / "00.png")))
+    if settings.color_jitter:  # timm would leave the colours alone beside its augmentation
         expected = v2.ColorJitter(0.2, 0.2, 0.2)(expected)
     assert torch.equal(v2.functional.pil_to_tensor(expected), found)
 
@@ -376,45 +301,20 @@ def test_colours_of_no_bits_which_timm_draws_and_pillow_refuses_are_black():
     for bits in (1, 4, 7):
         assert room.posterize(image, bits).tobytes() == ImageOps.posterize(image, bits).tobytes()
     assert not np.asarray(room.posterize(image, 0)).any()
-    transform = room.varied(Settings(aa="rand-m10-n9"), CONFIG)
-    for seed in range(20):
-        seed_all(seed)
-        transform(image)
 
 
-@pytest.mark.parametrize("name", ["rand-x9", "randaugment5", "best"])
-def test_an_augmentation_that_timm_does_not_know_is_refused(image_folder, name):
-    with pytest.raises(ValueError, match=f"aa: timm knows no '{name}' .*: give one such as rand-m9-mstd0.5"):
-        images_of(Settings(data=image_folder, aa=name), train=True)
+def test_an_augmentation_that_timm_does_not_know_is_refused(image_folder):
+    with pytest.raises(ValueError, match=r"aa: timm knows no 'rand-x9' .*: give one such as rand-m9-mstd0.5"):
+        images_of(Settings(data=image_folder, aa="rand-x9"), train=True)
 
 
 def test_crops_and_flips_are_those_of_torchvision_and_all_are_equally_frequent():
-    images = torch.arange(400 * 3 * 4 * 5).view(400, 3, 4, 5)
+    images = torch.arange(3 * 4 * 5).view(1, 3, 4, 5).expand(4000, -1, -1, -1)
     seed_all(0)
-    found = crop_and_flip(images, padding=2, hflip=0.5)
-    expected = {}
-    for index in (0, 1, 2):
-        padded = v2.functional.pad(images[index], [2])
-        for top in range(5):
-            for left in range(5):
-                crop = v2.functional.crop(padded, top, left, 4, 5)
-                expected[index, top, left, False] = crop
-                expected[index, top, left, True] = v2.functional.horizontal_flip(crop)
-    for index in (0, 1, 2):
-        assert any(torch.equal(found[index], one) for place, one in expected.items() if place[0] == index)
-    ones = torch.ones(20_000, 1, 3, 3)
-    ones[:, :, :, 0] = 2
-    cropped = crop_and_flip(ones, padding=1, hflip=0.3)
-    seen = cropped[:, 0, 1, :]
-    for pattern, chance in (((2, 1, 1), 0.7 / 3), ((1, 1, 2), 0.3 / 3), ((1, 1, 0), 0.7 / 3), ((0, 2, 1), 0.7 / 3)):
-        share = (seen == torch.tensor(pattern)).all(1).float().mean().item()
-        assert share == pytest.approx(chance, abs=0.02), pattern
-
-
-def test_a_seed_decides_what_torch_numpy_and_python_draw():
-    def drawn(*numbers):
-        seed_all(*numbers)
-        return float(torch.rand(())), float(np.random.rand()), random.random()
-
-    assert drawn(0, 1, 2) == drawn(0, 1, 2)
-    assert len({value for numbers in ((0, 0), (0, 1), (1, 0)) for value in drawn(*numbers)}) == 9
+    found = crop_and_flip(images, padding=1, hflip=0.3)
+    padded = v2.functional.pad(images[0], [1])
+    for top, left in itertools.product(range(3), range(3)):
+        crop = v2.functional.crop(padded, top, left, 4, 5)
+        for expected, chance in ((crop, 0.7 / 9), (v2.functional.horizontal_flip(crop), 0.3 / 9)):
+            share = (found == expected).flatten(1).all(1).float().mean().item()
+            assert share == pytest.approx(chance, abs=0.015), (top, left)

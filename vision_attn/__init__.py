@@ -7,6 +7,7 @@ b    batch
 c    channels
 h w  height and width of a map
 n    heads (``h`` never means heads)
+m    key heads, where they are fewer
 i    query token
 j    key token
 d    width of queries and keys in one head

@@ -10,21 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "MOST",
-    "as_list",
-    "check_count",
-    "check_counts",
-    "check_divides",
-    "check_flags",
-    "check_new",
-    "check_number",
-    "check_probability",
-    "check_type",
-    "product",
-]
-
-
 #: The largest size, count or number of threads that torch takes.
 MOST = 2**31 - 1
 

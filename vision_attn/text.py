@@ -6,8 +6,6 @@ import html
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Report", "Table", "escaped", "markdown", "shorten", "table"]
-
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Rows of cells, the header first, as lines with aligned columns.

@@ -1,8 +1,8 @@
 """Einsum equations of attention for tensors of any rank, and the pattern that attention along some axes is.
 
 Keras writes its ``MultiHeadAttention`` so, one letter of the alphabet an axis: these are Keras's letters, letter for
-letter, and not those of this package, which :func:`heads_first_equations` has. Tensors are ``(batch, <axes>,
-channels)`` before the projection and ``(batch, <axes>, heads, width)`` after it, whatever the number of axes.
+letter, and not those of this package. Tensors are ``(batch, <axes>, channels)`` before the projection and ``(batch,
+<axes>, heads, width)`` after it, whatever the number of axes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from vision_attn.attention.patterns.line import AXES
 from vision_attn.attention.patterns.specifications import Pattern
 
-__all__ = ["attention_equations", "attention_pattern", "heads_first_equations", "projection_equation"]
+__all__ = ["attention_equations", "attention_pattern", "projection_equation"]
 
 
 def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tuple[str, str, int]:
@@ -30,7 +30,7 @@ def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tu
         The equation, the axes of its bias, and the rank of its output.
 
     Raises:
-        ValueError: a number below one (``free_dims`` may be none), or more axes than letters.
+        ValueError: more axes than letters.
 
     Source: Keras, ``keras.layers.MultiHeadAttention``, https://keras.io/api/layers/attention_layers/multi_head_attention/
 
@@ -39,13 +39,6 @@ def projection_equation(free_dims: int, bound_dims: int, output_dims: int) -> tu
     >>> projection_equation(free_dims=2, bound_dims=1, output_dims=2)
     ('abc,cde->abde', 'de', 4)
     """
-    for name, value, least in (
-        ("free_dims", free_dims, 0),
-        ("bound_dims", bound_dims, 1),
-        ("output_dims", output_dims, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
     letters = letters_for(free_dims + bound_dims + output_dims)
     free, bound = letters[:free_dims], letters[free_dims : free_dims + bound_dims]
     output = letters[free_dims + bound_dims :]
@@ -94,33 +87,6 @@ def attention_equations(rank: int, attention_axes: Sequence[int]) -> tuple[str, 
     return f"{key},{query}->{weights}", f"{weights},{key}->{query}", len(weights)
 
 
-def heads_first_equations(batch_axes: int = 1) -> tuple[str, str]:
-    """The two equations of attention with heads before tokens, as most code has them, in the letters of this package.
-
-    ``logits = einsum(first, q, k)`` and ``y = einsum(second, weights, v)`` with queries ``(<batch>, n, i, d)``, keys
-    ``(<batch>, n, j, d)`` and values ``(<batch>, n, j, e)``.
-
-    Args:
-        batch_axes: axes before the heads; none, or any number.
-
-    Returns:
-        Both equations.
-
-    Raises:
-        ValueError: a number below zero, or more axes than letters.
-
-    >>> heads_first_equations()
-    ('bnid,bnjd->bnij', 'bnij,bnje->bnie')
-    >>> heads_first_equations(batch_axes=2)
-    ('banid,banjd->banij', 'banij,banje->banie')
-    """
-    letters = "b" + "".join(letter for letter in string.ascii_lowercase if letter not in "bnijde")
-    if isinstance(batch_axes, bool) or not isinstance(batch_axes, int) or not 0 <= batch_axes <= len(letters):
-        raise ValueError(f"batch_axes must be a whole number from 0 to {len(letters)}; got {batch_axes!r}")
-    batch = letters[:batch_axes]
-    return f"{batch}nid,{batch}njd->{batch}nij", f"{batch}nij,{batch}nje->{batch}nie"
-
-
 def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | Pattern:
     """The pattern of Keras's ``attention_axes`` on an input ``(batch, <axes>, channels)``.
 
@@ -143,8 +109,6 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
         raise ValueError(f"rank must be 3, 4 or 5, for maps with one to three axes; got {rank!r}")
     if attention_axes is None:
         return "full"
-    if isinstance(attention_axes, int):
-        raise ValueError(f"attention_axes must be a tuple of axes, or None for all; got {attention_axes!r}")
     axes = [axis + rank if axis < 0 else axis for axis in attention_axes]
     attention_equations(rank + 1, axes)  # checks them: heads come between positions and width
     names = AXES[-(rank - 2) :]

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.equations import heads_first_equations
 from vision_attn.attention.masks import (
     Mask,
     add_mask,
@@ -38,21 +37,6 @@ from vision_attn.attention.masks import (
 )
 from vision_attn.attention.patterns.line import Cut
 from vision_attn.checks import check_flags, check_number, check_probability, check_type
-
-__all__ = [
-    "BMM",
-    "EINX",
-    "IMPLEMENTATIONS",
-    "IMPLS",
-    "Given",
-    "Implementation",
-    "attend",
-    "attend_groups",
-    "check_impl",
-    "register_impl",
-    "repeat_kv",
-    "without_autocast",
-]
 
 
 @dataclass(frozen=True)
@@ -133,12 +117,11 @@ def heads_together_torch(cut: Cut, y: Tensor) -> Tensor:
 
 
 def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    dot, combine = heads_first_equations()  # "bnid,bnjd->bnij", "bnij,bnje->bnie"
-    logits = torch.einsum(dot, scale * upcast(q), upcast(k))
+    logits = torch.einsum("bnid,bnjd->bnij", scale * upcast(q), upcast(k))
     logits = add_mask(logits, mask, causal)
     weights = torch.softmax(logits, dim=-1)
     weights = F.dropout(weights, dropout).to(v.dtype)
-    return torch.einsum(combine, weights, v)
+    return torch.einsum("bnij,bnje->bnie", weights, v)
 
 
 # --- scaled_dot_product_attention: the kernel that torch chooses, which holds no weights where it is a fused one ------

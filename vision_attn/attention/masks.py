@@ -14,8 +14,6 @@ from torch import Tensor
 from vision_attn.attention.patterns import Partition
 from vision_attn.checks import product
 
-__all__ = ["Mask", "add_mask", "causal_mask", "check_mask", "combine_masks", "masks_of_groups", "open_rows", "upcast"]
-
 #: None is for a mask that hides nothing.
 Mask = Tensor | None
 

@@ -11,21 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "Relation",
-    "alike",
-    "along",
-    "attention",
-    "attention_map",
-    "conv1x1",
-    "grid",
-    "neighborhood",
-    "softmax",
-    "stretched",
-    "window",
-]
-
-
 # --- attention between tokens -----------------------------------------------------------------------------------------
 
 

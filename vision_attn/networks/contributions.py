@@ -120,7 +120,7 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     with quiet_eval(model):
         with measured(model) as found:
             whole = scores()
-        blocks = [BlockContribution(site, one.share, one.by_channel, difference([site])) for site, one in found.items()]
+        blocks = [BlockContribution(at, one.share, share(one.squares), difference([at])) for at, one in found.items()]
         together = difference(sites)
     return Contribution(tuple(blocks), together, 0 if whole is None else whole.argmax(1).numel())
 
@@ -141,9 +141,8 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
     taken = replaced(model)
     found = {site: block for site, block in inserted(model).items() if site not in taken}
-    known = {id(block) for block in found.values()}
     for path, module in plain_network(model).named_modules():
-        if isinstance(module, GatedResidual) and id(module) not in known:
+        if isinstance(module, GatedResidual) and module not in found.values():
             found[path] = module
     return found
 
@@ -192,18 +191,14 @@ class Branch:
         #: sums of squares by channel, of the branch and of the stream
         self.squares = torch.zeros(2, 1)
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        x, y = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (x, y))
+    def look(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
+        """Add a forward pass of the block."""
+        x, y = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (given(args, kwargs), y))
         self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(1), x.square().sum(1)])
 
     @property
-    def by_channel(self) -> Tensor:
-        """Root mean squares of the branch over those of the stream, by channel."""
-        return share(self.squares)
-
-    @property
     def share(self) -> float:
-        """The same over all channels."""
+        """Root mean square of the branch over that of the stream."""
         return share(self.squares.sum(1)).item()
 
 
@@ -221,14 +216,8 @@ def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
         stack.enter_context(uncompiled())
         for site, block in branches(model).items():
             # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
-            branch = found[site] = Branch(-1 - block.rank if isinstance(block, GatedResidual) else 1)
-
-            def look(
-                _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, to: Branch = branch
-            ) -> None:
-                to.add(given(args, kwargs), y)
-
-            stack.callback(block.register_forward_hook(look, with_kwargs=True).remove)
+            found[site] = Branch(-1 - block.rank if isinstance(block, GatedResidual) else 1)
+            stack.callback(block.register_forward_hook(found[site].look, with_kwargs=True).remove)
         yield found
 
 

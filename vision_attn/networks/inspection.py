@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +17,182 @@ from torch.func import functional_call
 
 from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.patterns import Window
-from vision_attn.checks import check_count, check_counts, check_number
+from vision_attn.checks import check_count, check_counts
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion import InsertedBlock, inserted, plain_network
+from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of, run_quietly
-from vision_attn.networks.insertion.declared import DryRun, Map
+from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
+from vision_attn.networks.insertion.declared import DryRun
 from vision_attn.networks.insertion.insert import new_block
 from vision_attn.networks.insertion.record import fitting_heads
 from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
-from vision_attn.networks.inspection_report import (
-    GIBI,
-    IMPLS_COUNTED,
-    LONGEST,
-    SHORTEST,
-    Inspection,
-    Proposal,
-    Share,
-    Site,
-    cost_of,
-)
+from vision_attn.text import Report, Table
 
-__all__ = ["Inspection", "Site", "inspect_model"]
-
-#: What stands before the names of torchvision's networks.
-TORCHVISION = "torchvision:"
+#: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
+SHORTEST, LONGEST = 7, 32
 
 #: Sides of windows, the most usual first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
-#: A proposal that adds more than this share to a network's multiply-adds is followed by a cheaper one, ...
-DEAR = 0.25
+#: The implementations whose memory differs: einx and einsum keep what bmm keeps.
+IMPLS_COUNTED = ("bmm", "sdpa")
 
-#: ... whose heads are the first of these wide that does not.
-NARROW = (64, 32, 16, 8)
+MEBI, GIBI = 2**20, 2**30
+
+
+class Share(NamedTuple):
+    """How much of something a part of the network has, or would have."""
+
+    #: numbers that are learned
+    parameters: int
+    #: in one forward of one image
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class Site(InsertedBlock):
+    """A place of a network, and what a block there costs."""
+
+    #: bytes that training keeps for the backward pass of a batch, by implementation
+    saved: Mapping[str, int] = field(default_factory=dict)
+    #: its index among the stages; None for a site that was chosen
+    stage: int | None = None
+    #: whether a block is inserted there already, so that no other can be
+    occupied: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of the module, and on which side of it if not after it."""
+        return self.site if self.at == "after" else f"{self.at} {self.site}"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to insert where, and why."""
+
+    #: where, and what the block costs there
+    sites: tuple[Site, ...]
+    #: of :func:`vision_attn.insert_`: ``stages`` and what differs from the default block
+    arguments: Mapping[str, Any]
+    why: str
+
+    def call(self, example_input: object = None) -> str:
+        """The call, as one writes it, with what the dry run needs; for images of another size, with their shape."""
+        words = self.arguments if example_input is None else {**self.arguments, "example_input": example_input}
+        return f"va.insert_(model, {written(words)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Report):
+    """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables.
+
+    >>> inspect_model(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1)), input_size=32, batch_size=1).parts()[0]
+    'Sequential on images of 3×32×32: 224 parameters, 55,296 multiply-adds an image'
+    """
+
+    #: its name, or that of its class
+    model: str
+    #: of one image: 1, channels, rows, columns
+    input_shape: tuple[int, ...]
+    #: what ``insert_`` needs as example_input; None where the model's own size does
+    example_input: object
+    #: images that one step of training holds
+    batch_size: int
+    #: of the block and its maps
+    dtype: torch.dtype
+    #: of the block, beyond its heads
+    options: Mapping[str, Any]
+    #: what the network itself has and does
+    whole: Share
+    #: every stage, or the sites that were chosen
+    sites: tuple[Site, ...]
+    #: in bytes; None where the system does not say
+    memory_limit: int | None
+    #: where to begin, the best first; none where sites were chosen
+    proposals: tuple[Proposal, ...]
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the sites were chosen, and are no stages."""
+        return self.sites[0].stage is None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line for each map where a block can go that is too small, and for what does not fit into memory."""
+        free = [site for site in self.sites if not site.occupied]
+        lines = [line.removeprefix("warning: ") for line in InsertionReport(tuple(free)).warnings]
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        for sites in [free] if self.chosen else [[site] for site in free]:
+            if (kept := saved(sites, "bmm")) > limit:
+                where = " and ".join(site.path for site in sites)
+                remedy = "a smaller input or batch" if saved(sites, "sdpa") > limit else "impl='sdpa', va.Window(7)"
+                lines.append(
+                    f"training keeps {kept / GIBI:,.2f} GiB of {where} with bmm, einx or einsum, more than the memory "
+                    f"limit of {limit / GIBI:,.2f} GiB: take {remedy} or a later stage"
+                )
+        return tuple(lines)
+
+    def parts(self) -> list[str | Table]:
+        size = "×".join(map(str, self.input_shape[1:]))
+        costs = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
+        count, options = len(self.sites), f", {written(self.options)}" if self.options else ""
+        what = f"{count} {'block' if count == 1 else 'blocks'} inserted" if self.chosen else "A block after a stage"
+        reading = (
+            f"{what} ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
+            f"last: MiB that training keeps of {self.batch_size:,} images, with bmm, einx or einsum and with sdpa):"
+        )
+        columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "")
+        rows: list[Sequence[str]] = [(*columns, *IMPLS_COUNTED)]
+        for site in self.sites:
+            name = f"{site.path} (has a block)" if site.occupied else site.path
+            place = "" if site.stage is None else f"{site.stage}", name, f"{site.channels}", site.size
+            rows.append((*place, f"{site.options.get('num_heads', 8)}", *self.costs([site])))
+        heading, table = f"{self.model} on images of {size}: {costs}", Table(rows, left=(1,))
+        warned = [f"warning: {line}" for line in self.warnings]
+        none = [] if self.chosen else ["", "No free stage has a map that attention is worth trying on."]
+        advice = ["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none
+        return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
+
+    def costs(self, sites: Sequence[Site]) -> list[str]:
+        """What blocks add, and the shares of that in what the network has; the MiB that training keeps of them."""
+        numbers = zip(cost_of(sites), self.whole, strict=True)
+        shares = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
+        return shares + [f"{saved(sites, impl) / MEBI:,.1f}" for impl in IMPLS_COUNTED]
+
+    def advice(self, proposal: Proposal) -> str:
+        """One of the proposals: where and why, the call, and what it costs."""
+        names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
+        parameters, multiply_adds = map(percent, cost_of(proposal.sites), self.whole)
+        call = proposal.call(self.example_input)
+        return f"- {names}: {proposal.why}\n  {call}\n  {multiply_adds} multiply-adds, {parameters} parameters"
+
+
+def cost_of(sites: Sequence[Site]) -> Share:
+    """What the blocks at several sites add to a network together."""
+    together = InsertionReport(tuple(sites))
+    return Share(together.parameters, together.multiply_adds)
+
+
+def written(options: Mapping[str, Any]) -> str:
+    """Arguments as one writes them in a call.
+
+    >>> written({"pattern": Window(7), "stages": [-2, -1]})
+    'pattern=va.Window(7), stages=[-2, -1]'
+    """
+    ours = {name for name, value in options.items() if type(value).__module__.startswith("vision_attn.")}
+    text = ", ".join(f"{name}={'va.' if name in ours else ''}{value!r}" for name, value in options.items())
+    return text.replace("(size=", "(").replace(", shift=0)", ")")
+
+
+def saved(sites: Sequence[Site], impl: str) -> int:
+    return sum(site.saved[impl] for site in sites)
+
+
+def percent(part: float, whole: float) -> str:
+    return f"+{100 * part / whole:,.1f} %" if whole else "–"
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
 
 
 def inspect_model(
@@ -97,47 +239,44 @@ def inspect_model(
     >>> [(site.path, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
-    if memory_limit is not None:
-        check_number("memory_limit", memory_limit, above=0)
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
-    run, most = DryRun(network, example), num_heads or 8
+    with FlopCounterMode(display=False) as counter:
+        run = DryRun(network, example)
+    whole = Share(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+    chosen = stages is not None or names is not None
+    side = "before" if chosen and at == "before" else "after"
+    if chosen:
+        paths = targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
+    elif not (paths := stages_of(run)):
+        raise SiteError(f"model: {type(network).__name__} has no stages: give names=, globs on module paths")
+    else:
+        targets = [end_of_sequential(network, path) for path in paths]
+    maps = dict(zip(paths, run.the_maps(targets, side), strict=True))
 
-    def price(one: Map, options: Mapping[str, Any], side: str = "after", **more: Any) -> Site:
+    def price(path: str, options: Mapping[str, Any], stage: int | None = None) -> Site:
+        one = maps[path]
+        occupied = one.target in inserted(network)
         one = one._replace(form=one.form._replace(device=torch.device("meta"), dtype=dtype))
         block = new_block(run, None, one, side, options)
-        record: InsertedBlock = vars(block)[RECORD]
+        record: InsertedBlock = replace(vars(block)[RECORD], site=path)
         shape = (batch_size, record.channels, *record.map_size)
-        saved = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
-        return Site(**vars(record), saved=saved, **more)
+        kept = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
+        return Site(**vars(record), saved=kept, stage=stage, occupied=occupied)
 
-    chosen = stages is not None or names is not None
-    proposals: list[Proposal] = []
-    if chosen:
-        targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
-        side = "before" if at == "before" else "after"
-        options = {**({} if num_heads is None else {"num_heads": num_heads}), **block_options}
-        whole, _ = measure(network, [], example)
-        sites = [price(one, options, side) for one in run.the_maps(targets, side)]
-    else:
-        paths = stages_of(run)
-        if not paths:
-            raise SiteError(f"model: {type(network).__name__} has no stages: give names=, globs on module paths")
-        found = run.the_maps([end_of_sequential(network, path) for path in paths], "after")
-        maps, taken = dict(zip(paths, found, strict=True)), inserted(network)
-        whole, shares = measure(network, paths, example)
-        sites = []
-        for index, (path, one) in enumerate(maps.items()):
-            options = {"num_heads": fitting_heads(one.shape[1], most), **block_options}
-            site = price(one, options, stage=index, share=shares[path], occupied=one.target in taken)
-            sites.append(replace(site, site=path))
-        # The activation that ends a stem has learned nothing that positions could be compared by.
-        learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
-        free = [site for site in learning if not site.occupied]
-        proposals = propose(free, len(sites), whole, lambda path, how: price(maps[path], how), most, block_options)
-
+    sites = []
+    for index, (path, one) in enumerate(maps.items()):
+        heads = None if num_heads is None else num_heads if chosen else fitting_heads(one.shape[1], num_heads)
+        options = {**({} if heads is None else {"num_heads": heads}), **block_options}
+        sites.append(price(path, options, None if chosen else index))
+    # The activation that ends a stem has learned nothing that positions could be compared by.
+    learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
+    free = [] if chosen else [site for site in learning if not site.occupied]
+    proposals = propose(free, len(sites), price, num_heads or 8, block_options)
     machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.image.device)
     # timm writes its name for a network into its configuration.
     known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
@@ -151,7 +290,6 @@ def inspect_model(
         options=block_options,
         whole=whole,
         sites=tuple(sites),
-        chosen=chosen,
         memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
         proposals=tuple(proposals),
     )
@@ -159,7 +297,8 @@ def inspect_model(
 
 def network_of(name: str) -> nn.Module:
     """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows."""
-    if not name.startswith(TORCHVISION):
+    library, _, wanted = name.rpartition(":")
+    if library != "torchvision":
         from timm.models import get_pretrained_cfg
 
         from vision_attn.networks.models import create_model
@@ -171,7 +310,6 @@ def network_of(name: str) -> nn.Module:
 
     from torchvision.models import get_model
 
-    wanted = name.removeprefix(TORCHVISION)
     # Weights are drawn and then never looked at: some of torchvision's networks ask, with a warning, how to draw them.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
     network: nn.Module = get_model(wanted, weights=None, **options)
@@ -180,78 +318,38 @@ def network_of(name: str) -> nn.Module:
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None, example_input: Any = None) -> Example:
     """What the model is run on: what is given, or one image of the size that is asked for, or of the model's own."""
+    own = example_of(model, example_input)
     if input_size is None:
-        return example_of(model, example_input)
-    if example_input is not None:
-        raise ValueError("input_size must be left out with example_input, which has the size of its images")
-    own = example_of(model)
-    axes = len(own.size)
-    size = (*own.size[:-2], *(input_size,) * min(axes, 2)) if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != axes or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
-        several = "a height and a width" if axes == 2 else f"a length for each of {axes} axes"
-        raise ValueError(f"input_size must be a side or {several}, in pixels; got {input_size!r}")
+        return own
+    sides = (input_size,) * min(2, len(own.size)) if isinstance(input_size, int) else tuple(input_size)
+    size = (*own.size[:-2], *sides) if isinstance(input_size, int) else sides
+    if example_input is not None or len(size) != len(own.size) or min(size) < 1:
+        raise ValueError(
+            "input_size must be a side or a height and a width, in pixels, and is left out with example_input; "
+            f"got {input_size!r}"
+        )
     return example_of(model, (*own.shape[:2], *size))
 
 
-def measure(model: nn.Module, stages: Sequence[str], example: Example) -> tuple[Share, dict[str, Share]]:
-    """What a network has and does, and by stage what runs after the stage before it, up to this one."""
-    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
-
-    names = {id(model.get_submodule(stage)): stage for stage in stages}
-    met: set[nn.Parameter] = set()
-    until: dict[str, Share] = {}
-
-    def note(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-        met.update(module.parameters(recurse=False))
-        if id(module) in names:
-            until[names[id(module)]] = Share(sum(p.numel() for p in met), counter.get_total_flops() // 2)
-
-    with FlopCounterMode(display=False) as counter:
-        run_quietly(model, example, {name: note for name, _ in model.named_modules()})
-    ends = [Share(0, 0), *until.values()]  # in the order in which they run
-    shares = [Share(b.parameters - a.parameters, b.multiply_adds - a.multiply_adds) for a, b in pairwise(ends)]
-    whole = Share(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
-    return whole, dict(zip(until, shares, strict=True))
-
-
 def propose(
-    free: Sequence[Site],
-    count: int,
-    whole: Share,
-    price: Callable[..., Site],
-    num_heads: int,
-    asked: Mapping[str, Any],
+    free: Sequence[Site], count: int, price: Callable[..., Site], num_heads: int, asked: Mapping[str, Any]
 ) -> list[Proposal]:
     """What is worth trying first at free ones of so many stages: late, on a good size, and windows on a larger one."""
 
     def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
         heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)
-        options = {"num_heads": heads, **asked, **options}
-        sites = tuple(price(site.site, options) for site in chosen)
+        options = {**({} if heads == 8 else {"num_heads": heads}), **asked, **options}
         # The last two stages are counted from the end, as one speaks of them.
         indices = [site.stage or 0 for site in chosen]
         stages = [index - count if index >= count - 2 else index for index in indices]
-        if heads == 8:
-            del options["num_heads"]
+        sites = tuple(price(site.site, options) for site in chosen)
         return Proposal(sites, {"stages": stages, **options}, why)
 
-    def between(least: int, most: float) -> list[Site]:
-        return [site for site in free if least <= min(site.sides) <= max(site.sides) <= most]
-
+    late = [site for site in free if SHORTEST <= math.sqrt(site.tokens) <= LONGEST][-2:]
+    large = [site for site in free if math.sqrt(site.tokens) > LONGEST and len(site.map_size) == 2][-1:]
     found = []
-    if late := between(SHORTEST, LONGEST)[-2:]:
+    if late:
         found.append(proposal(late, "late, with enough positions to mix and few enough to compare all"))
-        cost = cost_of(found[0].sites).multiply_adds
-        if cost > DEAR * whole.multiply_adds and not {"key_dim", "value_dim"} & set(asked):
-            why = "the same with narrower heads, for less"
-            tried = [proposal(late, why, key_dim=width, value_dim=width) for width in NARROW]
-            narrow = next(
-                (one for one in tried if cost_of(one.sites).multiply_adds <= DEAR * whole.multiply_adds), tried[-1]
-            )
-            found += [narrow] if cost_of(narrow.sites).multiply_adds < cost else []
-    elif small := between(3, LONGEST)[-1:]:
-        found.append(proposal(small, "the latest with something to mix, if not much: a larger input is better"))
-    large = [site for site in free if max(site.sides) > LONGEST and len(site.map_size) == 2][-1:]
     if large and not asked:
         # A window that divides the map; else the most usual, which pads it.
         window = next((side for side in WINDOWS if not any(length % side for length in large[0].map_size)), WINDOWS[0])
@@ -292,6 +390,4 @@ def machine_memory(device: torch.device) -> int | None:
     """The bytes of the GPU that a model is on, or of the machine's memory; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= set(getattr(os, "sysconf_names", ())):
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None

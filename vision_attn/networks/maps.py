@@ -11,8 +11,6 @@ from torch import Tensor
 
 from vision_attn.checks import check_probability, product
 
-__all__ = ["AttentionMap", "Maps"]
-
 
 @dataclass(frozen=True)
 class AttentionMap:
@@ -42,8 +40,7 @@ class AttentionMap:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "map_size", tuple(self.map_size or self.weights.shape[3:]))
-        names = self.heads or [f"head {number}" for number in range(self.weights.shape[1])]
-        object.__setattr__(self, "heads", tuple(names))
+        object.__setattr__(self, "heads", tuple(self.heads or [f"head {n}" for n in range(self.weights.shape[1])]))
 
     def shares(self) -> Tensor:
         """The weights, ``(b, heads, queries, keys)``, made to sum to one; zeros where they are all zero."""
@@ -77,10 +74,6 @@ class AttentionMap:
         >>> seen.distance()
         tensor([[[2.]]])
         """
-        if len(self.map_size) != len(self.image_size):
-            raise ValueError(
-                f"distance is of maps with as many axes as the image, {len(self.image_size)}; got {len(self.map_size)}"
-            )
         rows = torch.tensor([[0.5 + at for at in cell] for cell in self.cells])
         queries = rows * torch.tensor(self.image_size) / torch.tensor(self.map_size)
         keys = centres(self.weights.shape[3:], self.image_size)
@@ -112,13 +105,12 @@ class Maps(dict[str, AttentionMap]):
 
     >>> Maps()["layer4"]
     Traceback (most recent call last):
-    KeyError: "no map of 'layer4': captured are none. A module has none until the model ran, if ..."
+    KeyError: "no map of 'layer4': captured are none; did the model run it?"
     """
 
     def __missing__(self, path: str) -> AttentionMap:
         raise KeyError(
-            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}. A module has none until the "
-            "model ran, if the model did not call it, or if swap_'s module served the call by itself"
+            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}; did the model run it?"
         )
 
     def rollout(self, *, residual: float = 0.5) -> Maps:
@@ -141,7 +133,7 @@ class Maps(dict[str, AttentionMap]):
             For each block the map of its queries, with one head, on the cells of the first block.
 
         Raises:
-            ValueError: there is no map, one is of chosen queries only, or ``residual`` is not in 0…1.
+            ValueError: a map is of chosen queries only, or ``residual`` is not in 0…1.
 
         Source: Abnar and Zuidema, *Quantifying Attention Flow in Transformers*, 2020, section 3,
         https://arxiv.org/abs/2005.00928
@@ -152,8 +144,6 @@ class Maps(dict[str, AttentionMap]):
                 [0.1250, 0.1250]])
         """
         check_probability("residual", residual)
-        if not self:
-            raise ValueError("maps must hold one at least; got none")
         found = Maps()
         rolled: Tensor | None = None
         first: tuple[int, ...] = ()

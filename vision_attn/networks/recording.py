@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce as fold
 from itertools import product as pairs
 from numbers import Integral
 from typing import Any
@@ -27,8 +26,6 @@ from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.networks.maps import AttentionMap, Maps
-
-__all__ = ["LARGEST", "capture", "numbers"]
 
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
@@ -122,11 +119,10 @@ class Recording:
         example = Example(args, kwargs)
         self.images, self.image_size = example.shape[0], tuple(example.image.shape[-self.axes :])
         for point in self.points or ():
-            inside = all(0 <= at < length for at, length in zip(point, self.image_size, strict=False))
-            if len(point) != self.axes or not inside:
-                size = "×".join(map(str, self.image_size))
+            inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
+            if len(point) != self.axes or not all(inside):
                 raise ValueError(
-                    f"queries must be points, as (y, x), in pixels of an image of {size}; got {tuple(point)}"
+                    f"queries must be points, as (y, x), in pixels of an image of {self.image_size}; got {tuple(point)}"
                 )
 
     def record(
@@ -151,15 +147,21 @@ class Recording:
             size = keys = part.queries.size
             given = in_groups_of(given, part.groups)
         whole = part.queries.size
-        cells = cells_of(self.points, size, self.image_size, path)
+        cells = cells_of(self.points, size, self.image_size)
         groups = [[head] for head in heads] if self.reduce else [heads]
-        self.count(path, len(given.q) // part.groups, len(groups[0]), len(cells), product(keys), given.q.dtype)
+        elements = len(given.q) // part.groups * len(groups[0]) * len(cells) * product(keys)
+        self.taken += elements * max(4, given.q.element_size())
+        if self.taken > self.limit:
+            raise ValueError(
+                f"queries: the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB: choose points, sites or "
+                "heads, a reduction, or allow_large=True"
+            )
         merged = self.reduce and len(heads) > 1
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
         def looked(tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
-            weights = functools.reduce(REDUCTIONS[self.reduce or "mean"], each)
+            weights = fold(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(groups) if self.reduce == "mean" else weights
             if whole == size:
                 return weights.unflatten(-1, keys)
@@ -174,17 +176,6 @@ class Recording:
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         place = f"{path}:{earlier + 1}" if earlier else path
         self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, tuple(names), first)
-
-    def count(self, path: str, images: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> None:
-        """Refuse maps that are too large."""
-        needed = images * heads * queries * keys * torch.promote_types(dtype, torch.float32).itemsize
-        if self.taken + needed > self.limit:
-            raise ValueError(
-                f"queries: the maps of {path!r} take {needed / 2**30:.2f} GiB ({images} images × {heads} heads × "
-                f"{queries} queries × {keys} cells), with {self.taken / 2**30:.2f} GiB of modules before it: choose "
-                "points as queries, sites, heads or a reduction, or allow_large=True"
-            )
-        self.taken += needed
 
 
 def in_groups_of(given: Given, groups: int) -> Given:
@@ -203,8 +194,8 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
             del modules[path]  # of tokens, of which nobody says where they lie
     if not modules:
         raise ValueError(
-            f"model has no Attention2d to capture, nor one of other rank: {type(model).__name__} holds none; insert "
-            "one with insert_(model, …), or let swap_(model) exchange the attention that is there"
+            "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) exchange what "
+            "attention it has"
         )
     if sites is None:
         return modules
@@ -239,15 +230,10 @@ def numbers(name: str, value: int | Iterable[int] | None, count: int) -> list[in
     return [int(one) for one in chosen]  # which True and False are not to torch
 
 
-def cells_of(
-    points: Sequence[Point] | None, size: tuple[int, ...], image_size: tuple[int, ...], path: str
-) -> list[tuple[int, ...]]:
+def cells_of(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:
     """The cells of a map that points of the image lie in; all of them when None."""
     if points is None:
         return list(pairs(*map(range, size)))
-    if len(size) != len(image_size):
-        axes = f"{len(size)} axes and the image {len(image_size)}"
-        raise ValueError(f"queries must be None for {path!r}, whose map has {axes}: or leave it out by sites=")
     return [
         tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
     ]

@@ -20,8 +20,6 @@ from vision_attn.attention.patterns.partition import Partition, Partitions, Side
 from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable, new_term
 from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
-__all__ = ["Attention", "Attention1d", "Attention2d", "Attention3d", "attention_modules"]
-
 #: By how many axes a map has.
 AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 

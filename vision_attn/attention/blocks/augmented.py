@@ -13,8 +13,6 @@ from vision_attn.attention.blocks.specified import Specified
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.checks import check_count, check_counts, check_divides, check_new
 
-__all__ = ["AugmentedConv2d", "StridedAttention2d"]
-
 
 class AugmentedConv2d(Specified):
     """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
@@ -166,6 +164,3 @@ class StridedAttention2d(Specified):
 
     def specification(self) -> dict[str, object]:
         return {"stride": self.stride}
-
-    def extra_repr(self) -> str:
-        return f"stride={self.stride}"

@@ -25,8 +25,6 @@ from vision_attn.attention.masks import open_rows, upcast
 from vision_attn.attention.patterns.line import Cut, Line
 from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
-__all__ = ["LINEAR_IMPLS", "LinearAttention2d", "attend_linear"]
-
 #: By name.
 FEATURE_MAPS = ("softmax", "elu", "none")
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from vision_attn.attention.masks import upcast
 
-__all__ = ["POINTWISE", "Pointwise", "Pointwise2d", "UnitLength", "check_map", "in_format_of", "on_maps", "qk_norms"]
-
 #: How messages call the axes of a map, by how many there are.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 

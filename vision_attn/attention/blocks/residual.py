@@ -10,21 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention, Attention1d, Attention2d, Attention3d
-from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_format_of
+from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_format_of, on_maps
 from vision_attn.attention.blocks.specified import Specified
 from vision_attn.checks import check_count, check_flags, check_new, check_number, check_probability
-
-__all__ = [
-    "AttentionBlock",
-    "AttentionBlock1d",
-    "AttentionBlock2d",
-    "AttentionBlock3d",
-    "GatedResidual",
-    "LayerNorm2d",
-    "TransformerBlock2d",
-]
-
-torch.fx.wrap("in_format_of")
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -241,6 +229,8 @@ class TransformerBlock2d(Specified):
     torch.Size([2, 64, 7, 5])
     """
 
+    rank = 2
+
     def __init__(
         self,
         channels: int,
@@ -278,11 +268,12 @@ class TransformerBlock2d(Specified):
         self.fc2 = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
         self.mlp_drop = nn.Dropout(mlp_drop)
 
+    @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and transform.
 
         Args:
-            x: maps, ``(b, c, h, w)``.
+            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
             mask: as in :meth:`Attention2d.forward`.
             context: as in :meth:`Attention2d.forward`.
 
@@ -292,10 +283,7 @@ class TransformerBlock2d(Specified):
         Raises:
             ValueError: as :meth:`Attention2d.forward`.
         """
-        if isinstance(x, Tensor) and x.dim() == 3:
-            return self.forward(x[None], mask, None if context is None else context[None])[0]
-        if not isinstance(x, torch.fx.Proxy):
-            check_map("x", x, self.attn.channels, rank=2)
+        check_map("x", x, self.attn.channels, self.rank)
         if self.norm_first:
             y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
             y = y + self.mlp(self.norm2(y)).to(x.dtype)
@@ -314,6 +302,3 @@ class TransformerBlock2d(Specified):
 
     def specification(self) -> dict[str, object]:
         return {"norm_first": self.norm_first, "activation": self.activation}
-
-    def extra_repr(self) -> str:
-        return f"norm_first={self.norm_first}, activation={self.activation!r}"

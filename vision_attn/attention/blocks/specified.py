@@ -11,8 +11,6 @@ from torch import nn
 from vision_attn.attention.implementations import check_impl
 from vision_attn.checks import check_type
 
-__all__ = ["EXCHANGED", "TOLD", "Specified", "blocks_with_impl", "set_impl_", "use_impl"]
-
 #: The entry of a block in the metadata of a state dict, beside torch's own ``version``.
 TOLD = "block"
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 from vision_attn.checks import MOST, product
 
-__all__ = ["AXES", "GRIDS", "WINDOWS", "Cut", "Line", "line_by_axis"]
-
 #: Names of a map's axes, of which a map with fewer has the last ones: ``w``, ``h w`` and ``t h w``.
 AXES = ("t", "h", "w")
 
 #: How a line splits each axis into groups ``g<axis>`` of tokens ``<axis>``.
 WINDOWS, GRIDS = "(g{axis} {axis})", "({axis} g{axis})"
 
-NAME = re.compile(r"[a-z][a-z0-9_]*")
+NAME = r"[a-z][a-z0-9_]*"
+#: A name, or names in brackets; and the items of a side of a line.
+ITEM = rf"{NAME}|\(\s*{NAME}(?:\s+{NAME})*\s*\)"
+SIDE = re.compile(rf"\s*(?:{ITEM})(?:\s+(?:{ITEM}))*\s*")
 
 #: Names with another meaning: in the line itself, where it is read (``c``), and to ``einx.id``.
 TAKEN = ("b", "c", "n", "d", "backend", "graph")
@@ -141,21 +142,9 @@ class Cut:
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:
     """The items of one side: a name, or names in brackets."""
-    found, brackets = [], []
-    for bracket, name in re.findall(r"\(([^()]*)\)|([^\s()]+)", side):
-        found.append(tuple(bracket.split()) if bracket else (name,))
-        brackets.append(bool(bracket))
-    again = " ".join(
-        f"({' '.join(item)})" if bracket else item[0] for item, bracket in zip(found, brackets, strict=True)
-    )
-    if any(not NAME.fullmatch(name) for item in found for name in item) or again != normal(side):
+    if not SIDE.fullmatch(side):
         raise refuse(f"{side.strip()!r} is not names and names in brackets")
-    return found
-
-
-def normal(side: str) -> str:
-    """With one space wherever there is any."""
-    return re.sub(r"\(\s+|\s+\)", lambda found: found.group().strip(), " ".join(side.split()))
+    return [tuple(item.strip("()").split()) for item in re.findall(ITEM, side)]
 
 
 def line_by_axis(form: str, sides: Sequence[int]) -> Line:

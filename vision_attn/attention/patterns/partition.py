@@ -18,8 +18,6 @@ from torch import Tensor
 from vision_attn.attention.patterns.line import Cut, Line
 from vision_attn.checks import product
 
-__all__ = ["Axis", "Lay", "Partition", "Partitioner", "Partitions", "Side"]
-
 #: Sizes of maps whose partitions a block keeps.
 SIZES = 4
 

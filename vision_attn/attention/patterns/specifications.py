@@ -9,8 +9,6 @@ from vision_attn.attention.patterns.partition import Partitioner
 from vision_attn.attention.patterns.tiles import HaloPartitioner, LinePartitioner, NeighborhoodPartitioner
 from vision_attn.checks import MOST
 
-__all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Pattern", "Window", "resolve_pattern"]
-
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Pattern:
@@ -108,17 +106,13 @@ class Window:
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
             raise ValueError(f"Window: size and shift must be for as many axes; got {self.size} and {self.shift}")
-        for side, by in zip(sides, shifts, strict=True):
-            if by >= side:
-                raise ValueError(
-                    f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}"
-                )
+        if any(by >= side for side, by in zip(sides, shifts, strict=True)):
+            raise ValueError(f"Window: shift must be smaller than size; got size={self.size} and shift={self.shift}")
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
         sides = for_axes(self, "size", self.size, rank)
-        shift = for_axes(self, "shift", self.shift, rank)
-        return LinePartitioner(line_by_axis(WINDOWS, sides), shift)
+        return LinePartitioner(line_by_axis(WINDOWS, sides), for_axes(self, "shift", self.shift, rank))
 
 
 @dataclass(frozen=True)
@@ -146,8 +140,7 @@ class Grid:
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
-        sides = for_axes(self, "size", self.size, rank)
-        return LinePartitioner(line_by_axis(GRIDS, sides))
+        return LinePartitioner(line_by_axis(GRIDS, for_axes(self, "size", self.size, rank)))
 
 
 @dataclass(frozen=True)

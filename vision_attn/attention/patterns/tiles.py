@@ -10,8 +10,6 @@ from torch import Tensor
 from vision_attn.attention.patterns.partition import Axis, Lay, Partitioner
 from vision_attn.checks import product
 
-__all__ = ["HaloPartitioner", "LinePartitioner", "NeighborhoodPartitioner"]
-
 
 @dataclass(frozen=True)
 class LinePartitioner(Partitioner):

@@ -14,8 +14,6 @@ from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.partition import Partition, Side
 from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 
-__all__ = ["AbsPos", "ConditionalPos", "Rope2d", "SinCos"]
-
 #: The convolution for maps with one, two and three axes.
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
@@ -90,10 +88,8 @@ class ConditionalPos:
     kernel_size: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.kernel_size, bool) or not isinstance(self.kernel_size, int) or self.kernel_size % 2 != 1:
+        if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"ConditionalPos: kernel_size must be an odd whole number; got {self.kernel_size!r}")
-        if self.kernel_size < 1:
-            raise ValueError(f"ConditionalPos: kernel_size must be at least 1; got {self.kernel_size}")
 
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return ConditionalTerm(self, shape, device, dtype)

@@ -14,8 +14,6 @@ from vision_attn.attention.patterns import Partition
 from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 from vision_attn.checks import product
 
-__all__ = ["RelPosDecomposed", "RelPosTable", "resample"]
-
 #: Keys in a group up to which the term is added to the logits, as a bias of queries by keys. Beyond, it is folded into
 #: queries and keys, which grow by as many channels as a group has rows and columns: dearer than the bias in small
 #: groups, cheaper in large ones, where the bias takes memory for every pair of tokens.
@@ -207,28 +205,20 @@ def table_lengths(specification: RelativePosition, shape: BlockShape) -> tuple[i
     partitioner, rank = shape.partitioner, shape.rank
     given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
     if len(given) != rank:
-        raise ValueError(
-            f"{owner}: feat_size must be a whole number of at least 1, or a tuple of one for each of {rank} axes; "
-            f"got {feat_size!r}"
-        )
+        raise ValueError(f"{owner}: feat_size must be one length, or one for each of {rank} axes; got {feat_size!r}")
     lengths = []
     for length, fixed, attended in zip(given, partitioner.window_shape, partitioner.attended, strict=True):
-        if not attended:
-            lengths.append(1)
-        elif fixed is None:
-            if length is None:
-                raise ValueError(
-                    f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the "
-                    f"map that the tables are learned on, as in {owner}(feat_size=(14, 14))"
-                )
-            lengths.append(length)
-        else:
-            if length not in (None, fixed):
-                raise ValueError(
-                    f"{owner}: feat_size must be that of the pattern's groups, {partitioner.window_shape}; "
-                    f"got {feat_size!r}: leave it out"
-                )
-            lengths.append(fixed)
+        if attended and fixed is None and length is None:
+            raise ValueError(
+                f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the map "
+                f"that the tables are learned on, as in {owner}(feat_size=(14, 14))"
+            )
+        if attended and fixed is not None and length not in (None, fixed):
+            raise ValueError(
+                f"{owner}: feat_size must be that of the pattern's groups, {partitioner.window_shape}; "
+                f"got {feat_size!r}: leave it out"
+            )
+        lengths.append((fixed or length or 1) if attended else 1)
     return tuple(lengths)
 
 

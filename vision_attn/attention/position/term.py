@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from vision_attn.attention.patterns import Partition, Partitioner
 from vision_attn.checks import MOST
 
-__all__ = ["AXIS_NAMES", "AnyPosition", "BlockShape", "Placed", "PositionTerm", "check_feat_size", "new_term"]
-
 #: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
 #: ``(b or 1, groups or 1, n, i, j)`` or None.
 Placed = tuple[Tensor, Tensor, float, Tensor | None]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
-from vision_attn.checks import check_count, check_divides
+from vision_attn.checks import check_counts, check_type
 from vision_attn.networks.convert.proof import check_source, check_without, difference, path_of, random_map
-from vision_attn.networks.convert.row import BLOCKS, block_of, filled, input_projections, parameters_of, rows_of
-from vision_attn.networks.convert.table import TABLE, row_of
-from vision_attn.text import markdown
-
-__all__ = ["from_layer", "from_linear_projections", "table_of_layers", "to_timm_attention", "to_torch_mha"]
-
-Layer = TypeVar("Layer", bound=nn.Module)
+from vision_attn.networks.convert.row import block_of, filled, input_projections, parameters_of, rows_of
+from vision_attn.networks.convert.table import row_of
 
 
 def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | AnyPattern | None = None) -> Any:
@@ -27,8 +21,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     ``layer(t)`` of the positions of ``x``, row by row, becomes ``block(x)``. The block has the layer's type, device and
     mode, and is trained where the layer is. The layer stays as it is. The table of layers is in ``docs/convert.md``.
 
-    - Of ``nn.MultiheadAttention``: give ``~mask``, as torch's bool mask says where not to look. With ``kdim`` and
-      ``vdim`` it is ``block(x, context=y)``; if they differ, ``y`` holds the channels of the keys, then the values'.
+    - Of ``nn.MultiheadAttention``: give ``~mask``, as torch's bool mask says where not to look. With a ``kdim`` equal
+      to ``vdim`` it is ``block(x, context=y)``.
     - Of Swin: maps are padded with zeros to whole windows, and attended to with them, as in its network. Positions that
       a shift brings together do not see each other, where the network takes 100 off their logits. The small network
       that gives the biases of version 2 becomes a table, which is trained.
@@ -46,7 +40,7 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     Returns:
         :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d`; an :class:`AttentionBlock2d` where the layer
-        adds its input; a :class:`TransformerBlock2d` of an encoder layer.
+        adds its input.
 
     Raises:
         ValueError: no row is for the layer, or it does what the block does not; the message says what.
@@ -56,58 +50,30 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     torch.Size([2, 64, 14, 10])
     """
     if not isinstance(module, nn.Module):
-        keras = "; Keras has to run on torch: set KERAS_BACKEND=torch before it is imported"
-        raise ValueError(f"module must be an nn.Module; got {path_of(type(module))}{keras}")
+        needed = "an nn.Module, as a layer of Keras is if KERAS_BACKEND=torch is set before it is imported"
+        raise ValueError(f"module must be {needed}; got {path_of(type(module))}")
     _, kind, row = row_of(module)
     row.refuse(module)
     check_without(module, dict.fromkeys(row.around, "let swap_ run a block inside the layer, which keeps doing it"))
-    options: dict[str, Any] = {}
+    options = {} if row.groups is None else row.groups(module)
+    if pattern is not None:
+        if row.groups is None or not isinstance(pattern, (Window, Grid)):
+            raise ValueError(f"pattern must be None, or a Window or Grid if a layer is given groups; got {pattern!r}")
+        options["pattern"] = pattern
     if row.axes == "b t c":
-        options["rank"] = 2 if rank is None else check_rank(rank)
+        options["rank"] = 2 if rank is None else rank
     elif rank is not None:
-        raise ValueError(
-            f"rank must be None for a {kind.__name__}, whose maps have the axes that they have; got {rank}"
-        )
-    if row.groups is not None and (pattern in (None, "full") or isinstance(pattern, (Window, Grid))):
-        options |= row.groups(module, pattern)
-    elif pattern is not None:
-        expected = "None" if row.groups is None else "a Window or a Grid, as its network cuts the map"
-        raise ValueError(f"pattern must be {expected} for a {kind.__name__}; got {pattern!r}")
+        raise ValueError(f"rank must be None for a {kind.__name__}, whose maps have their own axes; got {rank}")
 
-    def compute(twin: Any, *args: Any) -> Any:
-        whole = row.whole(row, twin, 2)
-        if whole is None:
-            block = row.block(twin).double()
-            return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), *args)
-        maps = [x if x.dim() == 4 else x.mT[..., None] for x in args]
-        y = whole(*maps) if len(maps) == 1 else whole(maps[0], None, maps[1])
-        return y if args[0].dim() == 4 else y.flatten(2).mT
+    def compute(twin: Any, x: Tensor, *args: Any) -> Any:
+        block = row.block(twin).double()
+        if isinstance(block, Attention):
+            return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), x, *args)
+        return block(x.flatten(2) if row.rank == 1 else x).view(x.shape)
 
     difference(module, compute, row.arguments, row.twin, **row.told)
     with torch.inference_mode(False), torch.enable_grad():  # which the weights say by whether they are trained
-        whole = row.whole(row, module, options.get("rank", 2))
-        return row.block(module, **options) if whole is None else whole
-
-
-def check_rank(rank: int) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank not in BLOCKS:
-        raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
-    return rank
-
-
-def table_of_layers() -> str:
-    """The table of the layers that are known, as Markdown, made from its rows.
-
-    >>> table_of_layers().splitlines()[0]
-    '| layer | `from_layer` refuses | `swap_` leaves to the layer |'
-    """
-    lines: dict[tuple[str, str], list[str]] = {}
-    for path, row in TABLE.items():
-        refused = ", ".join(f"`{name}`" for name in (*row.refuses, *row.around)) or "—"
-        left = (row.serves_itself or "—") if row.swaps else "all: it is not swapped"
-        lines.setdefault((refused, left), []).append(f"`{path}`")
-    rows = [(", ".join(paths), *cells) for cells, paths in lines.items()]
-    return markdown([("layer", "`from_layer` refuses", "`swap_` leaves to the layer"), *rows], left=(0, 1, 2))
+        return row.block(module, **options)
 
 
 # --- separate projections ---------------------------------------------------------------------------------------------
@@ -131,7 +97,7 @@ def from_linear_projections(
     projections have to be plain.
 
     Args:
-        wq: projection of queries, an ``nn.Linear`` or a 1×1 convolution, to ``num_heads · key_dim`` rows.
+        wq: projection of queries, an ``nn.Linear``, to ``num_heads · key_dim`` rows.
         wk: of keys, to ``num_kv_heads · key_dim`` rows.
         wv: of values, to ``num_kv_heads · value_dim`` rows.
         wo: of the output, from ``num_heads · value_dim``.
@@ -152,7 +118,6 @@ def from_linear_projections(
     >>> from_linear_projections(wq, wk, wv, wo, num_heads=8, num_kv_heads=2)(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
     """
-    check_rank(rank)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_projections({"wq": wq, "wk": wk, "wv": wv, "wo": wo}, num_heads, num_kv_heads)
     with torch.inference_mode(False), torch.enable_grad():
@@ -163,30 +128,22 @@ def from_linear_projections(
 
 def check_projections(layers: dict[str, Any], num_heads: int, num_kv_heads: int) -> None:
     """Refuse projections that are not plain, or do not fit each other."""
-    check_count("num_heads", num_heads)
-    check_count("num_kv_heads", num_kv_heads)
-    check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+    check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
     for name, layer in layers.items():
-        if not is_plain(layer):
-            raise ValueError(f"{name} must be an nn.Linear or a 1×1 convolution, and plain; got {layer}")
+        if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+            raise ValueError(f"{name} must be an nn.Linear as it is in torch; got {layer}")
         check_source(layer)
     shapes = [tuple(rows_of(layer).weight.shape) for layer in layers.values()]
     (rows, channels), (_, context), (values, _), (out, _) = shapes
     d, e = rows // num_heads, values // num_kv_heads
-    fitting = (num_heads * d, channels), (num_kv_heads * d, context), (num_kv_heads * e, context), (out, num_heads * e)
-    for name, shape, expected in zip(layers, shapes, fitting, strict=True):
-        if shape != expected:
-            heads = f"{num_heads} heads of {d} for queries and {num_kv_heads} of {e} for values"
-            raise ValueError(f"{name}.weight must be of shape {expected}, with {heads}; got {shape}")
-
-
-def is_plain(layer: Any) -> bool:
-    """Whether it computes a matrix product at each position and nothing else."""
-    if type(layer) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    sides = {*layer.kernel_size, *layer.stride, layer.groups}
-    pads = layer.padding not in ("same", "valid") and any(layer.padding)  # of which one position needs nothing
-    return sides == {1} and not pads
+    fitting = [
+        (num_heads * d, channels),
+        (num_kv_heads * d, context),
+        (num_kv_heads * e, context),
+        (out, num_heads * e),
+    ]
+    if shapes != fitting:
+        raise ValueError(f"{', '.join(layers)} must have weights of {fitting} with these heads; got {shapes}")
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------
@@ -209,13 +166,11 @@ def to_torch_mha(block: Attention) -> nn.MultiheadAttention:
     >>> layer(*[torch.randn(2, 140, 64)] * 3)[0].shape
     torch.Size([2, 140, 64])
     """
-
-    def make(block: Attention) -> nn.MultiheadAttention:
-        bias = block.qkv.bias is not None
-        options = {"dropout": block.attn_drop, "bias": bias, "batch_first": True, "device": "meta"}
-        return nn.MultiheadAttention(block.channels, block.num_heads, **options)
-
-    return taken_back(block, make, {"in_proj_": "qkv", "out_proj.": "proj"})
+    check_type("block", block, Attention, "an Attention1d, Attention2d or Attention3d")
+    bias = block.qkv.bias is not None
+    options = {"dropout": block.attn_drop, "bias": bias, "batch_first": True, "device": "meta"}
+    layer = nn.MultiheadAttention(block.channels, block.num_heads, **options)
+    return taken_back(block, layer, {"in_proj_": "qkv", "out_proj.": "proj"})
 
 
 def to_timm_attention(block: Attention) -> nn.Module:
@@ -236,52 +191,46 @@ def to_timm_attention(block: Attention) -> nn.Module:
     """
     from timm.layers import Attention as TimmAttention
 
-    def make(block: Attention) -> nn.Module:
-        layer = TimmAttention(
-            block.channels,
-            block.num_heads,
-            attn_head_dim=block.key_dim,
-            qkv_bias=block.qkv.bias is not None,
-            qk_norm=block.q_norm is not None,
-            norm_layer=nn.LayerNorm,
-            proj_bias=block.proj.bias is not None,
-            attn_drop=block.attn_drop,
-            proj_drop=block.proj_drop.p,
-            device="meta",
-        )
-        for name in ("q_norm", "k_norm"):
-            if isinstance(norm := getattr(block, name), nn.LayerNorm):
-                getattr(layer, name).eps = norm.eps
-        return layer
-
+    check_type("block", block, Attention, "an Attention1d, Attention2d or Attention3d")
+    layer: Any = TimmAttention(
+        block.channels,
+        block.num_heads,
+        attn_head_dim=block.key_dim,
+        qkv_bias=block.qkv.bias is not None,
+        qk_norm=block.q_norm is not None,
+        norm_layer=nn.LayerNorm,
+        proj_bias=block.proj.bias is not None,
+        attn_drop=block.attn_drop,
+        proj_drop=block.proj_drop.p,
+        device="meta",
+    )
+    if isinstance(block.q_norm, nn.LayerNorm) and isinstance(block.k_norm, nn.LayerNorm):
+        layer.q_norm.eps, layer.k_norm.eps = block.q_norm.eps, block.k_norm.eps
     names = {f"{name}.": name for name in ("qkv", "proj", "q_norm", "k_norm")}
-    return taken_back(block, make, names, "key_dim", "value_dim", "proj_drop")
+    return taken_back(block, layer, names, "key_dim", "value_dim", "proj_drop")
 
 
-def taken_back(block: Attention, make: Callable[[Attention], Layer], names: dict[str, str], *carried: str) -> Layer:
+def taken_back(block: Attention, layer: Any, names: dict[str, str], *carried: str) -> Any:
     """The layer with the block's weights, by the names that the layer has for them, proven on a copy of the block.
 
     What the layer does not carry over is refused, by name where the proof on a small map would not find it.
     """
-    if not isinstance(block, Attention):
-        raise ValueError(f"block must be an Attention1d, Attention2d or Attention3d; got {type(block).__name__}")
     own = {name: value for name, value in block.specification().items() if name not in ("num_heads", *carried)}
     if own.pop("pattern") != "full" or own or block.proj_drop.p * ("proj_drop" not in carried):
-        raise ValueError(
-            f"block must be plain attention of the whole map, which is all that the layer does; got {block}"
-        )
+        raise ValueError(f"block must be plain attention of the whole map, as all that the layer does; got {block}")
 
-    def convert(block: Attention) -> Layer:
+    def convert(block: Attention) -> Any:
         tensors = {
             f"{theirs}{key.removeprefix(f'{name}.')}": x.flatten(1) if x.dim() > 1 else x
             for theirs, name in names.items()
             for key, x in block.named_parameters()
             if key.startswith(f"{name}.")
         }
-        return filled(make(block), tensors, training=block.training)
+        return filled(layer, tensors, training=block.training)
 
     def compute(twin: Attention, x: Tensor) -> Tensor:
-        layer, tokens = convert(twin), x.flatten(2).mT
+        convert(twin)
+        tokens = x.flatten(2).mT
         y = layer(*[tokens] * 3)[0] if isinstance(layer, nn.MultiheadAttention) else layer(tokens)
         return y.mT.view(x.shape)
 

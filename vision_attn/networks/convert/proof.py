@@ -19,8 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
 
-__all__ = ["HOOKS", "check_source", "check_without", "difference", "drop_of", "path_of", "random_like", "random_map"]
-
 #: Of the largest value, in float64. Another order of rows differs by all of it, arithmetic by 1e-15.
 TOLERANCE = 1e-10
 
@@ -115,13 +113,11 @@ def difference(
     """
     worst = 0.0
     with torch.inference_mode(False), torch.enable_grad(), twin(source) as other:
-        with explained(source, "run as a layer of its class is"):
-            arguments = example(other)
         for size in SIZES:
-            with torch.no_grad():  # in place, as one tensor may be several arguments
-                for x in {id(x): x for x in arguments if isinstance(x, Tensor)}.values():
-                    x.mul_(size)
             with explained(source, "run as a layer of its class is"):
+                given = example(other)
+                scaled = {id(x): size * x for x in given if isinstance(x, Tensor)}  # one may be several arguments
+                arguments = [scaled.get(id(x), x) for x in given]
                 expected = output_of(other(*arguments, **options))
             with explained(source, "run by what was made of it", ValueError):  # which says what is wrong
                 worst = max(worst, off_by(source, expected, output_of(compute(other, *arguments))))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -31,8 +32,6 @@ from vision_attn.attention.blocks import Attention, Attention1d, Attention2d, At
 from vision_attn.attention.blocks.projection import in_format_of
 from vision_attn.attention.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.networks.convert.proof import check_source, check_without, drop_of, random_map, random_twin
-
-__all__ = ["BLOCKS", "OWN", "Row", "Rows", "Weights", "block_of", "filled", "parameters_of", "residual", "rows_of"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -103,33 +102,15 @@ def side_by_side(**parts: Rows) -> Rows:
     >>> side_by_side(q=Rows(torch.ones(8, 4)), kv=Rows(torch.ones(2, 4))).weight.shape
     torch.Size([10, 4])
     """
-    check_biases(**parts)
     biases = [part.bias for part in parts.values() if part.bias is not None]
     return Rows(torch.cat([part.weight for part in parts.values()]), torch.cat(biases) if biases else None)
 
 
-def check_biases(**parts: Rows) -> None:
-    """Refuse projections of which some have a bias and others none: the block has one option for all."""
-    lacking = [name for name, part in parts.items() if part.bias is None]
-    if 0 < len(lacking) < len(parts):
-        raise ValueError(f"{', '.join(parts)} must all have a bias, or none of them; got none for {', '.join(lacking)}")
-
-
 def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
     """The projections of a block: ``qkv``, or ``q`` and ``kv`` where these are of other channels than queries."""
-    check_biases(q=q, k=k, v=v)
     if k.weight.shape[1] == q.weight.shape[1]:
         return {"qkv": side_by_side(q=q, k=k, v=v)}
     return {"q": q, "kv": side_by_side(k=k, v=v)}
-
-
-def kernel_rows(kernel: Tensor, bias: Tensor | None) -> Rows:
-    """The rows of a kernel that keeps heads as its second axis.
-
-    >>> kernel_rows(torch.ones(8, 2, 5), None).weight.shape
-    torch.Size([10, 8])
-    """
-    return Rows(kernel.flatten(1).T, None if bias is None else bias.flatten())
 
 
 def with_bias(rows: Rows) -> Rows:
@@ -141,33 +122,27 @@ def with_bias(rows: Rows) -> Rows:
 
 
 def block_of(
-    rank: int,
-    weights: Weights,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    value_dim: int | None = None,
-    kind: type[Attention] | None = None,
-    **options: Any,
+    rank: int, weights: Weights, num_heads: int, num_kv_heads: int | None = None, kind: Any = None, **own: Any
 ) -> Attention:
     """The block for these weights, on the meta device. What their shapes and names tell need not be said."""
-    first, out = weights.get("qkv") or weights["q"], weights.get("proj")
-    rows, kv_heads = len(first.weight), num_kv_heads or num_heads
-    e = out.weight.shape[1] // num_heads if out else value_dim or rows // (num_heads + 2 * kv_heads)
+    if rank not in BLOCKS:
+        raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
+    first, out = weights.get("qkv") or weights["q"], weights["proj"]
+    rows, kv_heads, e = len(first.weight), num_kv_heads or num_heads, out.weight.shape[1] // num_heads
     return (kind or BLOCKS[rank])(
         first.weight.shape[1],
         num_heads,
         num_kv_heads=num_kv_heads,
         key_dim=rows // num_heads if "q" in weights else (rows - kv_heads * e) // (num_heads + kv_heads),
         value_dim=e,
-        out_channels=len(out.weight) if out else num_heads * e,
+        out_channels=len(out.weight),
         context_channels=weights["kv"].weight.shape[1] if "kv" in weights else None,
         qkv_bias=first.bias is not None,
-        proj_bias=out is not None and out.bias is not None,
+        proj_bias=out.bias is not None,
         qk_norm="cosine" if "q_norm.logit_scale" in weights else "q_norm.weight" in weights,
         output_gate="gate" in weights,
         device="meta",
-        **options,
+        **own,
     )
 
 
@@ -198,10 +173,8 @@ def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> M
 def residual(attn: Attention, norm: Any = None) -> AttentionBlock:
     """``x + attn(norm(x))`` with a group norm as the layer's, or none; the gate of ones is not trained."""
     block = RESIDUAL[attn.rank](attn.channels, 1, device="meta")
-    block.attn, block.norm, block.begins_open = attn, nn.Identity(), False  # type: ignore[assignment]
-    if norm is not None:
-        copied = nn.GroupNorm(norm.num_groups, norm.num_channels, norm.eps, device="meta")
-        block.norm = filled(copied, {"weight": norm.weight, "bias": norm.bias}, training=attn.training)  # type: ignore[assignment]
+    block.attn, block.begins_open = attn, False
+    block.norm = nn.Identity() if norm is None else deepcopy(norm)  # type: ignore[assignment]
     block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
     return block.train(attn.training)
 
@@ -229,10 +202,10 @@ class PaddedAttention2d(Attention2d):
         below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
         if not below and not right:
             return x
-        if mask is not None or context is not None or self.rolls_first:
-            what = "x must be of" if self.rolls_first else "with a mask or a context x must be of"
-            got = f"{x.shape[-2]}×{x.shape[-1]}"
-            raise ValueError(f"{what} whole windows of {rows}×{columns}; got {got}: pad it yourself")
+        rolled = self.rolls_first and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
+        if mask is not None or context is not None or rolled:
+            what = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
+            raise ValueError(f"x must be of whole windows of {rows}×{columns}; got {what}: pad it yourself")
         return F.pad(x, (0, right, 0, below))
 
 
@@ -257,10 +230,11 @@ class Row:
     ``attend`` stands for the block: ``attend(x, mask=None, context=None)`` on ``(b, channels, *axes)``.
     """
 
-    #: the block's parameters by name, made of the layer's; without ``proj`` where the layer does not project
+    #: the block's parameters by name, made of the layer's
     weights: Callable[[Any], Weights]
-    #: arguments of the block that its weights do not tell: an attribute of the layer by name, or a function of it
-    options: Mapping[str, Any] = field(default_factory=lambda: {"num_heads": "num_heads"})
+    #: arguments of the block that its weights do not tell, each an attribute of the layer by name, a function of it or
+    #: a value; ``num_heads`` is the layer's own unless it is among them
+    options: Mapping[str, Any] = field(default_factory=dict)
     #: how what it is given lies: tokens ``b t c``, or maps with their channels first or last
     axes: str = "b c h w"
     #: its dropouts, of the weights and of the output
@@ -273,24 +247,18 @@ class Row:
     bias: Callable[..., Any] = unbiased
     #: ``(layer, attend, *args)`` to what the layer gives, or :data:`OWN`, if that is more than ``attend(x, bias)``
     call: Callable[..., Any] | None = None
-    #: calls that the layer serves itself, in words
-    serves_itself: str = ""
     #: the size of a map to try it with
     size: Callable[[Any], tuple[int, ...]] | None = None
     #: arguments to try it with, if these are not one map
     example: Callable[[Any], tuple[Any, ...]] | None = None
-    #: ``(layer, pattern)`` to options of the block, for a layer that is given the groups of a map
-    groups: Callable[..., dict[str, Any]] | None = None
-    #: ``(row, layer, rank)`` to a module with more than attention, for ``from_layer`` alone; None for the block
-    whole: Callable[[Row, Any, int], nn.Module | None] = lambda row, layer, rank: None
+    #: options of the block, for a layer that is given the groups of a map
+    groups: Callable[[Any], dict[str, Any]] | None = None
+    #: ``(layer, block)`` to a module with more than attention, for ``from_layer`` alone
+    finish: Callable[[Any, Any], nn.Module] = lambda layer, block: block
     #: gives a copy of the layer, with other weights, to be run
     twin: Callable[[Any], AbstractContextManager[Any]] = random_twin
     #: what a call of it is told beside these arguments
     told: Mapping[str, bool] = field(default_factory=dict)
-    #: whether it is trained now
-    mode: Callable[[Any], bool] = lambda layer: layer.training
-    #: whether ``swap_`` is for it
-    swaps: bool = True
 
     @property
     def rank(self) -> int:
@@ -302,29 +270,24 @@ class Row:
         check_source(layer)
         check_without(layer, self.refuses)
 
-    def empty_block(self, layer: Any, weights: Weights, **options: Any) -> Attention:
+    def empty_block(self, layer: Any, weights: Weights, **given: Any) -> Attention:
         """The block on the meta device, without weights."""
         attn_drop, proj_drop = (drop_of(layer, name) for name in self.drops)
-        own = {name: getattr(layer, x) if isinstance(x, str) else x(layer) for name, x in self.options.items()}
-        told = {"rank": self.rank, "attn_drop": attn_drop, "proj_drop": proj_drop, **own, **options}
+        options = {"num_heads": "num_heads", **self.options}
+        options = {name: getattr(layer, x) if isinstance(x, str) else x for name, x in options.items()}
+        own = {name: x(layer) if callable(x) else x for name, x in options.items()}
+        told = {"rank": self.rank, "attn_drop": attn_drop, "proj_drop": proj_drop, **own, **given}
         block = block_of(weights=weights, **told)
         for name in ("q_norm", "k_norm"):  # of whose eps no state dict knows
             if isinstance(norm := getattr(block, name), nn.LayerNorm):
                 norm.eps = getattr(layer, name).eps
-        return block.train(self.mode(layer))
+        return block.train(self.told.get("training", layer.training))
 
-    def block(self, layer: Any, **options: Any) -> Attention:
-        """The block, with copies of the weights."""
+    def block(self, layer: Any, **options: Any) -> nn.Module:
+        """The block, or what has it and does more, with copies of the weights."""
         weights = self.weights(layer)
         block = self.empty_block(layer, weights, **options)
-        return filled(block, self.parameters(weights, block), training=block.training)
-
-    def parameters(self, weights: Weights, block: Attention) -> dict[str, Tensor]:
-        """The block's, by name; the output projection is the identity where the layer has none."""
-        if "proj" not in weights:
-            like = weights["qkv"].weight
-            weights = {**weights, "proj": Rows(torch.eye(block.out_channels, dtype=like.dtype, device=like.device))}
-        return parameters_of(weights, block.rank)
+        return self.finish(layer, filled(block, parameters_of(weights, block.rank), training=block.training))
 
     def forward(self, layer: Any, attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
         """What the layer gives for a call, by a block, or :data:`OWN`."""
@@ -345,6 +308,10 @@ class Row:
         """Arguments to try the layer with."""
         if self.example is not None:
             return self.example(layer)
-        channels = self.weights(layer)["qkv"].weight.shape[1]
-        x = random_map(2, channels, *((3, 4, 5)[: self.rank] if self.size is None else self.size(layer)))
+        channels, size = self.weights(layer)["qkv"].weight.shape[1], (8, 4, 5)[: self.rank]
+        if self.size is not None:
+            size = self.size(layer)
+        elif self.rank == 1 and isinstance(bias := self.bias(layer, torch.empty(0, 0, 0)), Tensor):
+            size = bias.shape[-1:]  # the tokens that it is for
+        x = random_map(2, channels, *size)
         return (x.movedim(1, -1) if self.axes.endswith("c") else x,)

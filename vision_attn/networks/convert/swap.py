@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from copy import copy as shallow_copy, deepcopy
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,24 +14,13 @@ import torch
 from torch import nn
 
 from vision_attn.attention.blocks import EXCHANGED
-from vision_attn.checks import check_flags, check_type
-from vision_attn.errors import ConversionError, SiteError
+from vision_attn.errors import SiteError
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
-from vision_attn.networks.convert.swapped import (
-    Swap,
-    Swapped,
-    note_place,
-    original_class,
-    place,
-    swapped_class,
-    traits_of,
-)
-from vision_attn.networks.convert.table import TABLE, known_class, row_of
+from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
+from vision_attn.networks.convert.table import known_class, row_of
 from vision_attn.networks.insertion.backbone import changeable
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
-
-__all__ = ["SwapReport", "SwappedModule", "swap_", "swap_back_"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +52,12 @@ class SwapReport(Report):
     1 module would be swapped
     where      module              attended to by               difference
     self_attn  MultiheadAttention  Attention1d, pattern='full'  ...
-    MultiheadAttention does by itself, as before: calls with a mask, with need_weights, or with values that are ...
     """
 
     #: in the order of the model
     modules: tuple[SwappedModule, ...]
     #: what was done
     verb: str = "swapped"
-    #: what is to be known
-    notes: tuple[str, ...] = ()
 
     @property
     def swapped(self) -> tuple[SwappedModule, ...]:
@@ -91,11 +77,9 @@ class SwapReport(Report):
         if self.swapped:
             rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
             found.append(Table([("where", "module", "attended to by", "difference"), *rows], left=(0, 1, 2)))
-        if self.left:
-            found.append(f"{len(self.left)} left as {'it is' if len(self.left) == 1 else 'they are'}")
-            for reason in dict.fromkeys(x.reason for x in self.left):
-                found.append(f"{shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
-        return [*found, *self.notes]
+        for reason in dict.fromkeys(x.reason for x in self.left):
+            found.append(f"left as before: {shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
+        return found
 
 
 def swap_(
@@ -103,7 +87,6 @@ def swap_(
     *,
     names: Names | Iterable[Names] | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
-    copy: bool = False,
     dry_run: bool = False,
 ) -> SwapReport:
     """Let blocks of ours compute the attention that is in a model, in place, with the weights that it has.
@@ -121,9 +104,7 @@ def swap_(
     Args:
         model: any network; it may be one such module.
         names: globs on module paths, as in :func:`vision_attn.insert_`: only these modules, and what is in them.
-        where: a function of path and module, likewise; all attention when both are None.
-        copy: give each module a copy of its weights, to be trained apart: :func:`swap_back_` then brings back the
-            weights of before.
+        where: a function of path and module, likewise; with ``names``, both have to choose a module.
         dry_run: change nothing.
 
     Returns:
@@ -131,7 +112,6 @@ def swap_(
 
     Raises:
         SiteError: ``names`` or ``where`` chooses no attention, or the model is wrapped or a TorchScript program.
-        ValueError: both of ``names`` and ``where``, or ``copy`` of a model that is itself such a module.
 
     >>> import timm
     >>> model = timm.create_model("test_vit").eval()
@@ -143,39 +123,26 @@ def swap_(
     (torch.Size([1, 1000]), True)
     """
     model = changeable(model)
-    check_flags(copy=copy, dry_run=dry_run)
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     inside = chosen_attention(modules, names, where)
-    if copy and "" in inside:
-        raise ValueError("copy must be False for a model that is itself the module to swap: copy it yourself")
     lines, swaps = [], {}
     for name, module in inside.items():
         try:
             swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
             lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
-        except (ValueError, ConversionError, AttributeError) as error:  # the last of a subclass without some part
+        except (ValueError, RuntimeError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
-    own = {line.kind: swaps[line.path].row.serves_itself for line in lines if line.path in swaps}
-    notes = [f"{kind} does by itself, as before: {calls}" for kind, calls in own.items() if calls]
-    if copy and swaps:
-        notes.append("The modules are copies: make optimizers now, one that was made before does not train them.")
     if not dry_run:
         for name, swap in swaps.items():
-            target: Any = modules[name]
-            kind: Any = type(target)
-            if copy:
-                swap.original, target = target, deepcopy(target)
-                swap.traits = traits_of(target)
-                place(model, modules[name], target)
-            vars(target).update({EXCHANGED: swap})
-            target.__class__ = swapped_class(kind)
-    return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped", tuple(notes))
+            vars(modules[name]).update({EXCHANGED: swap})
+            modules[name].__class__ = swapped_class(modules[name].__class__)
+    return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped")
 
 
 def swap_back_(model: nn.Module) -> SwapReport:
     """Undo :func:`swap_`: every module is the object that it was before, in the mode, type and place that it has now.
 
-    Weights that were trained since stay, unless the modules were copies (``copy=True``): then those of before are back.
+    Weights that were trained since stay.
 
     Args:
         model: the network.
@@ -201,28 +168,20 @@ def swap_back_(model: nn.Module) -> SwapReport:
         swap: Swap = vars(module).pop(EXCHANGED)
         lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         module.__class__ = original_class(module)  # type: ignore[assignment]
-        if swap.original is not None:
-            now = next(module.parameters())
-            place(model, module, swap.original.to(device=now.device, dtype=now.dtype).train(module.training))
     return SwapReport(tuple(lines), "swapped back")
 
 
 def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> dict[str, nn.Module]:
     """What is known to be attention, and what by its name is, unless it only holds such modules."""
-    kinds = {name: path_of(kind) for name, module in modules.items() if (kind := known_class(module)) is not None}
-    known = {name for name, path in kinds.items() if path not in TABLE or TABLE[path].swaps}
+    known = {name for name, module in modules.items() if known_class(module) is not None}
     named = {name for name, module in modules.items() if is_attention(module)}
     holds = {outer for name in known | named for outer in around(name)}
     attention = {name: module for name, module in modules.items() if name in known or name in named - holds}
     if names is None and where is None:
         return attention
-    if names is not None and where is not None:
-        raise ValueError("choose modules by names or by where, not both")
-    if names is not None:
-        chosen = match_names(modules, several("names", names, (str, re.Pattern)))
-    else:
-        check_type("where", where, Callable, "a function of path and module")
-        chosen = [name for name, module in modules.items() if where(name, module)]
+    chosen = list(modules) if names is None else match_names(modules, several("names", names, (str, re.Pattern)))
+    if where is not None:
+        chosen = [name for name in chosen if where(name, modules[name])]
     inside = {name: x for name, x in attention.items() if any(f"{name}.".startswith(f"{one}.") for one in chosen)}
     if not inside:
         raise SiteError(f"no attention is chosen; the model has {shorten(attention) or 'none'}")
@@ -247,9 +206,9 @@ def swap_for(module: nn.Module, outers: list[nn.Module]) -> Swap:
     if isinstance(module, Swapped):
         raise ValueError("it is swapped already")
     path, kind, row = row_of(module)
-    if not row.swaps:
-        raise ValueError(f"swap_ is not for {path}: use convert.from_layer")
-    bare: Any = shallow_copy(module)
+    if "..." in row.axes:
+        raise ValueError(f"swap_ is not for {path}, whose maps may have any axes: use convert.from_layer")
+    bare: Any = copy(module)
     vars(bare).update({hooks: OrderedDict() for hooks in HOOKS})  # those of the module itself go on running
     row.refuse(bare)
     if type(module).forward is not kind.forward:

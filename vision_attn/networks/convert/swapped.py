@@ -6,7 +6,6 @@ no weights: each forward lends it those that the module has then. What a block d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -17,12 +16,10 @@ from torch.fx import Proxy
 
 from vision_attn.attention.blocks import EXCHANGED, Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
-from vision_attn.networks.convert.proof import HOOKS, path_of
-from vision_attn.networks.convert.row import OWN, Row
+from vision_attn.networks.convert.proof import HOOKS
+from vision_attn.networks.convert.row import OWN, Row, parameters_of
 from vision_attn.networks.convert.table import TABLE
 from vision_attn.networks.insertion.record import token_grid
-
-__all__ = ["Swap", "Swapped", "note_place", "original_class", "place", "swapped_class", "traits_of"]
 
 
 @dataclass
@@ -41,8 +38,6 @@ class Swap:
     prefix: int | None = None
     #: the greatest difference of the two in the proof
     difference: float = 0.0
-    #: the module whose place it has, if it is a copy
-    original: nn.Module | None = None
 
     @property
     def row(self) -> Row:
@@ -52,10 +47,9 @@ class Swap:
         how = f"pattern={self.block.pattern!r}" if self.cut is None else f"on a map cut by {self.cut!r}"
         return f"{type(self.block).__name__}, {how}"
 
-    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        weights = self.row.parameters(self.row.weights(module), self.block)
-        y: Tensor = torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
-        return y
+    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
+        weights = parameters_of(self.row.weights(module), self.block.rank)
+        return torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
 
     @property
     def sees(self) -> str:
@@ -103,9 +97,6 @@ class Swapped(nn.Module):
         vars(self)[EXCHANGED].block.train(mode)
         return super().train(mode)
 
-    def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"by {vars(self)[EXCHANGED]}")))
-
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made here, and is in no module
         _, _, *rest = tuple(super().__reduce_ex__(2))
         return (empty, (original_class(self),), *rest)
@@ -136,22 +127,14 @@ def traits_of(module: nn.Module) -> tuple[Any, ...]:
     return parts, hooked, drops, settings
 
 
-def place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module wherever in the model another one is."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if module is old:
-            model.set_submodule(name, new)
-
-
 # --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
 
 
 def note_place(swap: Swap, module: nn.Module, outers: list[nn.Module]) -> None:
     """Note how what the module is given lies on the map, as the modules around it say, the innermost last."""
     for outer in outers:
-        if (path := path_of(type(outer))) in CUTS:
-            windows, size, shift = CUTS[path](outer, module)
-            swap.cut = Window(pair(size), pair(shift)) if windows else Grid(pair(size))
+        if type(outer).__module__ in CUTS:
+            swap.cut = cut_of(outer, module) or swap.cut
         count = getattr(outer, "num_prefix_tokens", None)  # of timm's; torchvision's have one
         if isinstance(count, int):
             swap.prefix = count
@@ -163,25 +146,20 @@ def pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def cut_of_timm(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
-    by_windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
-    return by_windows, outer.partition_size, 0
+def cut_of(outer: Any, module: Any) -> Window | Grid | None:
+    """How a module around cuts the map, if it does."""
+    if hasattr(outer, "shift_size"):
+        return Window(pair(outer.window_size), pair(outer.shift_size))
+    if hasattr(outer, "partition_type"):
+        windows, size = outer.partition_type == "window", module.size
+    elif type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
+        windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
+        size = outer.partition_size
+    else:
+        return None
+    return Window(pair(size)) if windows else Grid(pair(size))
 
 
-def cut_of_swin(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
-    return True, outer.window_size, outer.shift_size
-
-
-def cut_of_torchvision(outer: Any, module: nn.Module) -> tuple[bool, Any, Any]:
-    return outer.partition_type == "window", module.size, 0
-
-
-#: How a module around cuts the map, by the path of its class: in windows rather than a grid, their size, their shift.
-CUTS: dict[str, Callable[[Any, Any], tuple[bool, Any, Any]]] = {
-    "timm.models.maxxvit.PartitionAttentionCl": cut_of_timm,
-    "timm.models.maxxvit.PartitionAttention2d": cut_of_timm,
-    "timm.models.maxxvit.ParallelPartitionAttention": cut_of_timm,
-    "timm.models.swin_transformer.SwinTransformerBlock": cut_of_swin,
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": cut_of_swin,
-    "torchvision.models.maxvit.PartitionAttentionLayer": cut_of_torchvision,
-}
+#: Where the modules are that cut a map, each in words of its own.
+CUTS = {f"timm.models.{name}" for name in ("maxxvit", "swin_transformer", "swin_transformer_v2")}
+CUTS |= {"torchvision.models.maxvit"}

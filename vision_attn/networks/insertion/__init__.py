@@ -1,8 +1,6 @@
 """Into a backbone and out again."""
 
-from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
-    REPLACED,
     attach_records_,
     inserted,
     inserted_keys,
@@ -18,10 +16,8 @@ from vision_attn.networks.insertion.sites import parse_sites, stage_names
 
 __all__ = [
     "CHILD",
-    "REPLACED",
     "InsertedBlock",
     "InsertionReport",
-    "SiteError",
     "attach_records_",
     "changeable",
     "count_multiply_adds",

@@ -33,9 +33,6 @@ HELD = "inserted_at"
 #: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
 REPLACED = "replaced"
 
-#: What to do where tokens are of another grid.
-REMEDY = "insert it with example_input of the size that is used"
-
 
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
     """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
@@ -64,27 +61,27 @@ def run_block(block: nn.Module, value: Any) -> Any:
 
     def run_on(x: Tensor) -> Tensor:
         if "(" in layout and x.shape[1] != prefix_of(layout) + record.tokens:
-            expected = f"a grid of {record.size} tokens and {prefix_of(layout)} others; got {x.shape[1]} tokens"
-            raise ValueError(f"the block at {record.site!r} was inserted for {expected}: {REMEDY}")
-        y: Tensor = of_map(x, block(to_map(x, layout, size)), layout)
-        return y
+            raise wrong_grid(record, f"{x.shape[1] - prefix_of(layout)} tokens")
+        return of_map(x, block(to_map(x, layout, size)), layout)
 
     return change(value, record.element, run_on)
 
 
 def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], record: InsertedBlock) -> None:
     """Refuse images whose tokens are as many as a block expects, and another grid: 448×112 pixels for 224×224."""
-    values = (*args, *kwargs.values())
-    sizes = (x.shape[2:] for x in values if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
-    size = tuple(next(sizes, ()))
+    images = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
+    size = next((tuple(x.shape[2:]) for x in images), ())
     if len(size) != 2 or size == record.input_shape[2:]:
         return
     grid = token_grid(record.tokens, *size)
     if grid not in (None, record.map_size):
-        got = f"images of {size[0]}×{size[1]} have as many tokens in a grid of {grid[0]}×{grid[1]}"
-        raise ValueError(
-            f"the block at {record.site!r} was inserted for a grid of {record.size} tokens; {got}: {REMEDY}"
-        )
+        raise wrong_grid(record, f"{grid[0]}×{grid[1]} for images of {size[0]}×{size[1]}")
+
+
+def wrong_grid(record: InsertedBlock, got: str) -> ValueError:
+    """The error where tokens are of another grid than a block was inserted for."""
+    remedy = "insert it with example_input of the size that is used"
+    return ValueError(f"the block at {record.site!r} is for a grid of {record.size} tokens; got {got}: {remedy}")
 
 
 def is_site(module: nn.Module) -> bool:
@@ -125,12 +122,17 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     """Let a block run where its record says; :func:`detach_` undoes it."""
     record: InsertedBlock = vars(block)[RECORD]
     target = model.get_submodule(record.site)
+    path, _, child = f"{record.site}.{record.held}".rpartition(".")
+    owner = model.get_submodule(path)
+    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
+        raise SiteError(f"{record.site!r}: no block can be {record.at!r} a module as its child {child!r}")
+    if is_site(target) or (record.at != "instead" and hasattr(owner, child)):
+        raise SiteError(f"{record.site!r} has an inserted block already, or is one: remove_ it first")
     if record.at == "instead":
         vars(block)[REPLACED] = target
         exchange_(model, target, block)
         return
-    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
-    model.get_submodule(owner).add_module(child, block)
+    owner.add_module(child, block)
     if record.held != CHILD:
         vars(target)[HELD] = record.held
     if record.at == "before":
@@ -188,21 +190,27 @@ def attached(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
         raise
 
 
-def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module]) -> nn.Module:
-    """A new block with a record that fits the model; its device, type and mode are those of the module at its site."""
-    site, (owner, _, child) = record.site, f"{record.site}.{record.held}".rpartition(".")
+def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module], like: Any = None) -> nn.Module:
+    """A new block with its record, in the mode of the module at its site.
+
+    Its device and type are those of ``like``, or else of that module or its model.
+    """
+    site, owner = record.site, f"{record.site}.{record.held}".rpartition(".")[0]
     try:
-        target, holder = model.get_submodule(site), model.get_submodule(owner)
+        target, _ = model.get_submodule(site), model.get_submodule(owner)
     except AttributeError as error:
         raise SiteError(f"{site!r}: the model has no place for a block there ({error})") from error
-    if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
-        raise SiteError(f"{site!r}: no block can be {record.at!r} a module as its child {child!r}")
-    if is_site(target) or (record.at != "instead" and hasattr(holder, child)):
-        raise SiteError(f"{site!r} has an inserted block already: remove_ it first")
-    floats = (p for module in (target, model) for p in module.parameters() if p.is_floating_point())
-    like = next(floats, torch.empty(0))
+    if like is None:
+        floats = (p for module in (target, model) for p in module.parameters() if p.is_floating_point())
+        like = next(floats, torch.empty(0))
     own = replacement_options(target) if record.at == "instead" else {}
-    block = make(record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
+    try:
+        block = make(record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"the block at {site!r}, for {record.channels} channels: {error}") from error
+    if not isinstance(block, nn.Module) or RECORD in vars(block):
+        raise ValueError(f"block must make a new module for each site; it made {type(block).__name__}")
     block.train(target.training)
     vars(block)[RECORD] = record
     return block
@@ -284,10 +292,9 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
         name: module if REPLACED in vars(module) else block_at(module) for name, module in modules if is_site(module)
     }
     run = set(map(id, blocks.values()))
-    for name, module in modules:
-        if RECORD in vars(module) and id(module) not in run:
-            why = "what it was inserted at was converted into another module, as by convert_sync_batchnorm"
-            raise SiteError(f"the block {name!r} is no longer run: {why}. Convert first, insert then")
+    if lost := [name for name, module in modules if RECORD in vars(module) and id(module) not in run]:
+        remedy = "convert norms to synchronised ones first, and insert then"
+        raise SiteError(f"the block {lost[0]!r} is no longer run, as what it was at was converted: {remedy}")
     return blocks
 
 

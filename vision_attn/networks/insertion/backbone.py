@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,9 +34,8 @@ def plain_network(model: nn.Module) -> nn.Module:
     """
     check_type("model", model, nn.Module, "a network, an nn.Module")
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and (isinstance(model, nn.DataParallel) or is_synchronised(model)):
-            inner = getattr(model, "module", None)
+        wraps = isinstance(model, nn.DataParallel) or is_synchronised(model)
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -57,10 +56,7 @@ def changeable(model: nn.Module) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
         if is_synchronised(module):
-            raise SiteError(
-                f"model is wrapped in {type(module).__name__}, which has counted its parameters already: insert into "
-                "the network and wrap it then"
-            )
+            raise SiteError(f"model is wrapped in {type(module).__name__}: insert into the network and wrap it then")
     return network
 
 
@@ -129,10 +125,8 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     shape = tuple(given) if isinstance(given, Sequence) else ()
     whole = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
     if not all(whole) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
-        raise ValueError(
-            "example_input must be images, their shape (batch, channels, height, width), of whole numbers, a tuple of "
-            f"arguments or a dictionary of keyword arguments with images among them; got {shown(given)}"
-        )
+        what = "images, their shape, or a tuple or dictionary of arguments with images among them"
+        raise ValueError(f"example_input must be {what}; got {shown(given)}")
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Zeros would come out as zeros whatever a network does with them.
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -176,15 +170,15 @@ def modules_around(name: str) -> list[str]:
 
 
 def run_quietly(
-    model: nn.Module, example: Example, hooks: Mapping[str, Hook] | None = None, gradients: bool = False
+    model: nn.Module, example: Example, hooks: Iterable[tuple[str, Hook]] = (), gradients: bool = False
 ) -> object:
     """What a model gives for an example, in evaluation, with the same random numbers each time.
 
-    Hooks, by the paths of their modules, are called as ``hook(module, args, kwargs, output)`` and then removed.
+    Hooks, each after the path of its module, are called as ``hook(module, args, kwargs, output)`` and then removed.
     """
     try:
         with quiet_eval(model), same_random_numbers(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
-            for path, hook in (hooks or {}).items():
+            for path, hook in hooks:
                 handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             return model(*example.args, **example.kwargs)
@@ -192,10 +186,8 @@ def run_quietly(
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"  # tensors are no message
-        raise SiteError(
-            f"the model does not run on an example {example} ({why}): give what its forward takes as example_input, "
-            "images or their shape, a tuple of arguments or a dictionary of keyword arguments"
-        ) from error
+        remedy = "give what its forward takes as example_input: images, their shape, or a tuple or dictionary"
+        raise SiteError(f"the model does not run on an example {example} ({why}): {remedy}") from error
 
 
 @contextmanager

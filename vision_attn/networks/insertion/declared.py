@@ -7,33 +7,26 @@ a grid, whether channels are last. No value is looked at. What shapes and declar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import (
-    Example,
-    Hook,
-    end_of_sequential,
-    run_quietly,
-)
+from vision_attn.networks.insertion.backbone import Example, end_of_sequential, run_quietly
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
-
-#: A row of a table below.
-Row = TypeVar("Row", str, tuple[str, ...])
 
 #: The children of torchvision's residual networks that are stages, one after the other.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 
-#: Stages by class. In a path {i} counts from 0 and {j} from 1, as far as there are modules. Paths that a network does
-#: not have are left out; where it has none of them, it is a trunk.
-STAGES = {
+#: Stages by class, or the one part of a network in which the last module of each size of map is a stage. In a path {i}
+#: counts from 0 and {j} from 1, as far as there are modules. Paths that a network does not have are left out; where it
+#: has none of them, it is such a part itself.
+STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.coat.CoaT": ("serial_blocks{j}",),
     "timm.models.gemma4_vit.Gemma4VitClassifier": ("encoder.blocks.{i}",),
     "timm.models.hrnet.HighResolutionNet": ("act1", *(f"incre_modules.{index}" for index in range(4))),
@@ -45,10 +38,6 @@ STAGES = {
     "torchvision.models.resnet.ResNet": RESNET,
     "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
     "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
-}
-
-#: The part of a network in which the last module of each size of map is a stage, by class.
-TRUNKS = {
     "torchvision.models.detection.ssd.SSDFeatureExtractorVGG": "features",
     "torchvision.models.detection.ssdlite.SSDLiteFeatureExtractorMobileNet": "features",
     "torchvision.models.alexnet.AlexNet": "features",
@@ -87,7 +76,7 @@ def declaration(model: nn.Module) -> Declared:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if not inside and (stage_entries(module) or row_of(STAGES, module) or row_of(TRUNKS, module)):
+        if not inside and (stage_entries(module) or row_of(STAGES, module)):
             found[path] = module
     said = [said_by(module, path) for path, module in found.items()]
     return said[0] if len(said) == 1 else Declared(parts=tuple(found))
@@ -96,10 +85,10 @@ def declaration(model: nn.Module) -> Declared:
 def said_by(module: nn.Module, path: str) -> Declared:
     """What a module at a path declares."""
     before = f"{path}." if path else ""
-    if part := row_of(TRUNKS, module):
-        return Declared(trunk=before + part)
     known = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    entries, rows = stage_entries(module), row_of(STAGES, module) or ()
+    entries, rows = stage_entries(module), row_of(STAGES, module)
+    if isinstance(rows, str):
+        return Declared(trunk=before + rows)
     if rows:
         paths = [row.format(i=i, j=i + 1) for row in rows for i in range(len(known) if "{" in row else 1)]
         paths = [name for name in paths if name in known]
@@ -125,7 +114,7 @@ def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
     return [entry for entry in known if isinstance(entry, Mapping) and entry.get("module")]
 
 
-def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
+def row_of(table: Mapping[str, Any], module: nn.Module) -> Any:
     """The row of a table for the class of a module, or for one that it is made from."""
     kinds = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
     return next((table[kind] for kind in kinds if kind in table), None)
@@ -147,8 +136,6 @@ class Call(NamedTuple):
 
     before: dict[Element, Form]
     after: dict[Element, Form]
-    #: what it returns is a …
-    kind: str
 
 
 class Map(NamedTuple):
@@ -187,29 +174,22 @@ class DryRun:
         self.example = example
         #: how maps lie, where the user says it
         self.layout = layout
+        #: what the model declares
+        self.said = declaration(model)
+        known = dict(model.named_modules(remove_duplicate=False))
+        stages = [(path, channels) for path, channels in self.said.stages if path in known]
+        #: the channels that are declared, by the module that ends a stage
+        self.channels = {end_of_sequential(model, path): channels for path, channels in stages}
         #: by path of the module, in the order in which they end
         self.calls: dict[str, list[Call]] = {}
-
-        def note(name: str) -> Hook:
-            def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-                call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output), type(output).__name__)
-                self.calls.setdefault(name, []).append(call)
-
-            return hook
-
+        hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
         #: what the model gives
-        self.output = run_quietly(model, example, {name: note(name) for name, _ in model.named_modules() if name})
+        self.output = run_quietly(model, example, hooks)
 
-    @cached_property
-    def said(self) -> Declared:
-        """What the model declares."""
-        return declaration(self.model)
-
-    @cached_property
-    def channels(self) -> dict[str, int | None]:
-        """The channels that are declared, by the module that ends a stage."""
-        known = dict(self.model.named_modules(remove_duplicate=False))
-        return {end_of_sequential(self.model, path): channels for path, channels in self.said.stages if path in known}
+    def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """Keep the shapes of a call."""
+        call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output))
+        self.calls.setdefault(name, []).append(call)
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
         """The maps in what a module that is called once gives, or takes."""
@@ -262,77 +242,62 @@ class DryRun:
 
     def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
         """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
-        prefixes = list(PREFIXES) if self.said.prefix is None else [self.said.prefix, 0]
+        prefixes: tuple[int, ...] = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
         if self.layout is not None:
-            prefixes = [prefix_of(self.layout)] if "(" in self.layout else []
+            prefixes = (prefix_of(self.layout),) if "(" in self.layout else ()
         for prefix in prefixes:
             if (grid := token_grid(tokens - prefix, *self.example.size)) is not None:
                 return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
         return None
 
     def the_maps(self, targets: Iterable[str], at: str) -> list[Map]:
-        """The one map of each of several modules, and whether it is read."""
+        """The one map of each of several modules, and whether it is read.
+
+        Of several it is the one that the network reads, and else the one that it declares. A map that is all that a
+        module gives is read by what comes next. What is given among other things may be for those who ask for features
+        only, and a head may read a class token alone.
+        """
         found = [self.some_maps(target, at) for target in targets]
-        if at == "after":
-            found = self.read_ones(found)
+        every = [one for maps in found for one in maps if at == "after"]
+        unread = self.unread([one for one in every if one.element is not None or prefix_of(one.layout)])
+        chosen = []
         for maps in found:
-            if len(maps) > 1:
-                shapes = ", ".join(str(one.form.shape) for one in maps)
-                raise SiteError(
-                    f"{maps[0].target!r} {'takes' if at == 'before' else 'returns'} {len(maps)} maps ({shapes}), and a "
-                    "block works on one: choose modules inside it"
-                )
-        return [maps[0] for maps in found]
+            read = [one for one in maps if one not in unread] or [one._replace(read=False) for one in maps]
+            read = [one for one in read if one.shape[1] == self.channels.get(one.target)] or read
+            if len(read) > 1:
+                what = f"{read[0].target!r} {'takes' if at == 'before' else 'returns'} {len(read)} maps"
+                raise SiteError(f"{what}, and a block works on one: choose modules inside it")
+            chosen.append(read[0])
+        return chosen
 
     def some_maps(self, target: str, at: str) -> list[Map]:
         """The maps that a module gives or takes, one at least."""
         self.check_called_once(target)
         if maps := self.maps(target, at):
             return maps
-        call = self.calls[target][0]
-        shapes = ", ".join(str(form.shape) for form in getattr(call, at).values())
-        what = f"a tensor of shape {shapes}" if shapes else f"a {call.kind} without a tensor"
-        before = list(self.calls)[: list(self.calls).index(target)]
-        others = [name for name in before if any(product(one.size) > 1 for one in self.maps(name))]
-        raise SiteError(
-            f"{target!r} {'takes' if at == 'before' else 'returns'} {what} for images {self.example.shape}, and no map "
-            f"was found in that{f', as {self.said.scrambled}' if self.said.scrambled else ''}: choose another module"
-            f"{f', such as {others[-1]!r}' if others else ''}, or say by layout= how a map lies in it"
-        )
+        shapes = ", ".join(str(form.shape) for form in getattr(self.calls[target][0], at).values())
+        what = f"{'takes' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
+        why = f", as {self.said.scrambled}" if self.said.scrambled else ""
+        remedy = "choose another module, or say by layout= how a map lies in it"
+        raise SiteError(f"{target!r} {what}, and no map was found in that{why}: {remedy}")
 
     def check_called_once(self, target: str) -> None:
         """Refuse a module that one block cannot follow."""
         if (times := len(self.calls.get(target, []))) != 1:
-            how = f"called {times} times in one forward pass, so one block cannot follow it" if times else "not called"
-            raise SiteError(f"{target!r} is {how}: choose the module around it, or another")
-
-    def read_ones(self, found: list[list[Map]]) -> list[list[Map]]:
-        """Of several maps those that the network reads and declares; of one, whether it is read.
-
-        A map that is all that a module gives is read by what comes next. What is given among other things may be for
-        those who ask for features only, and a head may read a class token alone.
-        """
-        every = [one for maps in found for one in maps]
-        unread = self.unread([one for one in every if one.element is not None or prefix_of(one.layout)])
-        chosen = []
-        for maps in found:
-            read = [one for one in maps if one not in unread] or [one._replace(read=False) for one in maps]
-            chosen.append([one for one in read if one.shape[1] == self.channels.get(one.target)] or read)
-        return chosen
+            raise SiteError(f"{target!r} is called {times} times in one forward pass, not once: choose another module")
 
     def unread(self, maps: list[Map]) -> list[Map]:
         """Those of some maps that the output does not depend on, by one forward and backward."""
         held: dict[Map, Tensor] = {}
 
-        def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            for one in (one for one in maps if self.model.get_submodule(one.target) is module):
-                output = change(output, one.element, partial(hold, held, one))
-            return output
+        def tap(one: Map, module: nn.Module, args: object, kwargs: object, output: object) -> object:
+            return change(output, one.element, partial(hold, held, one))
 
         if not maps:
             return []
         try:
-            output = run_quietly(self.model, self.example, {one.target: tap for one in maps}, gradients=True)
+            hooks = [(one.target, partial(tap, one)) for one in maps]
+            output = run_quietly(self.model, self.example, hooks, gradients=True)
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in leaves(output) if x.requires_grad]
                 found = torch.autograd.grad(torch.stack(sums).sum(), list(held.values()), allow_unused=True)
@@ -355,19 +320,15 @@ def is_read(one: Map, gradient: Tensor | None) -> bool:
     return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())
 
 
-def leaves(value: object) -> Iterator[Tensor]:
+def leaves(value: object) -> list[Tensor]:
     """The tensors in what a network gives."""
     held = vars(value) if is_dataclass(value) and not isinstance(value, Mapping) else value
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (Mapping, tuple, list)):
-        for item in held.values() if isinstance(held, Mapping) else held:
-            yield from leaves(item)
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
 def same_bits(one: object, other: object) -> bool:
     """Whether two outputs are the same numbers, NaN included; tensors without values are compared by their shapes."""
-    ours, theirs = list(leaves(one)), list(leaves(other))
+    ours, theirs = leaves(one), leaves(other)
     return len(ours) == len(theirs) and all(
         x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
         for x, y in zip(ours, theirs, strict=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -12,26 +11,16 @@ import torch
 from torch import nn
 
 from vision_attn.attention.position import PositionTerm
-from vision_attn.checks import as_list, check_flags, check_number, check_probability, check_type
-from vision_attn.networks.insertion.attach import CONTAINERS, inserted, inserted_keys, replaced
+from vision_attn.checks import as_list, check_flags, check_number
+from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.text import Report, Table
 
-#: The attribute in which a module with something frozen keeps what it was.
+#: The attribute in which a module with something frozen keeps the names of its own parameters that were trained.
 FROZEN = "_before_freezing"
 
 #: Norms, whose scales do not decay whatever their shape.
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-@dataclass
-class BeforeFreezing:
-    """What a frozen module goes back to."""
-
-    #: names of its own parameters that were trained
-    trained: tuple[str, ...]
-    #: the mode that it was in, or was last asked to be in
-    training: bool
 
 
 class Gates(Report, dict[str, nn.Parameter]):
@@ -131,9 +120,7 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     True
     """
     check_flags(frozen=frozen)
-    globs = tuple(as_list("also_train", also_train, "globs on keys", single=str))
-    if globs and not frozen:
-        raise ValueError(f"also_train applies to frozen=True; got {globs} to thaw")
+    globs = as_list("also_train", also_train, "globs on keys", single=str)
     model = plain_network(model)
     live = trained_keys(model, globs) if frozen else set()
     thaw(model)
@@ -146,18 +133,17 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def trained_keys(model: nn.Module, globs: tuple[str, ...]) -> set[str]:
+def trained_keys(model: nn.Module, globs: Iterable[str]) -> set[str]:
+    """The keys of inserted blocks, and those that globs match."""
     keys = model.state_dict().keys()
     live = inserted_keys(model)
     for pattern in globs:
-        check_type("also_train", pattern, str, "a glob on keys, or several")
         matched = {key for key in keys if fnmatchcase(key, pattern)}
         if not matched:
             raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")
         live |= matched
     if not live:
-        what = 'insert_ one first, or name what to train with also_train, such as "fc.*"'
-        raise ValueError(f"model has no inserted block, and frozen it would have nothing to train: {what}")
+        raise ValueError('model has nothing to train when frozen: insert_ a block, or name keys, also_train="fc.*"')
     return live
 
 
@@ -170,7 +156,7 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
     held = bool(statistics) and not any(prefix + name in live for name in statistics)
     if not (trained or held):
         return
-    vars(module)[FROZEN] = BeforeFreezing(trained, module.training)
+    vars(module)[FROZEN] = trained
     for name in trained:
         own[name].requires_grad_(False)
     if held:
@@ -182,19 +168,16 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
 def thaw(model: nn.Module) -> None:
     kept = [part for module in replaced(model).values() for part in module.modules()]  # those out of place, too
     for module in (*model.modules(), *kept):
-        before: BeforeFreezing | None = vars(module).pop(FROZEN, None)
-        if before is None:
-            continue
-        for name in before.trained:
+        trained: tuple[str, ...] | None = vars(module).pop(FROZEN, None)
+        for name in trained or ():
             module._parameters[name].requires_grad_()  # type: ignore[union-attr]
-        if vars(module).pop("train", None) is not None:
-            module.training = before.training
+        if trained is not None and vars(module).pop("train", None) is not None:
+            module.training = model.training
 
 
 def stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     """What ``train`` is for a frozen norm: its children, the dropout in some norms of timm, take the mode."""
     type(module).train(module, mode)
-    vars(module)[FROZEN].training = mode
     module.training = False
     return module
 
@@ -216,23 +199,22 @@ def parameter_groups(
     names do not decay. With ``layer_decay`` the rate of a layer of the backbone is
     ``lr · layer_decay^(layers from it to the last)``; inserted blocks have ``attention_lr`` at any depth.
 
-    The layers are those of timm's ``group_matcher`` where the model has one. In any other network the layers are its
-    children in their order, a container's (``Sequential``, ``ModuleList``, ``ModuleDict``) being layers themselves, and
-    what has no matrix or kernel, such as a norm, belongs to the layer before it.
+    The layers are those of ``group_matcher``, which timm's networks have.
 
     Args:
         model: the network; parameters with ``requires_grad`` False are left out.
         lr: rate of the backbone, and of its last layer where rates decay.
         weight_decay: of the groups that decay.
         attention_lr: rate of the inserted blocks; ``lr`` when None.
-        layer_decay: factor from one layer to the one before it, above 0 and at most 1.
+        layer_decay: factor from one layer to the one before it, above 0; for networks of timm.
 
     Returns:
         Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, from the stem to the head and then the blocks, in
         the same order for the same model, so that an optimiser's saved state fits.
 
     Raises:
-        ValueError: a value is out of range, no parameter is trained, or ``attention_lr`` is given and no block is.
+        ValueError: a rate or factor is not above 0, no parameter is trained, ``attention_lr`` is given and no block is,
+            or ``layer_decay`` is given and the network declares no layers.
 
     Source: a rate for each layer is Bao et al., *BEiT*, 2021, https://arxiv.org/abs/2106.08254
 
@@ -243,10 +225,6 @@ def parameter_groups(
     for name, value in (("lr", lr), ("attention_lr", attention_lr), ("layer_decay", layer_decay)):
         if value is not None:
             check_number(name, value, above=0)
-    check_probability("layer_decay", 1.0 if layer_decay is None else layer_decay)
-    check_number("weight_decay", weight_decay)
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay must be at least 0; got {weight_decay}")
     model = plain_network(model)
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
@@ -290,25 +268,11 @@ def keys_without_decay(model: nn.Module) -> set[str]:
 
 def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
     """The layer that each parameter of the backbone belongs to, counted from the stem; blocks count for nothing."""
-    matcher = getattr(model, "group_matcher", None)
-    if matcher is not None:
-        from timm.models import group_parameters
+    from timm.models import group_parameters
 
-        found = group_parameters(model, matcher(coarse=False), reverse=True)
-    else:
-        found = {}
-        depth = -1
-        for path, layer in layers_in_order(model):
-            own = [(key, p) for key, p in layer.named_parameters(prefix=path) if key not in blocks]
-            depth += any(p.dim() > 1 for _, p in own)
-            found.update((key, max(depth, 0)) for key, _ in own)
+    matcher = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise ValueError(f"layer_decay needs layers, which timm's networks declare; {type(model).__name__} has none")
+    found = group_parameters(model, matcher(coarse=False), reverse=True)
     # What hangs on the network itself, such as a class token, enters with its images.
     return {key: found.get(key, 0) for key, _ in model.named_parameters() if key not in blocks}
-
-
-def layers_in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        if isinstance(child, CONTAINERS):
-            yield from layers_in_order(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child

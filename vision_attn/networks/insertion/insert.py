@@ -7,10 +7,9 @@ its output is not the same bits they are detached again. For timm's hooks, :func
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,21 +20,18 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     RECORD,
     attached,
+    block_of,
     detach_,
     forget_compiled_graphs,
     hold_inside,
     holder,
     inserted,
     records,
-    replacement_options,
 )
-from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly, shown
+from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly
 from vision_attn.networks.insertion.declared import DryRun, Map, same_bits
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost, fitting_heads
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
-
-#: What a user can say of how a map lies.
-LAYOUT = re.compile(r"b c (t )?(h )?w|b (t )?(h )?w c|b \((\d+ \+ )?h w\) c")
 
 #: What makes a block.
 Maker = Callable[..., nn.Module]
@@ -85,7 +81,7 @@ def insert_(
             the tensors with the most axes are the images. By default one image of the size that the
             model names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
         **block_options: handed to ``block``. Without ``num_heads`` a block has 8 heads or, where 8 do not divide the
-            channels, the largest number below that does; the report says which.
+            channels, the largest number below that does; the record of the block has it.
 
     Returns:
         A report that prints as a table.
@@ -100,15 +96,12 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
-    check_maker(block)
-    if layout is not None and not (isinstance(layout, str) and LAYOUT.fullmatch(layout)):
-        raise ValueError(f'layout must be "b c h w", "b h w c", "b (h w) c" or "b (1 + h w) c"; got {layout!r}')
     model = changeable(model)
     run = DryRun(model, example_of(model, example_input), layout)
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     side = "before" if at == "before" else "after"
     maps = run.the_maps(targets_of(run, sites, at), side)
-    blocks = [new_block(run, block, one, side, block_options, held=holder(model, one.target)) for one in maps]
+    blocks = [new_block(run, block, one, side, block_options) for one in maps]
     report = reported(blocks, "inserted")
     try:
         attach_unseen(run, blocks)
@@ -164,34 +157,29 @@ def replace_(
     >>> [(block.site, block.size) for block in report.blocks]
     [('layer4.0.conv2', '14×14'), ('layer4.1.conv2', '7×7'), ('layer4.2.conv2', '7×7')]
     """
-    check_maker(block)
     model = changeable(model)
     run = DryRun(model, example_of(model, example_input))
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     blocks: list[nn.Module] = []
     for site in sites:
         old = model.get_submodule(site)
-        check_replaceable(site, old, sites)
-        taken, given = maps_around(run, site)
-        make, options = block, dict(block_options)
+        (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
+        same = isinstance(old, nn.Conv2d) or taken.shape == given.shape
+        plain = all(one.layout.startswith("b c") for one in (taken, given))
+        if not (same and plain and taken.element == 0 and given.element is None):
+            what = f"a {type(old).__name__} that makes {given.shape} of {taken.shape}"
+            raise SiteError(f"{site!r} is {what}: choose a Conv2d, or what returns a map of the shape it takes")
+        inner = any(other.startswith(f"{site}.") for other in sites)
+        if inner or any(RECORD in vars(module) for module in old.modules()):
+            raise SiteError(f"{site!r} is or holds an inserted block or another site: choose one, or remove_ it first")
+        make, options = block, block_options
         if isinstance(old, nn.Conv2d) and block is None:
             make = StridedAttention2d
-            options = {"groups": old.groups, **options} if old.groups > 1 else options
-        elif not isinstance(old, nn.Conv2d) and taken.shape != given.shape:
-            raise SiteError(
-                f"{site!r} is a {type(old).__name__} that makes {given.shape} of {taken.shape}: replace_ takes Conv2d, "
-                "and modules that return a map of the shape they take"
-            )
-        blocks.append(new_block(run, make, taken, "instead", options, given, replacement_options(old)))
+            options = {"groups": old.groups, **block_options} if old.groups > 1 else block_options
+        blocks.append(new_block(run, make, taken, "instead", options, given))
     report = reported(blocks, "put in place")
     with attached(model, blocks):
-        called: set[str] = set()
-        run_quietly(model, run.example, {site: lambda *_, site=site: called.add(site) for site in sites})
-        if idle := [repr(site) for site in sites if site not in called]:
-            raise SiteError(
-                f"{', '.join(idle)} would be replaced and never called: the network keeps its modules in a list of its "
-                "own beside its children. Choose others, or put them into an nn.ModuleList"
-            )
+        run_quietly(model, run.example)
     return report
 
 
@@ -227,67 +215,28 @@ def remove_(model: nn.Module) -> InsertionReport:
     return report
 
 
-def check_maker(block: object) -> None:
-    """Refuse what makes no blocks."""
-    other = isinstance(block, type) and not issubclass(block, nn.Module)
-    if block is not None and (isinstance(block, nn.Module) or not callable(block) or other):
-        raise ValueError(f"block must be a class or a function that makes a block, or None; got {shown(block)}")
-
-
 def new_block(
-    run: DryRun,
-    block: Maker | None,
-    one: Map,
-    at: str,
-    asked: Mapping[str, Any],
-    given: Map | None = None,
-    own: Mapping[str, Any] | None = None,
-    held: str = CHILD,
+    run: DryRun, block: Maker | None, one: Map, at: str, asked: Mapping[str, Any], given: Map | None = None
 ) -> nn.Module:
-    """A block for a map with its record; refused where it is no new one, or does not fit."""
+    """A block for a map, with its record; in the place of a module it makes another map of it."""
     make = ATTENTION_BLOCKS[len(one.size)] if block is None else block
-    fitted = {} if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() else heads(make, one)
-    options = {**fitted, **asked}
-    channels = one.shape[1]
-    try:
-        new: object = make(channels, device=one.form.device, dtype=one.form.dtype, **{**(own or {}), **options})
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"the block at {one.target!r}, for {channels} channels: {error}") from error
-    if not isinstance(new, nn.Module) or RECORD in vars(new):
-        raise ValueError(f"block must make a new module for each site; it made {shown(new)[:60]}")
-    new.train(run.model.get_submodule(one.target).training)
-    costs = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    name, images, element = type(new).__name__, run.example.shape, one.element if given is None else None
-    record = InsertedBlock(one.target, at, name, options, channels, one.size, *costs, images, one.layout, element)
-    vars(new)[RECORD] = replace(record, held=held, fitted_heads=bool(fitted), read=one.read)
+    options = {**heads(make, one.shape[1], asked), **asked}
+    held, element = (holder(run.model, one.target), one.element) if given is None else (CHILD, None)
+    place = one.target, at, "", options, one.shape[1], one.size, 0, 0, run.example.shape
+    record = InsertedBlock(*place, layout=one.layout, element=element, held=held, read=one.read)
+    new = block_of(run.model, record, make, one.form)
+    parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
+    name = type(new).__name__
+    vars(new)[RECORD] = replace(record, block=name, parameters=parameters, multiply_adds=multiply_adds)
     return new
 
 
-def heads(make: Maker, one: Map) -> dict[str, int]:
+def heads(make: Maker, channels: int, asked: Mapping[str, Any]) -> dict[str, int]:
     """The heads of a block that is asked for none, where as many as it has by itself do not divide the channels."""
     usual = getattr(inspect.signature(make).parameters.get("num_heads"), "default", None)
-    if not isinstance(usual, int) or one.shape[1] % usual == 0:
+    if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() or not isinstance(usual, int):
         return {}
-    return {"num_heads": fitting_heads(one.shape[1], usual)}
-
-
-def check_replaceable(site: str, old: nn.Module, sites: Iterable[str]) -> None:
-    """Refuse what holds a block, has other sites inside of it, or is a convolution that strides unevenly."""
-    if any(RECORD in vars(module) for module in old.modules()):
-        raise SiteError(f"{site!r} holds an inserted block or is one: take it out with remove_ first")
-    if inner := [other for other in sites if other.startswith(f"{site}.")]:
-        raise SiteError(f"{inner[0]!r} lies inside of {site!r}: replace one of the two")
-    if isinstance(old, nn.Conv2d) and len(set(old.stride)) > 1:
-        raise SiteError(f"{site!r} has the stride {old.stride}: replace_ takes convolutions with one for both axes")
-
-
-def maps_around(run: DryRun, site: str) -> tuple[Map, Map]:
-    """The one map that a module takes, and the one that it makes of it."""
-    (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
-    if taken.element != 0 or given.element is not None or not all(m.layout.startswith("b c") for m in (taken, given)):
-        raise SiteError(f"{site!r} does not make one map (b, c, h, w) of another: choose a module that does")
-    return taken, given
+    return {} if channels % usual == 0 else {"num_heads": fitting_heads(channels, usual)}
 
 
 def reported(blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
@@ -321,50 +270,33 @@ def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
                 vars(block).pop("forward", None)
         if wrong or not same:
             sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
-            raise SiteError(
-                f"{sites} takes no child, since it loops over or counts those it has: choose another module"
-            )
+            raise SiteError(f"{sites} takes no child, since it loops over or counts its own: choose another module")
 
 
 # --- blocks for timm's hooks -----------------------------------------------------------------------------------------
 
-#: What timm tells a layer of the bottleneck of channels in squeeze-and-excitation: how narrow it is, its activation.
-#: Attention has no such bottleneck: these are for nobody.
+#: What timm tells a layer of the bottleneck of channels in squeeze-and-excitation, which attention does not have.
 OF_A_BOTTLENECK = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
 
 
-@dataclass(frozen=True)
-class TimmLayer:
-    """What :func:`timm_layer` returns: called as timm calls its layers, it makes the block."""
-
-    #: class or function that makes the block
-    block: Maker
-    #: further arguments of it
-    options: Mapping[str, Any] = field(hash=False)
-
-    def __call__(self, channels: int, *, device: Any = None, dtype: Any = None, **words: Any) -> nn.Module:
-        """Make the block."""
-        if channels == 8 and words == {"rd_ratio": 1.0}:
-            # So timm's EfficientNets ask whether a layer takes rd_ratio. The answer spares a block of 8 channels, which
-            # not every number of heads divides.
-            raise TypeError("rd_ratio is for layers with a bottleneck of channels: attention has none")
-        words = {name: value for name, value in words.items() if name not in OF_A_BOTTLENECK}
-        known = inspect.signature(self.block).parameters
-        if "feat_size" not in known:
-            words.pop("feat_size", None)  # a block without tables is for maps of any size
-        if "stride" not in known and (stride := words.pop("stride", 1)) != 1:
-            raise ValueError(
-                f"stride must be 1 for {name_of(self.block)}, which gives maps of the size it takes; got {stride}: "
-                "where timm's layer strides use timm_layer(StridedAttention2d, …)"
-            )
-        return self.block(channels, device=device, dtype=dtype, **self.options, **words)
-
-    def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"timm_layer({name_of(self.block)}{options})"
+def block_for_timm(
+    block: Maker, options: Mapping[str, Any], channels: int, *, device: Any = None, dtype: Any = None, **words: Any
+) -> nn.Module:
+    """A block as timm's networks ask for a layer."""
+    if channels == 8 and words == {"rd_ratio": 1.0}:
+        # So timm's EfficientNets ask whether a layer takes rd_ratio. The answer spares a block of 8 channels, which
+        # not every number of heads divides.
+        raise TypeError("rd_ratio is for layers with a bottleneck of channels: attention has none")
+    known = inspect.signature(block).parameters
+    unused = {*OF_A_BOTTLENECK, *({"feat_size"} - known.keys())}  # without tables a block is for maps of any size
+    words = {name: value for name, value in words.items() if name not in unused}
+    if "stride" not in known and (stride := words.pop("stride", 1)) != 1:
+        what = f"block must take stride, as timm_layer(StridedAttention2d, …) does, where timm strides by {stride}"
+        raise ValueError(f"{what}; got {block}")
+    return block(channels, device=device, dtype=dtype, **options, **words)
 
 
-def timm_layer(block: Maker | None = None, **options: Any) -> TimmLayer:
+def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
     """A block as a layer that timm's networks are made with, where they take a class of their own attention.
 
     ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
@@ -379,21 +311,11 @@ def timm_layer(block: Maker | None = None, **options: Any) -> TimmLayer:
         **options: handed to ``block``.
 
     Returns:
-        A callable that prints as code, and can be copied and pickled where ``block`` can.
-
-    Raises:
-        ValueError: ``block`` is no class or function.
+        A callable that can be copied and pickled where ``block`` can.
 
     >>> import torch
     >>> layer = timm_layer(num_heads=4)
-    >>> layer
-    timm_layer(AttentionBlock2d, num_heads=4)
     >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
-    check_maker(block)
-    return TimmLayer(AttentionBlock2d if block is None else block, options)
-
-
-def name_of(block: Maker) -> str:
-    return getattr(block, "__qualname__", repr(block))
+    return partial(block_for_timm, AttentionBlock2d if block is None else block, options)

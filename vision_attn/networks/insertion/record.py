@@ -59,8 +59,6 @@ class InsertedBlock:
     element: Element = None
     #: path from the module to the block
     held: str = CHILD
-    #: whether the number of heads was fitted to the channels, since none was asked for
-    fitted_heads: bool = False
     #: whether the output of the network depends on the map
     read: bool = True
 
@@ -104,12 +102,7 @@ class InsertionReport(Report):
             rows.append(("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}"))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, one.input_shape[1:])) for one in self.blocks))
         heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
-        fitted = [
-            f"num_heads={one.options['num_heads']} at {one.site!r}, as fits its {one.channels} channels"
-            for one in self.blocks
-            if one.fitted_heads
-        ]
-        notes = [*fitted, *([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
+        notes = [*([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
@@ -128,13 +121,11 @@ class InsertionReport(Report):
         lines = []
         for one in self.blocks:
             if max(one.map_size) <= 2:
-                small = "attention has next to nothing to mix there; choose an earlier site or a larger input"
-                lines.append(f"warning: the map at {one.site!r} is {one.size}: {small}")
+                remedy = "choose an earlier site or a larger input"
+                lines.append(f"warning: the map at {one.site!r} is {one.size}, with little to attend to: {remedy}")
             if not one.read:
-                lines.append(
-                    f"warning: the output of the network does not depend on the map at {one.site!r}, as where its head "
-                    "reads a class token alone: the block there has no effect; choose an earlier site"
-                )
+                what = "the output of the network does not depend on the map"
+                lines.append(f"warning: {what} at {one.site!r}: choose an earlier site")
         return tuple(lines)
 
 
@@ -205,17 +196,11 @@ def cost(block: nn.Module, site: str, shape: tuple[int, ...], expected: tuple[in
     try:
         output, multiply_adds = run_on_meta(block, shape)
     except Exception as error:
-        ours = {2: "AttentionBlock1d", 3: "AttentionBlock2d", 4: "AttentionBlock3d"}[len(shape)]
-        raise ValueError(
-            f"block must take the map at {site!r}, {(1, *shape)}, as {ours} does; {type(block).__name__} does not "
-            f"({error})"
-        ) from error
+        name = type(block).__name__
+        raise ValueError(f"block must take the map {(1, *shape)} at {site!r}; {name} does not ({error})") from error
     if tuple(output.shape[1:]) != expected:
-        wanted = "the shape it is given" if expected == shape else f"{expected}, as what it replaces"
-        raise ValueError(
-            f"block must return maps of {wanted}; at {site!r} {type(block).__name__} makes {tuple(output.shape)} of "
-            f"{(1, *shape)}"
-        )
+        made = f"{type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
+        raise ValueError(f"block must return a map {(1, *expected)} at {site!r}; {made}")
     return sum(p.numel() for p in block.parameters()), multiply_adds
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from vision_attn.checks import as_list, check_type, product
+from vision_attn.checks import as_list, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import CONTAINERS, inserted, is_site
+from vision_attn.networks.insertion.attach import CONTAINERS, inserted
 from vision_attn.networks.insertion.backbone import (
     end_of_sequential,
     example_of,
@@ -59,7 +59,6 @@ def select_sites(
     """The paths of the modules that are chosen by stage, by name or by a function, and not excluded."""
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
-    check_type("where", len if where is None else where, Callable, "a function of path and module")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
     blocks = inserted(run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
@@ -72,41 +71,40 @@ def select_sites(
         chosen = match_names(modules, several("names", names, (str, re.Pattern)))
     else:
         chosen = [name for name, module in modules.items() if where is not None and where(name, module)]
-        if not chosen:
-            raise SiteError("where is true for no module of the model: see model.named_modules()")
     if exclude is not None:
         excluded = set(match_names(modules, several("exclude", exclude, (str, re.Pattern)), "exclude"))
         chosen = [name for name in chosen if name not in excluded]
-        if not chosen:
-            raise SiteError("exclude: every module that was chosen is excluded")
+    if not chosen:
+        raise SiteError("no module is chosen: where is true for none, or all are excluded; see model.named_modules()")
     if unknown := [name for name in chosen if name not in modules]:
         raise SiteError(f"stages: the model declares {unknown[0]!r} as a stage and has no such module: use names=")
-    # A module that has several names goes by its first.
-    first = {id(module): name for name, module in run.model.named_modules()}
-    return list(dict.fromkeys(first[id(modules[name])] for name in chosen))
+    return first_names(run.model, chosen)
+
+
+def first_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Paths of modules, each once: a module that has several names goes by its first."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return list(dict.fromkeys(first[id(model.get_submodule(name))] for name in names))
 
 
 def several(argument: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
     """One or several of some kinds, as a list."""
-    alone = isinstance(given, kinds) or not isinstance(given, Iterable)
-    items = [given] if alone else as_list(argument, given, "several")
-    if not items or any(isinstance(item, bool) or not isinstance(item, kinds) for item in items):
-        what = "an index or a name" if int in kinds else "a glob or a compiled regular expression"
-        raise ValueError(f"{argument} must be {what}, or several; got {shown(given)}")
+    what = "an index or a name, or several" if int in kinds else "a glob or a compiled regular expression, or several"
+    items = as_list(argument, given, what, single=kinds)
+    if not items or not all(isinstance(item, kinds) for item in items):
+        raise ValueError(f"{argument} must be {what}; got {shown(given)}")
     return items
 
 
 def match_stages(run: DryRun, wanted: Iterable[int | str]) -> list[str]:
     """The paths of the stages that are wanted."""
     available = stages_of(run)
-    if not available:
-        raise SiteError(f"stages: none were found in {type(run.model).__name__}: choose sites with names=")
     by_word: dict[int | str, str] = {}
     for index, name in enumerate(available):
         by_word |= {name: name, index: name, index - len(available): name}
     for stage in wanted:
         if stage not in by_word:
-            listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available))
+            listed = ", ".join(f"{index} {name!r}" for index, name in enumerate(available)) or "none: use names="
             raise SiteError(f"stages: there is no stage {stage!r}; the stages are {listed}")
     return [by_word[stage] for stage in wanted]
 
@@ -121,11 +119,8 @@ def match_names(modules: dict[str, nn.Module], patterns: Iterable[Names], argume
             parts = pattern.split(".")
             shown, found = pattern, [name for name in modules if glob_matches(parts, name.split("."))]
         if not found:
-            top = [name for name in modules if "." not in name]
-            raise SiteError(
-                f"{argument}: {shown!r} matches no module; at the top the model has {', '.join(map(repr, top[:12]))}"
-                f"{', …' if len(top) > 12 else ''}; {len(modules)} modules in all: model.named_modules()"
-            )
+            top = shorten([name for name in modules if "." not in name], limit=12)
+            raise SiteError(f"{argument}: {shown!r} matches no module; at the top the model has {top}")
         chosen += found
     return chosen
 
@@ -148,12 +143,7 @@ def targets_of(run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     targets = [end_of_sequential(run.model, site, 0 if at == "before" else -1) for site in sites]
     if at == "branch":
         targets = [end_of_sequential(run.model, end) for end in branch_ends(run, targets)]
-    for target in targets:
-        if is_site(run.model.get_submodule(target)):
-            raise SiteError(f"{target!r} has an inserted block already, or is one: remove_ it, or choose another site")
-    # A module that has several names goes by its first.
-    first = {id(module): name for name, module in run.model.named_modules()}
-    return list(dict.fromkeys(first[id(run.model.get_submodule(target))] for target in targets))
+    return first_names(run.model, targets)
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -185,8 +175,7 @@ def stages_of(run: DryRun) -> list[str]:
     """The paths of the stages of a network that was run, from the image to the head."""
     said = run.said
     if said.parts:
-        parts = ", ".join(map(repr, said.parts))
-        raise SiteError(f"stages: several parts of the network declare them, {parts}: choose sites by names=")
+        raise SiteError(f"stages: several parts declare them, {shorten(said.parts)}: choose sites by names=")
     if said.stages:
         return [path for path, _ in said.stages]
     units = units_in(run, said.trunk or "")
@@ -195,10 +184,8 @@ def stages_of(run: DryRun) -> list[str]:
     cells = [product(one.size) for one in rows]
     if cells != sorted(cells, reverse=True):
         choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
-        raise SiteError(
-            f"stages: {type(run.model).__name__} declares none, and its maps become larger again, so that the last of "
-            f"each size is no stage: choose sites by names=, as among {choice}"
-        )
+        why = f"{type(run.model).__name__} declares none, and its maps become larger again"
+        raise SiteError(f"stages: {why}: choose sites by names=, as among {choice}")
     around = ([*modules_around(one.target), one.target] for one in rows)
     return [next(name for name in names if end_of_sequential(run.model, name) == names[-1]) for names in around]
 
@@ -229,7 +216,7 @@ def branch_ends(run: DryRun, sites: Iterable[str]) -> list[str]:
     ends: list[str] = []
     for site in sites:
         run.check_called_once(site)
-        run_quietly(run.model, run.example, {site: lambda *call, site=site: ends.append(branch_end(site, *call))})
+        run_quietly(run.model, run.example, [(site, lambda *call, site=site: ends.append(branch_end(site, *call)))])
     return ends
 
 
@@ -237,26 +224,21 @@ def branch_end(site: str, block: nn.Module, args: Any, kwargs: Any, output: obje
     """Of the last two maps that a block adds, the branch is the one that more operations led to."""
     names: dict[Node | None, str] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                names[output.grad_fn] = name
+    def note(module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            names[output.grad_fn] = paths[module]
 
-        return hook
-
+    paths = {module: name for name, module in block.named_modules(prefix=site) if module is not block}
     with torch.enable_grad(), ExitStack() as stack:
-        for name, module in block.named_modules(prefix=site):
-            if module is not block:
-                stack.callback(module.register_forward_hook(note(name)).remove)
+        for module in paths:
+            stack.callback(module.register_forward_hook(note).remove)
         args, kwargs = tree_map_only(Tensor, differentiable, (args, kwargs))
-        found = next(leaves(block.forward(*args, **kwargs))).grad_fn
+        found = leaves(block.forward(*args, **kwargs))[0].grad_fn
     while found is not None and found.name() != "AddBackward0":
         found = max((node for node, _ in found.next_functions), key=depth, default=None)
-    if found is None:
-        raise SiteError(f"{site!r} adds no two maps, so it has no residual branch: choose a residual block")
-    one, other = sorted((node for node, _ in found.next_functions), key=depth)
+    one, other = sorted((node for node, _ in found.next_functions), key=depth) if found else (None, None)
     if depth(one) == depth(other) or other not in names:
-        raise SiteError(f"{site!r} adds two maps, and it cannot be told which is the branch: choose a module in it")
+        raise SiteError(f"{site!r}: of no two maps that it adds one is the branch: choose a residual block")
     return names[other]
 
 

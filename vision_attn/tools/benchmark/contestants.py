@@ -24,8 +24,6 @@ from vision_attn.attention.position import ConditionalPos, RelPosDecomposed, Rel
 from vision_attn.networks.convert import from_layer
 from vision_attn.networks.insertion import insert_
 
-__all__ = ["LAYOUTS", "ROWS", "Maker", "Row", "Shape"]
-
 #: Batch, channels, height and width of maps.
 Shape = tuple[int, int, int, int]
 #: Makes a module for a map and a number of heads; beside it, if it is not ours, one of ours with the same weights.

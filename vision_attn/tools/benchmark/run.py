@@ -29,8 +29,6 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown, table
 from vision_attn.tools.benchmark.contestants import LAYOUTS, ROWS, Maker, Row, Shape
 
-__all__ = ["BenchmarkTable", "Timing", "parse_shape", "peak_memory", "run_benchmark", "time_in_turns"]
-
 #: A measurement takes at least this long, in seconds: a shorter call is repeated in it.
 SHORTEST = 5e-3
 #: On an idle machine the quartiles of a contestant are at most this part of its median apart.

@@ -7,7 +7,6 @@ heavy is imported to show help or to refuse a flag.
 
 from __future__ import annotations
 
-import difflib
 import io
 import sys
 import traceback
@@ -17,10 +16,12 @@ import tyro
 
 from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 from vision_attn.text import escaped
-from vision_attn.tools.cli import commands, looking
+from vision_attn.tools.cli import commands
+from vision_attn.tools.cli.commands import bench, compare, demo, evaluate, export, inspect, predict, train
+from vision_attn.tools.cli.looking import explore, maps
 from vision_attn.version import __version__
 
-__all__ = ["COMMANDS", "main", "run_program"]
+__all__ = ["COMMANDS", "commands", "main", "run_program"]
 
 FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -31,20 +32,10 @@ EXTRAS = {
 }
 #: Commands whose flags are their arguments.
 PLAIN: dict[str, Callable[..., None]] = {
-    "inspect": commands.inspect,
-    "demo": commands.demo,
-    "predict": commands.predict,
-    "export": commands.export,
-    "bench": commands.bench,
-    "explore": looking.explore,
-    "maps": looking.maps,
+    command.__name__: command for command in (inspect, demo, predict, export, bench, explore, maps)
 }
 #: Commands with flags for the settings of a run: they are handed the words of the command line.
-OF_RUNS: dict[str, Callable[[list[str]], None]] = {
-    "train": commands.train,
-    "evaluate": commands.evaluate,
-    "compare": commands.compare,
-}
+OF_RUNS: dict[str, Callable[[list[str]], None]] = {"train": train, "evaluate": evaluate, "compare": compare}
 COMMANDS = {**PLAIN, **OF_RUNS}
 
 
@@ -63,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return refuse_command(name)
-    show_traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
-    return run_program("vision-attn", lambda: carry_out(name, words), show_traceback=show_traceback)
+    return run_program("vision-attn", lambda: carry_out(name, words))
 
 
 def carry_out(name: str, words: list[str]) -> None:
@@ -79,19 +68,15 @@ def carry_out(name: str, words: list[str]) -> None:
 def refuse_command(name: str) -> int:
     """List the commands, because that was asked for, or since there is no command of this name."""
     asked = name in ("-h", "--help")
-    lines = ["usage: vision-attn COMMAND [--help] [--traceback] …", ""]
+    lines = ["usage: vision-attn COMMAND [--help] …", ""]
     lines += [f"  {one:<10}{(what.__doc__ or '').splitlines()[0]}" for one, what in COMMANDS.items()]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
     if name and not asked:
-        close = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        print(f"vision-attn: error: there is no command {escaped(name)!r}{hint}", file=sys.stderr)
+        print(f"vision-attn: error: there is no command {escaped(name)!r}", file=sys.stderr)
     return 0 if asked else BAD_USAGE
 
 
-def run_program(
-    name: str, run: Callable[[], None], *, interrupted: str = "interrupted", show_traceback: bool = False
-) -> int:
+def run_program(name: str, run: Callable[[], None], *, interrupted: str = "interrupted") -> int:
     """Run a program of this library; an error that is not the program's own fault is said in a line.
 
     >>> run_program("count", lambda: print(1 + 1))
@@ -112,7 +97,7 @@ def run_program(
         # torch's, which is not imported for it, and what it raises on the CPU
         lack = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         known = isinstance(error, (ValueError, VisionAttnError, OSError)) or extra or lack
-        if not known or show_traceback:
+        if not known:
             traceback.print_exc()
         else:
             remedy = f": this command needs pip install 'vision-attn[{extra}]'" if extra else ""

@@ -16,8 +16,6 @@ from vision_attn.text import escaped
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
-__all__ = ["bench", "compare", "demo", "evaluate", "export", "inspect", "predict", "say", "train"]
-
 Output = Annotated[Path, arg(aliases=["-o"])]
 OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
 
@@ -28,10 +26,15 @@ def say(text: object) -> None:
 
 
 def inspect(
-    model: Positional[str], /, input_size: tuple[int, ...] = (), batch_size: int = 128, insert: tuple[str, ...] = (),
-    at: Literal["after", "before", "branch"] = "after", num_heads: int | None = None, pattern: str = "full",
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32", memory_limit: float | None = None,
-) -> None:  # fmt: skip
+    model: Positional[str],
+    /,
+    input_size: tuple[int, ...] = (),
+    batch_size: int = 128,
+    insert: tuple[str, ...] = (),
+    at: Literal["after", "before", "branch"] = "after",
+    num_heads: int | None = None,
+    pattern: str = "full",
+) -> None:
     """What attention would cost at each stage of a network, and where to put it.
 
     Args:
@@ -42,23 +45,17 @@ def inspect(
         at: of these sites
         num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
         pattern: full, rows, columns, 'Window(7)', … or a line of einx
-        dtype: of images and weights
-        memory_limit: memory that there is, in GiB (default: the GPU's, else the machine's)
     """
-    import torch
-
     from vision_attn.networks.checkpoints.specification import from_word
     from vision_attn.networks.insertion import parse_sites
     from vision_attn.networks.inspection import inspect_model
 
-    if at != "after" and not insert:
-        raise ValueError("at applies to what is inserted, and insert is empty")
-    options: dict[str, Any] = {"batch_size": batch_size, "at": at, "num_heads": num_heads, "memory_limit": memory_limit}
+    options: dict[str, Any] = {"batch_size": batch_size, "at": at, "num_heads": num_heads}
     if pattern != "full":  # of the block only what is not its default is shown
         options["pattern"] = from_word(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    say(inspect_model(model, dtype=getattr(torch, dtype), **parse_sites(insert), **options))
+    say(inspect_model(model, **parse_sites(insert), **options))
 
 
 def demo(output: Output = Path("demo-output"), epochs: int = 3, seed: int = 0, jobs: int | None = None) -> None:
@@ -124,42 +121,41 @@ def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> 
     say(export_model(model, output, normalize=normalize))
 
 
-def bench(
-    rows: tuple[str, ...] = ("implementations",), swap: tuple[str, ...] = (), only: tuple[str, ...] = (),
-    shapes: tuple[str, ...] = (), heads: int | None = None, layouts: tuple[str, ...] = (),
-    device: Literal["cpu", "cuda"] | None = None, dtype: Literal["float32", "float16", "bfloat16"] = "float32",
-    threads: int | None = None, rounds: int = 15, output: OptionalOutput = None, markdown_output: Path | None = None,
-) -> None:  # fmt: skip
-    """Time and memory of attention beside other libraries'.
+@dataclass(frozen=True)
+class Contest:
+    """What is measured, and how."""
 
-    Args:
-        rows: what is compared: implementations, libraries, variants, … or all
-        swap: in place of rows, networks by name, before and after swap_
-        only: contestants, by parts of their names
-        shapes: of maps: batch,channels,height,width (default: the row's own)
-        heads: of every contestant (default: the row's own)
-        layouts: nchw, channels-last (default: the row's own)
-        device: where it runs (default: cuda, if there is one)
-        dtype: of maps and weights
-        threads: of the CPU (default: as many as torch has)
-        rounds: measurements of each contestant
-        output: JSON file for all that was measured
-        markdown_output: Markdown file for the tables
-    """
+    rows: tuple[str, ...] = ("implementations",)  # what is compared: implementations, libraries, variants, … or all
+    swap: tuple[str, ...] = ()  # in place of rows, networks by name, before and after swap_
+    only: tuple[str, ...] = ()  # contestants, by parts of their names
+    shapes: tuple[str, ...] = ()  # of maps: batch,channels,height,width (default: the row's own)
+    heads: int | None = None  # of every contestant (default: the row's own)
+    layouts: tuple[str, ...] = ()  # nchw, channels-last (default: the row's own)
+    device: Literal["cpu", "cuda"] | None = None  # where it runs (default: cuda, if there is one)
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of maps and weights
+    threads: int | None = None  # of the CPU (default: as many as torch has)
+    rounds: int = 15  # measurements of each contestant
+    output: OptionalOutput = None  # JSON file for all that was measured
+    markdown_output: Path | None = None  # Markdown file for the tables
+
+
+def bench(contest: Annotated[Contest, arg(name="")]) -> None:
+    """Time and memory of attention beside other libraries'."""
     from vision_attn.tools.benchmark.run import parse_shape, run_benchmark
 
-    run_benchmark(
-        rows, swap=swap, only=only, shapes=[parse_shape(one) for one in shapes], heads=heads, layouts=layouts,
-        device=device, dtype=dtype, threads=threads, rounds=rounds, output=output, markdown_output=markdown_output,
-        say=say,
-    )  # fmt: skip
+    run_benchmark(**{**vars(contest), "shapes": [parse_shape(one) for one in contest.shapes]}, say=say)
+
+
+def flags_in(words: list[str]) -> list[str]:
+    """The names of the settings that a command line gives."""
+    return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
 def settings_from(words: list[str], prog: str, default: Settings | None = None, about: str = "") -> Settings:
     """The settings that flags say, over those of the file or run that ``--config`` or ``--resume`` names."""
     from vision_attn.tools.training.settings import Settings, read_settings
 
-    words, given = [*words], [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    words, given = [*words], flags_in(words)
     for flag in ("--config", "--resume"):
         if flag in words[:-1]:
             place = words.index(flag)
@@ -167,10 +163,7 @@ def settings_from(words: list[str], prog: str, default: Settings | None = None, 
                 default = read_settings(Path(words[place + 1]), given)
             if flag == "--config":
                 del words[place : place + 2]
-    found: Settings = tyro.cli(
-        Settings, args=words, default=default or Settings(), prog=prog, description=about or None
-    )
-    return found
+    return tyro.cli(Settings, args=words, default=default or Settings(), prog=prog, description=about or None)
 
 
 def run(words: list[str], prog: str, evaluated: bool = False) -> None:
@@ -181,9 +174,7 @@ def run(words: list[str], prog: str, evaluated: bool = False) -> None:
     if evaluated and words and not words[0].startswith("-"):
         path, words = Path(words[0]), words[1:]
         if not (path / "config.json").is_file():
-            default = replace(
-                read_settings(path, [word[2:].partition("=")[0] for word in words]), freeze_backbone=False
-            )
+            default = replace(read_settings(path, flags_in(words)), freeze_backbone=False)
     about = f"{evaluate.__doc__}\n" if evaluated else ""
     settings = settings_from(words, prog, default, about)
 
@@ -222,16 +213,13 @@ class Compared:
     are those of vision-attn train, for all arms that they suit.
     """
 
+    # by name, or NAME=ARM FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'
     arms: tuple[str, ...] = ("plain", "convolution", "se", "attention")
-    """by name, or NAME=ARM FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'"""
+    # arms of which the best on images held out from training becomes the last of --arms; see --val-share
     candidates: tuple[str, ...] = ()
-    """arms of which the best on images held out from training becomes the last of --arms; see --val-share"""
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """of each arm"""
-    jobs: int | None = None
-    """runs side by side (default: as many as GPUs, or as cores)"""
-    output: Output = Path("runs/compare")
-    """folder of the runs and the tables"""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of each arm
+    jobs: int | None = None  # runs side by side (default: as many as GPUs, or as cores)
+    output: Output = Path("runs/compare")  # folder of the runs and the tables
 
 
 def compare(words: list[str]) -> None:

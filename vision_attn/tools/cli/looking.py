@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,10 +15,6 @@ from vision_attn.text import escaped
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["explore", "images_in", "maps", "open_network", "opened"]
-
-#: The network to look into, and what it looks at.
-Images = Positional[tuple[Path, ...]]
 Output = Annotated[Path, arg(aliases=["-o"])]
 
 
@@ -57,8 +54,6 @@ def opened(paths: Sequence[Path], model: Any) -> Tensor:
     for path in paths:
         try:
             found.append(model.transform(open_image(path)))
-        except FileNotFoundError:
-            raise
         except Exception as error:  # a damaged file can make Pillow fail in any way
             raise DataError(f"{path} cannot be read as an image ({error})") from error
     return torch.stack(found)
@@ -90,63 +85,64 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
         transform = create_transform(**resolve_data_config(pretrained_cfg=config))
         vars(model).update(classes=classes or None, transform=transform, pretrained_cfg=config)
-    if exchanged := swap_(model):
-        print(f"attention of the network's own is run by blocks, to look into it: {len(exchanged)} modules swapped")
+    if swapped := swap_(model):
+        print(f"attention of the network's own is run by blocks, to look into it: {len(swapped)} modules swapped")
     return model
 
 
-def looked_at(
-    images: Sequence[Path], model: str, pretrained: bool, adapter: Path | None
-) -> tuple[Any, Tensor, Any, list[Path]]:
-    """The network, images in 0…1 as it sees them, what normalises these, and their files."""
-    from torchvision.transforms.v2 import Normalize
+@dataclass(frozen=True)
+class Looked:
+    """A network to look into, and what it looks at."""
 
-    paths, network = images_in(images), named(model, pretrained, adapter)
-    mean, std = (network.pretrained_cfg[name] for name in ("mean", "std"))
-    back = Normalize([-m / s for m, s in zip(mean, std, strict=True)], [1 / s for s in std])
-    return network, back(opened(paths, network)).clamp(0, 1), Normalize(list(mean), list(std)), paths
+    images: Positional[tuple[Path, ...]]  # image files, or folders of them
+    model: str  # folder of a run, or a network that timm knows
+    pretrained: bool = False  # of a name: fetch the weights that come with it
+    adapter: Path | None = None  # of a name: adapter.safetensors, to go into the network
+    sites: tuple[str, ...] = ()  # modules with attention at or in them (default: all)
+
+    def open(self) -> tuple[Any, Tensor, Any, list[Path]]:
+        """The network, images in 0…1 as it sees them, what normalises these, and their files."""
+        from torchvision.transforms.v2 import Normalize
+
+        paths, network = images_in(self.images), named(self.model, self.pretrained, self.adapter)
+        mean, std = (network.pretrained_cfg[name] for name in ("mean", "std"))
+        back = Normalize([-m / s for m, s in zip(mean, std, strict=True)], [1 / s for s in std])
+        return network, back(opened(paths, network)).clamp(0, 1), Normalize(list(mean), list(std)), paths
 
 
-def explore(
-    images: Images, /, model: str, pretrained: bool = False, adapter: Path | None = None, sites: tuple[str, ...] = (),
-    output: Output = Path("report.html"), top: int = 5,
-) -> None:  # fmt: skip
+#: Its fields are flags of the command itself.
+Look = Annotated[Looked, arg(name="")]
+
+
+def explore(look: Look, output: Output = Path("report.html"), top: int = 5) -> None:
     """Where every head of a network looks on images, as a page for a browser.
 
     Args:
-        images: image files, or folders of them
-        model: folder of a run, or a network that timm knows
-        pretrained: of a name: fetch the weights that come with it
-        adapter: of a name: adapter.safetensors, to go into the network
-        sites: modules with attention at or in them (default: all)
+        look: the network and the images
         output: page to write
         top: classes of each image
     """
-    from vision_attn.checks import check_counts
     from vision_attn.tools import explorer
 
-    check_counts(top=top)
-    network, pixels, normalize, paths = looked_at(images, model, pretrained, adapter)
+    network, pixels, normalize, paths = look.open()
     page = explorer.explore(
-        network, pixels, output, normalize=normalize, classes=network.classes or (), sites=sites or None, top=top,
-        titles=[path.name for path in paths], title=f"Where {Path(model).name} looks",
+        network, pixels, output, normalize=normalize, classes=network.classes or (), sites=look.sites or None, top=top,
+        titles=[path.name for path in paths], title=f"Where {Path(look.model).name} looks",
     )  # fmt: skip
     print(f"wrote {page}, {page.stat().st_size / 1e3:,.0f} kB: open it in a browser")
 
 
 def maps(
-    images: Images, /, model: str, pretrained: bool = False, adapter: Path | None = None, sites: tuple[str, ...] = (),
-    output: Output = Path("maps"), query: tuple[str, ...] = (), heads: tuple[int, ...] = (),
+    look: Look,
+    output: Output = Path("maps"),
+    query: tuple[str, ...] = (),
+    heads: tuple[int, ...] = (),
     reduce: Literal["none", "mean", "max"] = "none",
-) -> None:  # fmt: skip
+) -> None:
     """The same as pictures, with a page on how widely and how far each head looks.
 
     Args:
-        images: image files, or folders of them
-        model: folder of a run, or a network that timm knows
-        pretrained: of a name: fetch the weights that come with it
-        adapter: of a name: adapter.safetensors, to go into the network
-        sites: modules with attention at or in them (default: all)
+        look: the network and the images
         output: folder for the pictures
         query: places that are looked from: y,x in pixels (default: the middle)
         heads: those to draw (default: all)
@@ -156,10 +152,10 @@ def maps(
     from vision_attn.networks.insertion import quiet_eval
     from vision_attn.networks.recording import capture
 
-    network, pixels, normalize, paths = looked_at(images, model, pretrained, adapter)
+    network, pixels, normalize, paths = look.open()
     points = [point_of(word) for word in query] or [tuple(side / 2 for side in pixels.shape[2:])]
     output.mkdir(parents=True, exist_ok=True)
-    how: dict[str, Any] = {"sites": sites or None, "heads": heads or None}
+    how: dict[str, Any] = {"sites": look.sites or None, "heads": heads or None}
     with quiet_eval(network), capture(network, points, **how) as found:
         network(normalize(pixels))
     for site, one in found.items():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ARMS", "recipe", "settings_of_arm"]
-
 CONTROLS = "vision_attn.tools.comparison.controls:"
 #: What each arm has of its own, by its name; None for the network without a block.
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -35,7 +33,7 @@ RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "digit-pairs": DIGITS}
 OF_BLOCKS = ("insert", "at", "block", "block_options", "attention_lr")
 OF_FREEZING = ("freeze_backbone", "freeze_epochs")
 #: What a comparison decides itself.
-DECIDED = {"block", "overwrite", "resume", "seed"}
+DECIDED = {"block", "resume", "seed"}
 
 
 def recipe(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from vision_attn.attention.blocks.projection import Pointwise2d
 from vision_attn.attention.blocks.residual import GatedResidual
 from vision_attn.checks import check_count, check_number
 
-__all__ = ["ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"]
-
 
 class ConvBlock2d(GatedResidual):
     """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.

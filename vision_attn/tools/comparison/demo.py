@@ -22,8 +22,6 @@ from vision_attn.tools.comparison.runs import compare
 from vision_attn.tools.explorer import explore
 from vision_attn.tools.training.digits import CANVAS, CLASSES, PLAY, digit_pairs
 
-__all__ = ["ARMS", "run_demo"]
-
 #: What is compared, each with as many parameters but the plain network and the last block.
 ARMS = ("plain", "convolution", "large-kernel", "se", "pooled-mlp", "averaging", "attention")
 #: How many pairs of either kind are drawn, and what the kinds are called.

@@ -30,8 +30,6 @@ from vision_attn.tools.training.run import train
 from vision_attn.tools.training.settings import Settings, differences
 from vision_attn.version import __version__
 
-__all__ = ["Comparison", "Outcome", "compare"]
-
 #: What a complete run leaves in its folder, beside what every run leaves, and what one in a process of its own prints.
 OUTCOME, LOG = "outcome.json", "log.txt"
 #: Runs side by side that are not asked for: each has a copy of the images.

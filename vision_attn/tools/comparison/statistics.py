@@ -13,8 +13,6 @@ from scipy import stats
 from vision_attn.networks.figures import Figure
 from vision_attn.text import markdown
 
-__all__ = ["Difference", "Scores", "compare_scores", "difference_figure", "difference_table"]
-
 #: by arm, one of each seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
 CONFIDENCE = 0.95

@@ -24,8 +24,6 @@ from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import capture
 from vision_attn.networks.safe import write_atomically
 
-__all__ = ["explore"]
-
 #: Cells along a side of a map that the page has: of a larger one several are taken together.
 CELLS = 28
 #: Steps that weights are rounded to, of a row's largest; the finest that keep an image's maps below so many characters.

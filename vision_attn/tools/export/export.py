@@ -23,8 +23,6 @@ from vision_attn.networks.insertion import inserted, plain_network
 from vision_attn.networks.models.folder import save_model
 from vision_attn.version import __version__
 
-__all__ = ["ExportReport", "export_model"]
-
 #: The entry of the metadata that says, as JSON, what must be known to use the graph.
 ENTRY = "classifier"
 #: Difference from the network's output that rounding explains, as a share of its largest value.

@@ -146,9 +146,7 @@ def named(settings: Settings, split: str) -> Source:
     try:
         found: Any = create_dataset(name, root, split, is_training=True, download=settings.download)
     except (AssertionError, ImportError, OSError, RuntimeError) as error:
-        raise DataError(
-            f"{settings.dataset} cannot be read in {root} ({error}): name its folder, or fetch it with --download"
-        ) from error
+        raise DataError(f"{name} cannot be read in {root} ({error}): name its folder, or give --download") from error
     classes = getattr(found, "classes", None) or found.reader.class_to_idx
     return Source(f"{settings.dataset} ({split})", tuple(map(str, classes)), found, range(len(found)))
 
@@ -161,9 +159,7 @@ def part_of(source: Source, settings: Settings, train: bool, share: float) -> So
     try:
         halves = train_test_split(source.rows, **how)
     except ValueError as error:
-        raise DataError(
-            f"{source.name}: {share:g} of the images cannot be held out to evaluate on ({error})"
-        ) from error
+        raise DataError(f"{source.name}: {share:g} of the images cannot be held out ({error})") from error
     what = "without those" if train else f"{100 * share:.3g} % of each class, held out by seed {settings.seed}"
     return replace(source, name=f"{source.name}, {what}", rows=sorted(halves[0 if train else 1]))
 
@@ -226,10 +222,9 @@ class Workers:
         try:
             yield from loader
         except (EOFError, OSError, RuntimeError) as error:
-            died = "a worker process ended, often for want of memory: give fewer --workers "
             why = str(error).strip().rpartition("\n")[2]  # torch puts the traceback of the worker before its last line
-            known = "" if isinstance(error, DataError) else died
-            raise DataError(f"{known}{why.removeprefix('vision_attn.errors.DataError: ')}") from error
+            died = "" if isinstance(error, DataError) else "a worker process ended, so give fewer --workers: "
+            raise DataError(f"{died}{why.removeprefix('vision_attn.errors.DataError: ')}") from error
 
 
 def ignore_ctrl_c(worker: int) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CANVAS", "CLASSES", "digit_pairs", "draw_pairs"]
-
 #: rows and columns of a canvas, in pixels
 CANVAS = (8, 44)
 #: what the labels 0 and 1 mean

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from tqdm import tqdm
 from vision_attn.networks.contributions import disabled, measured, share
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import InMemory, Workers
-from vision_attn.tools.training.folder import write_classes
-
-__all__ = ["Disabled", "Evaluation", "Scores", "normalization"]
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,14 @@ class Evaluation:
     batch_size: int
 
     def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
-        """The scores over the whole set, and ``(2, images)``: class and prediction of each image of this process."""
+        """The scores over the whole set, and the prediction of each image of this process."""
         accelerator, count = self.accelerator, len(self.data.labels)
         process, processes = accelerator.process_index, accelerator.num_processes
         if processes > 1:  # each has seen other images; what is evaluated and saved are the batch norms of the first
             for buffer in model.buffers():
                 broadcast(buffer)
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-        seen = [torch.empty(2, 0, dtype=torch.long, device=accelerator.device)]
+        seen = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
         rows = torch.arange(process, count, processes).split(self.batch_size // processes)
         with quiet_eval(model), accelerator.autocast(), measured(model) as branches:
             for batch in tqdm(self.data.batches(rows), "evaluate", len(rows), leave=False, disable=None):
@@ -96,14 +92,14 @@ class Evaluation:
                 classes = logits.shape[1]
                 choices = logits.topk(min(5, classes)).indices
                 right = choices == labels[:, None]
-                seen.append(torch.stack([labels, choices[:, 0]]))
+                seen.append(choices[:, 0])
                 loss = F.cross_entropy(logits, labels, reduction="sum")
                 totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
         squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
         everything = accelerator.reduce(torch.cat([totals, *squares]))
         loss, top1, top5 = (everything[:3] / count).tolist()
         size = share(everything[3:].view(-1, 2).T).mean().item() if squares else None
-        return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen, 1)
+        return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen)
 
     def without_blocks(self, model: nn.Module, whole: Scores, seen: Tensor) -> Disabled | None:
         """What the blocks are worth, beside what an evaluation gave with them; None where there are none."""
@@ -111,12 +107,5 @@ class Evaluation:
             return None
         with disabled(model):
             without, others = self(model)
-        changed = int(self.accelerator.reduce((seen[1] != others[1]).sum()))
+        changed = int(self.accelerator.reduce((seen != others).sum()))
         return Disabled(whole, without, changed, len(self.data.labels))
-
-    def report_classes(self, folder: Path, seen: Tensor, classes: Sequence[str]) -> None:
-        """Write how many images of each class were taken for which, of what all processes saw."""
-        count = len(classes)
-        confusions = self.accelerator.reduce(torch.bincount(seen[0] * count + seen[1], minlength=count**2))
-        if self.accelerator.is_main_process:
-            write_classes(folder, confusions.view(count, count).cpu(), classes)

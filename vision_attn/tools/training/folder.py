@@ -1,36 +1,22 @@
-"""The folder of a run, and what is written there for people: settings, metrics, curves, scores by class."""
+"""The folder of a run, and what is written there for people: metrics and curves.
+
+The network of the epoch with the highest top-1 is in ``model``, ready for ``load_model``; where the backbone is frozen,
+its blocks alone, and a new head, in ``adapter.safetensors``; all that is needed to go on, from the middle of an epoch
+too, in ``state``; what trackers write in ``logs``.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.safe import write_atomically
-
-#: What a run leaves. The network of the epoch with the highest top-1 is in ``model``, ready for ``load_model``; where
-#: the backbone is frozen, its blocks alone, and a new head, in ``adapter.safetensors``; all that is needed to go on,
-#: from the middle of an epoch too, in ``state``; what trackers write in ``logs``.
-FILES = (
-    "settings.yaml", "inserted.txt", "first_batch.png", "metrics.csv", "curves.png", "model", "adapter.safetensors",
-    "classes.csv", "confusion.csv", "state", "logs",
-)  # fmt: skip
-
-
-def clear(folder: Path) -> None:
-    """Remove what another run left."""
-    for path in (folder / name for name in FILES):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def newest_state(folder: Path) -> Path | None:
@@ -58,15 +44,6 @@ def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -
     write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
     if draw:
         save_figure(curves_figure(rows), folder / "curves.png")
-
-
-def write_classes(folder: Path, confusions: Tensor, classes: Sequence[str]) -> None:
-    """Write the accuracy of each class, and for which class its images were taken."""
-    found = zip(classes, confusions.sum(1).tolist(), confusions.diagonal().tolist(), strict=True)
-    rows = [(name, count, right, f"{100 * right / count:.2f}" if count else "") for name, count, right in found]
-    write_table(folder / "classes.csv", [("class", "images", "right", "accuracy"), *rows])
-    counts = [(name, *row) for name, row in zip(classes, confusions.tolist(), strict=True)]
-    write_table(folder / "confusion.csv", [("class \\ predicted", *classes), *counts])
 
 
 def curves_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.optim import create_optimizer_v2
@@ -39,15 +38,13 @@ from vision_attn.networks.safe import written_folder
 from vision_attn.tools.training.data import InMemory, Workers, crop_of, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, write_rows
-from vision_attn.tools.training.network import Network
+from vision_attn.tools.training.network import Network, Say
 from vision_attn.tools.training.settings import Settings
-
-__all__ = ["Progress", "Trainer"]
 
 #: Steps between two looks at the loss and at signals on CUDA, where each waits for the device.
 LOOK_EVERY = 10
-#: Seconds between two drawings of the curves, each of which takes a third of one.
-PAUSE = 30
+#: Seconds that an epoch takes for its end to draw the curves, which takes a third of one.
+LONG = 10
 #: Images in the picture of the first batch.
 PICTURED = 32
 
@@ -113,14 +110,14 @@ class Trainer:
     """One run of training, from its first or a later step to its last."""
 
     def __init__(
-        self, settings: Settings, accelerator: Accelerator, say: Callable[[str], None], network: Network, folder: Path,
-        classes: tuple[str, ...], data: InMemory | Workers, evaluation: Evaluation,
-    ) -> None:  # fmt: skip
-        self.settings, self.accelerator, self.say, self.network = settings, accelerator, say, network
-        self.folder, self.classes, self.data, self.evaluation = folder, classes, data, evaluation
+        self, settings: Settings, network: Network, data: InMemory | Workers, evaluation: Evaluation, say: Say
+    ) -> None:
+        self.settings, self.network, self.data, self.evaluation, self.say = settings, network, data, evaluation, say
+        self.folder = Path(str(settings.output))
+        self.accelerator = accelerator = evaluation.accelerator
         self.steps = len(data.labels) // settings.batch_size
         self.progress = Progress()
-        self.frozen, self.signal, self.drawn = False, 0, time.monotonic()
+        self.frozen, self.signal = False, 0
         self.model = model = network.model.to(accelerator.device)
         #: without what lets a network run in half precision and on several processes: what is saved
         self.plain = copy.deepcopy(model).cpu().eval()
@@ -137,11 +134,11 @@ class Trainer:
         self.forward = torch.compile(self.wrapped) if settings.compile else self.wrapped
         self.padding = settings.crop_padding if crop_of(settings, network.config) == "pad" else 0
         self.erase = RandomErasing(settings.reprob, mode="pixel", device=accelerator.device)
-        self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(classes))
+        self.mixup = Mixup(settings.mixup, settings.cutmix, label_smoothing=0.0, num_classes=len(network.classes))
         self.class_weights: Tensor | None = None
         if settings.class_weights:
-            counts = data.labels.bincount(minlength=len(classes)).to(accelerator.device)
-            self.class_weights = len(data.labels) / (len(classes) * counts.clamp(min=1))
+            counts = data.labels.bincount(minlength=len(network.classes)).to(accelerator.device)
+            self.class_weights = len(data.labels) / (len(counts) * counts.clamp(min=1))
 
     @property
     def rate(self) -> float:
@@ -169,8 +166,7 @@ class Trainer:
                     (aside / "progress.json").write_text(json.dumps(asdict(progress)))
         except Exception as error:  # a full disk is told by each library in its own way
             raise TrainingError(
-                f"{self.folder} cannot be written ({' '.join(str(error).split())}); the state of before, if any, is "
-                f"whole: make room, and go on with --resume {self.folder}"
+                f"{self.folder} cannot be written ({' '.join(str(error).split())}): make room, and --resume it"
             ) from error
         if accelerator.is_main_process:
             for other in new.parent.iterdir():
@@ -180,8 +176,7 @@ class Trainer:
 
     def restore(self) -> None:
         """Become what the newest state in the folder holds."""
-        found = newest_state(self.folder)
-        assert found is not None
+        found = newest_state(self.folder) or self.folder
         try:
             self.progress = progress = Progress(**json.loads((found / "progress.json").read_bytes()))
             self.accelerator.load_state(str(found))
@@ -202,7 +197,7 @@ class Trainer:
                     self.say(f"the backbone is {'frozen' if frozen else 'thawed'}: {count:,} parameters are trained")
                 self.train_epoch()
                 final, seen = self.evaluation(self.evaluated)
-                self.close_epoch(final, seen)
+                self.close_epoch(final)
         if self.accelerator.is_main_process:
             write_rows(self.folder, progress.rows, draw=True)
         return final, seen
@@ -293,7 +288,7 @@ class Trainer:
             self.ema.update(self.model, step=number)
         return mean
 
-    def close_epoch(self, score: Scores, seen: Tensor) -> None:
+    def close_epoch(self, score: Scores) -> None:
         """Log an epoch that is over, and save what is needed to go on from here."""
         progress, seconds, loss = self.progress, self.progress.seconds, self.progress.loss / self.steps
         speed = self.steps * self.settings.batch_size / max(seconds, 1e-9)  # a clock may stand still
@@ -307,15 +302,10 @@ class Trainer:
         done = f"epoch {progress.epoch}/{self.settings.epochs}"
         self.say(f"{done}: train loss {loss:.4f}, {score}, {seconds:.0f} s, {speed:.0f} images/s")
         self.accelerator.log({key: value for key, value in row.items() if value is not None}, step=progress.epoch)
-        improved = progress.best == len(progress.rows) - 1
-        if improved and self.settings.report_classes:
-            self.evaluation.report_classes(self.folder, seen, self.classes)
         if self.accelerator.is_main_process:
-            if improved:
+            if progress.best == len(progress.rows) - 1:
                 self.save_best()
-            draw = time.monotonic() - self.drawn > PAUSE
-            write_rows(self.folder, progress.rows, draw=draw)
-            self.drawn = time.monotonic() if draw else self.drawn
+            write_rows(self.folder, progress.rows, draw=seconds > LONG)
         self.save()
 
     def network_now(self) -> nn.Module:
@@ -326,21 +316,20 @@ class Trainer:
     def save_best(self) -> None:
         """Write the network, and the blocks by themselves where all else is as it came."""
         model, about = self.network_now(), {key: self.network.config[key] for key in ("input_size", "mean", "std")}
-        channels = about["input_size"][0]
-        arguments = {} if channels == 3 else {"in_chans": channels}
-        save_model(model, self.folder / "model", classes=self.classes, model_args=arguments)
+        arguments = {} if about["input_size"][0] == 3 else {"in_chans": about["input_size"][0]}
+        save_model(model, self.folder / "model", classes=self.network.classes, model_args=arguments)
         if self.settings.freeze_backbone and inserted(model):
-            about = {"classes": list(self.classes), **about}
+            about = {"classes": list(self.network.classes), **about}
             save_adapter(model, self.folder / "adapter.safetensors", also=self.network.new_head, about=about)
 
     @contextmanager
     def signals_noted(self) -> Iterator[None]:
         """Note Ctrl-C and SIGTERM inside, so that a run ends after a step; what the process ignores stays ignored."""
-        taken = threading.current_thread() is threading.main_thread()  # Python takes signals there
-        numbers = [
-            n for n in (signal.SIGINT, signal.SIGTERM) if taken and signal.getsignal(n) not in (signal.SIG_IGN, None)
-        ]
-        before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}
+        in_main = threading.current_thread() is threading.main_thread()  # Python takes signals there
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if in_main}
+        before = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        for n in before:
+            signal.signal(n, lambda number, frame: setattr(self, "signal", number))
         try:
             yield
         finally:

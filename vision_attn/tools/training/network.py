@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import timm
@@ -22,7 +22,8 @@ from vision_attn.networks.models.registry import config_of, create_model
 from vision_attn.tools.training.data import Source, crop_of
 from vision_attn.tools.training.settings import Settings
 
-__all__ = ["Network", "block_class", "build_network", "prepare_network"]
+#: Told each line of the log.
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,16 @@ class Network:
 
     model: nn.Module
     #: timm's configuration of it, with the size, statistics and crop of its images; also ``model.pretrained_cfg``
-    config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
     #: what was inserted where, as a table; empty where nothing was
-    report: str
+    report: str = ""
     #: globs on the keys of the classifier where it is a new one, which a frozen backbone has trained too
-    new_head: tuple[str, ...]
+    new_head: tuple[str, ...] = ()
+    #: names of what it tells apart
+    classes: tuple[str, ...] = ()
 
 
-def build_network(settings: Settings, source: Source, say: Callable[[str], None], *, resumed: bool = False) -> Network:
+def build_network(settings: Settings, source: Source, say: Say, *, resumed: bool = False) -> Network:
     """Make a network, insert blocks, load weights, freeze.
 
     A run that is ``resumed`` has its weights from its own state: none are loaded.
@@ -59,17 +62,17 @@ def build_network(settings: Settings, source: Source, say: Callable[[str], None]
     if settings.weights and not resumed:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
         say(str(load_checkpoint(model, settings.weights.expanduser(), fresh=head)))
-    return prepare_network(Network(model, {}, report, head), settings, source, say)
+    return prepare_network(Network(model, report=report, new_head=head), settings, source, say)
 
 
-def prepare_network(network: Network, settings: Settings, source: Source, say: Callable[[str], None]) -> Network:
+def prepare_network(network: Network, settings: Settings, source: Source, say: Say) -> Network:
     """Ready a network for its images: what they are like is noted in its configuration, one is tried, then freeze."""
     model, classes = network.model, len(source.classes)
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
     if not timm.is_model(name) or model.num_classes != classes:
         raise ValueError(
-            f"model must be one that timm makes by name, or it could not be loaded again, for the {classes} classes of "
-            f"{source.name}; got a {type(model).__name__} for {getattr(model, 'num_classes', '?')}"
+            f"model must be one that timm makes by name, for the {classes} classes of {source.name}; "
+            f"got a {type(model).__name__} for {getattr(model, 'num_classes', '?')}"
         )
     config = vars(model)["pretrained_cfg"] = configured(model, settings, source)
     try:
@@ -81,7 +84,7 @@ def prepare_network(network: Network, settings: Settings, source: Source, say: C
     if settings.freeze_backbone:
         count = freeze_backbone_(model, also_train=network.new_head)
         say(f"the backbone is frozen: {count:,} parameters are trained")
-    return Network(model, config, network.report, network.new_head)
+    return replace(network, config=config, classes=source.classes)
 
 
 def configured(model: nn.Module, settings: Settings, source: Source) -> dict[str, Any]:
@@ -120,10 +123,7 @@ def insert_sites(model: nn.Module, settings: Settings, config: dict[str, Any]) -
         name, sign, word = text.partition("=")
         if not (name.isidentifier() and sign) or name in options:
             raise ValueError(f"block_options must be NAME=VALUE, each name once, as position=Rope2d(); got {text!r}")
-        try:
-            options[name] = from_word(word)
-        except ValueError as error:
-            raise ValueError(f"block_options: {name}: {error}") from error
+        options[name] = from_word(word)
     where = {"example_input": (1, *config["input_size"]), "at": settings.at, **parse_sites(settings.insert)}
     try:
         report = insert_(model, block_class(settings.block), **where, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +22,10 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
 from vision_attn.tools.training.data import Source, open_data, open_images
 from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores, normalization
-from vision_attn.tools.training.folder import clear, newest_state, numbered_folder
+from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
-from vision_attn.tools.training.network import Network, block_class, build_network, prepare_network
+from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network
 from vision_attn.tools.training.settings import Settings, differences, read_settings, refuse_old_run, write_settings
-
-__all__ = ["Result", "evaluate", "train"]
 
 #: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
 PATIENCE = 10
@@ -55,9 +52,8 @@ class Result:
 
 
 def train(
-    settings: Settings | None = None, *, model: nn.Module | str | None = None, say: Callable[[str], None] = print,
-    **options: Any,
-) -> Result:  # fmt: skip
+    settings: Settings | None = None, *, model: nn.Module | str | None = None, say: Say = print, **options: Any
+) -> Result:
     """Train an image classifier, with attention in it or not, and leave the run in a folder.
 
     Every random choice follows from the seed, the epoch, the step and the process. So a run that was stopped anywhere
@@ -103,8 +99,8 @@ def train(
         if given is None:
             network = build_network(settings, source, log, resumed=resumed)
         else:
-            network = prepare_network(Network(given, {}, "", ()), settings, source, log)
-    evaluation = evaluation_on(held_out, settings, network, accelerator, log)
+            network = prepare_network(Network(given), settings, source, log)
+    evaluation = evaluator(held_out, settings, network, accelerator, log)
     data = open_images(source, settings, network.config, accelerator.device, train=True)
     log(f"training: {len(source):,} images of {source.name}, {data.kept}")
     log(f"{settings.epochs:,} epochs of {len(source) // settings.batch_size:,} steps of {settings.batch_size} images")
@@ -115,10 +111,8 @@ def train(
     folder = Path(str(settings.output))
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock", timeout=PATIENCE) if main else nullcontext():
-        trainer = Trainer(settings, accelerator, log, network, folder, source.classes, data, evaluation)
+        trainer = Trainer(settings, network, data, evaluation, log)
         if main:
-            if not resumed:
-                clear(folder)
             write_atomically(folder / "settings.yaml", write_settings(settings))
             write_atomically(folder / "inserted.txt", f"{network.report}\n".encode())
         if resumed:
@@ -137,7 +131,7 @@ def train(
     return Result(trainer.network_now(), network.config["input_size"], final, best, disabled, rows, folder)
 
 
-def evaluate(settings: Settings, path: Path | None = None, *, say: Callable[[str], None] = print) -> Result:
+def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) -> Result:
     """Evaluate, on the data of the settings, the network in a folder of a run or of ``save_model``, else theirs."""
     accelerator = make_accelerator(settings)
     log = say if accelerator.is_main_process else (lambda line: None)
@@ -151,22 +145,16 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Callable[[str
         if classes != source.classes:
             has = f"{source.name} has {shorten(source.classes)}"
             raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {has}: name the folders alike")
-        network = prepare_network(Network(model, {}, "", ()), settings, source, log)
-    evaluation = evaluation_on(source, settings, network, accelerator, log)
+        network = prepare_network(Network(model), settings, source, log)
+    evaluation = evaluator(source, settings, network, accelerator, log)
     model = network.model.to(accelerator.device).eval()
     scores, seen = evaluation(model)
     disabled = evaluation.without_blocks(model, scores, seen)
     log(f"{scores}\n{disabled}" if disabled else str(scores))
-    if settings.report_classes:
-        folder = settings.output or Path("runs/evaluation")
-        folder.mkdir(parents=True, exist_ok=True)
-        evaluation.report_classes(folder, seen, source.classes)
     return Result(model, network.config["input_size"], scores, scores, disabled, [], None)
 
 
-def evaluation_on(
-    source: Source, settings: Settings, network: Network, accelerator: Accelerator, log: Callable[[str], None]
-) -> Evaluation:
+def evaluator(source: Source, settings: Settings, network: Network, accelerator: Accelerator, log: Say) -> Evaluation:
     """What evaluates on the images of a source."""
     data = open_images(source, settings, network.config, accelerator.device)
     size = "×".join(map(str, network.config["input_size"]))
@@ -177,10 +165,9 @@ def evaluation_on(
 def make_accelerator(settings: Settings) -> Accelerator:
     """What a run asks of the machine; half precision unasked on CUDA alone."""
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    if settings.device == "cuda" and on_cpu:
-        raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
-    if settings.amp == "float16" and on_cpu:
-        raise ValueError("amp: float16 needs CUDA, whose gradients it scales: on the CPU use bfloat16")
+    for name, value in (("device", "cuda"), ("amp", "float16")):  # whose gradients CUDA alone has scaled
+        if on_cpu and getattr(settings, name) == value:
+            raise ValueError(f"{name}: {value} was asked for and there is no CUDA device: leave --{name} out")
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs, and Accelerate does not set
     set_seed(settings.seed, deterministic=settings.deterministic)
@@ -207,7 +194,7 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
         if folder not in (None, Path(resume)):
             raise ValueError(f"output must be the folder that a run goes on in, {resume}; got {folder}")
         folder = Path(resume)
-    if folder is None or settings.overwrite:
+    if folder is None:
         return settings, False
     refuse_old_run(folder)
     if newest_state(folder) is None:
@@ -215,19 +202,13 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
             raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
         return settings, False
     if resume is None:
-        raise ValueError(
-            f"output: {folder} holds a run already: choose another --output, go on with it by --resume {folder}, or "
-            "begin anew with --overwrite"
-        )
+        raise ValueError(f"output: {folder} holds a run already: choose another, or go on with --resume {folder}")
     before = read_settings(folder, given=("dataset", "block"))
     differing = differences(settings, before)
     if "epochs" in differing and settings.epochs > before.epochs:
         differing.remove("epochs")  # more extend a run; its rates so far were not those of a shorter one
     if differing:
-        raise ValueError(
-            f"resume goes on with the same run, but {', '.join(differing)} differ from {folder}: give the same, or "
-            "begin a new run from its weights with --weights"
-        )
+        raise ValueError(f"resume goes on with a run, but {', '.join(differing)} differ from {folder}: give the same")
     return replace(settings, output=folder), True
 
 
@@ -235,7 +216,5 @@ def check_batch(settings: Settings, images: int, processes: int) -> None:
     """Refuse a batch that the images do not fill, or that the processes cannot share."""
     parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
     if settings.batch_size > images or settings.batch_size % parts:
-        raise ValueError(
-            f"batch_size must be at most the {images} training images, and a multiple of {parts} for the processes, "
-            f"parts and pairs that it is divided into; got {settings.batch_size}"
-        )
+        limits = f"at most the {images} training images, and a multiple of {parts} to be divided"
+        raise ValueError(f"batch_size must be {limits}; got {settings.batch_size}")

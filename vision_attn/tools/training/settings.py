@@ -5,25 +5,21 @@ Their names are those of timm's and torchvision's scripts. This file imports nei
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from tyro.conf import arg
-
-__all__ = ["Settings", "changed", "differences", "read_settings", "refuse_old_run", "write_settings"]
 
 #: The rates that work for most networks, of the optimizers that have one.
 USUAL_RATES = {"sgd": 0.1, "adamw": 1e-3}
 #: What may differ between two runs that give the same result, or when a run goes on.
 OF_MACHINE = {"data", "download", "device", "workers", "compile", "log_with", "early_stopping", "save_every"}
 #: What concerns one call alone, and is not taken from the settings of another run.
-OF_CALL = {"output", "overwrite", "resume", "report_classes"}
+OF_CALL = {"output", "resume"}
 
 
 def as_words(value: Any) -> Any:
@@ -47,7 +43,6 @@ def with_plain_errors(settings: type) -> type:
     """Let a class of pydantic's raise a ``ValueError`` of one line, which names each setting that is wrong."""
     validate = settings.__init__  # type: ignore[misc]
 
-    @functools.wraps(validate)
     def init(self: object, *args: Any, **values: Any) -> None:
         try:
             validate(self, *args, **values)
@@ -143,15 +138,13 @@ class Settings:
     # --- run
 
     output: Output = None  # folder of the run; None: the next of runs/train-1, …
-    overwrite: bool = False  # begin anew in a folder that holds a run
     resume: str | None = None  # folder of a run to go on with; auto: --output, or begin if there is nothing
     save_every: Whole = 0  # steps after which the state is saved, beside the end of each epoch
-    report_classes: bool = False  # write the accuracy of each class, and which are taken for which
     log_with: Words = ()  # trackers: tensorboard, wandb or any other that accelerate knows
 
     def __post_init__(self) -> None:
         pairs = (("weights", "pretrained"), ("freeze_backbone", "freeze_epochs"), ("freeze_backbone", "layer_decay"))
-        for one, other in (*pairs, ("resume", "overwrite")):
+        for one, other in pairs:
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose one")
         needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert", "mean": "std"}
@@ -175,8 +168,8 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, as they are written to ``settings.yaml``."""
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values: dict[str, Any] = TypeAdapter(Settings).dump_python(self, mode="json")
+        return values
 
 
 def differences(one: Settings, other: Settings) -> list[str]:
@@ -231,6 +224,6 @@ def refuse_old_run(path: Path) -> None:
     folder = path.parent if path.name in ("last.pth", "best.pth") else path
     if path != folder or ((folder / "best.pth").exists() and not (folder / "model").exists()):
         raise ValueError(
-            f"{path} is of an earlier version, from which none can go on: begin from its weights, with --weights "
-            f"{folder / 'best.pth'} and the --model and --insert that it was made with"
+            f"{path} is of an earlier version, from which none can go on: begin from its weights, with "
+            f"--weights {folder / 'best.pth'} and its --model and --insert"
         )
