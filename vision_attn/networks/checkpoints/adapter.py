@@ -173,9 +173,7 @@ def read_adapter(path: str | Path) -> Saved:
     file = read_file(path, by_name=False)  # it has a hash of its own
     saved = form.saved_in(file)
     if saved is None or saved.base is None:
-        raise CheckpointError(
-            f"{file.path} is no adapter: load_checkpoint reads checkpoints, load_model what save_model wrote"
-        )
+        raise CheckpointError(f"{file.path} is no adapter: load_checkpoint reads checkpoints, load_model networks")
     return saved
 
 

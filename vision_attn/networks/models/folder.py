@@ -95,7 +95,7 @@ def save_model(
         OSError: the folder cannot be written.
 
     >>> import tempfile
-    >>> from vision_attn import models, insert_
+    >>> from vision_attn.networks.insertion import insert_
     >>> model = timm.create_model("digit_pairs", num_classes=3)
     >>> report = insert_(model, stages=-1, num_heads=4)
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
@@ -201,7 +201,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a folder, in which each part that is used is what it must be."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or a run wrote")
+        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
     with open(path, "rb") as file:
         text = file.read(LARGEST)
     try:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -99,5 +98,5 @@ def finished_folder(folder: Path) -> Path:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a ``.safetensors`` file. The same content with one entry of metadata is the same file."""
     # Each in a storage of its own, since safetensors takes no two names of one storage.
-    how: dict[str, Any] = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
-    write_atomically(path, save({key: value.detach().to(**how) for key, value in tensors.items()}, dict(metadata)))
+    copies = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
+    write_atomically(path, save(copies, dict(metadata)))
