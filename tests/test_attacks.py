@@ -160,13 +160,6 @@ CALLS = {
     "heads": [lambda x: va.capture(blocks(), heads=x).__enter__()],
     "residual": [lambda x: seen().rollout(residual=x)],
     "sites": [lambda x: va.capture(blocks(), sites=torch.tensor(len(str(x)))).__enter__()],
-    "also_train": [lambda x: va.freeze_backbone_(blocks(), also_train=[x])],
-    "where": [
-        lambda x: va.swap_(blocks(), where=x),
-        lambda x: va.insert_(network(), where=x, example_input=(1, 3, 8, 8)),
-    ],
-    "block": [lambda x: va.insert_(network(), type(x), names="0", example_input=(1, 3, 8, 8))],
-    "memory_limit": [lambda x: va.inspect_model(blocks(), example_input=(1, 3, 8, 8), memory_limit=[x])],
     "images": [lambda x: va.explore(blocks(), x, "page.html"), lambda x: attention_figure(x, seen()["0"])],
     "titles": [lambda x: va.explore(blocks(), torch.rand(1, 3, 4, 4), "page.html", titles=b"1")],
     "query": [lambda x: attention_figure(torch.rand(1, 3, 4, 4), seen()["0"], query=[x])],

@@ -83,7 +83,7 @@ def test_without_a_command_all_are_listed(capsys):
     [
         (["--lable-smoothing=0.1"], "--label-smoothing"),
         (["--mean", "0.5"], "mean needs std: give both"),
-        (["--insert", "layer9"], "names: 'layer9' matches no module; at the top the model has 'conv1'"),
+        (["--insert", "layer9"], "names: 'layer9' matches no module; at the top the model has conv1"),
         (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
         (["--batch-size", "1000"], "batch_size must be at most the 72 training images"),
         (["--config", "nothing.yaml"], "No such file"),
@@ -243,7 +243,7 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
         (["explore", "IMAGE", "--model", "RUN", "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
         (["maps", "IMAGE", "--model", "RUN", "--query", "middle"], 2, "query must be y,x in pixels, such as 112,80"),
-        (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], 2, "pixels of an image of 32×32; got (40.0, 0.0)"),
+        (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], 2, "pixels of an image of (32, 32); got (40.0, 0.0)"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "neither a literal nor one of Window"),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",

@@ -157,7 +157,7 @@ def test_settings_without_sense_are_refused_in_a_line(base, options, message):
         ({"opt": "lion", "lr": None}, "lr must be given for lion"),
         ({"device": "cuda"}, "device: cuda was asked for and there is no CUDA"),
         ({"amp": "float16"}, "amp: float16 was asked for and there is no CUDA"),
-        ({"freeze_backbone": True, "insert": ()}, "frozen it would have nothing to train"),
+        ({"freeze_backbone": True, "insert": ()}, "model has nothing to train when frozen"),
     ],
     ids=str,
 )

@@ -77,12 +77,15 @@ def train(
         Interrupted: Ctrl-C or SIGTERM came while it trained; the run is saved.
 
     >>> import tempfile
-    >>> result = train(
-    ...     dataset="digit-pairs", model="digit_pairs", epochs=1, batch_size=25_000, device="cpu",
-    ...     output=tempfile.mkdtemp(), say=lambda line: None,
-    ... )
+    >>> from PIL import Image
+    >>> root = Path(tempfile.mkdtemp())
+    >>> for half, kind in ((half, kind) for half in ("train", "val") for kind in ("blue", "red")):
+    ...     (root / half / kind).mkdir(parents=True)
+    ...     Image.new("RGB", (32, 32), kind).save(root / half / kind / "1.png")
+    >>> settings = {"data": root, "batch_size": 2, "epochs": 1, "output": root / "run", "device": "cpu"}
+    >>> result = train(model="resnet20", insert="layer3", say=lambda line: None, **settings)
     >>> result.input_size, len(result.rows)
-    ((1, 8, 44), 1)
+    ((3, 32, 32), 1)
     """
     given = model if isinstance(model, nn.Module) else None
     options |= {"model": model} if isinstance(model, str) else {}
