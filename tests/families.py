@@ -26,7 +26,7 @@ from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.attention.blocks import SWAPPED
 from vision_attn.networks.convert.swap import SwapReport
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
@@ -201,7 +201,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
         return row
     calls: list[int] = []
     for one in report.swapped:
-        vars(twin.get_submodule(one.path))[EXCHANGED].block.register_forward_hook(lambda *_: calls.append(1))
+        vars(twin.get_submodule(one.path))[SWAPPED].block.register_forward_hook(lambda *_: calls.append(1))
     for name in dtypes:
         pair = (copy.deepcopy(one).to(DTYPES[name]) for one in (model, twin))
         row.differences[name] = compared(*pair, entry.sizes)

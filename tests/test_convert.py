@@ -29,7 +29,7 @@ from torch.nn.utils import parametrizations
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 import vision_attn as va
-from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.attention.blocks import SWAPPED
 from vision_attn.networks import convert
 from vision_attn.networks.convert import ConversionError
 from vision_attn.networks.convert.row import PaddedAttention2d
@@ -281,7 +281,7 @@ def test_a_swapped_layer_computes_the_same_and_a_wrong_order_is_found_out(
     assert len(report) == 1, report
     assert report.swapped[0].difference < 1e-10
     ran = []
-    vars(layer.get_submodule(part))[EXCHANGED].block.register_forward_hook(lambda *_: ran.append(1))
+    vars(layer.get_submodule(part))[SWAPPED].block.register_forward_hook(lambda *_: ran.append(1))
     assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
     assert ran == [1]
     turn_rows(monkeypatch, other.get_submodule(part))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import EXCHANGED, Attention, attention_modules
+from vision_attn.attention.blocks import SWAPPED, Attention, attention_modules
 from vision_attn.attention.blocks.weights import looking, weights_on_map
 from vision_attn.attention.implementations import Given
 from vision_attn.attention.patterns import Partition
@@ -54,7 +54,7 @@ def capture(
 
     Args:
         model: a network with :class:`vision_attn.Attention2d` modules in it, or those for one axis or three: inserted,
-            put in the place of others, exchanged by :func:`vision_attn.swap_`, or its own.
+            put in the place of others, swapped in by :func:`vision_attn.swap_`, or its own.
         queries: points ``(y, x)`` in pixels of the image to look from; ``"all"`` or None for every cell of each map.
         sites: only attention at or in these modules: a path, glob or compiled regular expression, or several.
         heads: only these heads, by number.
@@ -82,8 +82,8 @@ def capture(
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
     points, model = points_of(queries), plain_network(model)
     modules = modules_at(model, sites)
-    exchanged = {path: vars(model.get_submodule(path)).get(EXCHANGED) for path in modules}
-    axes = max(2 if exchanged[path] else module.rank for path, module in modules.items())
+    swapped = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
+    axes = max(2 if swapped[path] else module.rank for path, module in modules.items())
     recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
@@ -92,7 +92,7 @@ def capture(
             seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
             stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
             chosen = numbers("heads", heads, module.num_heads)
-            hook = partial(recording.record, path, exchanged[path], chosen, seen)
+            hook = partial(recording.record, path, swapped[path], chosen, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
 
@@ -189,12 +189,12 @@ def in_groups_of(given: Given, groups: int) -> Given:
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
     modules = attention_modules(model)
     for path in list(modules):
-        kept = vars(model.get_submodule(path)).get(EXCHANGED)
+        kept = vars(model.get_submodule(path)).get(SWAPPED)
         if kept is not None and kept.sees == "unknown":
             del modules[path]  # of tokens, of which nobody says where they lie
     if not modules:
         raise ValueError(
-            "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) exchange what "
+            "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) take over what "
             "attention it has"
         )
     if sites is None:

@@ -15,10 +15,10 @@ from vision_attn.attention.blocks.residual import (
     AttentionBlock3d,
     TransformerBlock2d,
 )
-from vision_attn.attention.blocks.specified import EXCHANGED, set_impl_, use_impl
+from vision_attn.attention.blocks.specified import SWAPPED, set_impl_, use_impl
 
 __all__ = [
-    "EXCHANGED",
+    "SWAPPED",
     "Attention",
     "Attention1d",
     "Attention2d",

@@ -14,9 +14,9 @@ from vision_attn.checks import check_type
 #: The entry of a block in the metadata of a state dict, beside torch's own ``version``.
 TOLD = "block"
 
-#: The attribute in which an attention module of another library, which a block stands for, keeps that: ``.block``, what
-#: it ``.sees``, and how that is ``.placed`` on the map. The block is no child of it.
-EXCHANGED = "exchanged"
+#: The attribute of a module that ``swap_`` took over: the ``.block`` that runs for it, which is no child of it, what
+#: the block ``.sees``, and how that is ``.placed`` on the map.
+SWAPPED = "swapped"
 
 
 class Specified(nn.Module):
@@ -47,7 +47,7 @@ def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
     blocks = {
         name: module if kept is None else kept.block
         for name, module in model.named_modules()
-        for kept in [vars(module).get(EXCHANGED)]
+        for kept in [vars(module).get(SWAPPED)]
     }
     return {name: block for name, block in blocks.items() if isinstance(block, Specified) and hasattr(block, "impl")}
 

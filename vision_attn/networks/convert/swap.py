@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision_attn.attention.blocks import EXCHANGED
+from vision_attn.attention.blocks import SWAPPED
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
 from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
@@ -134,7 +134,7 @@ def swap_(
             lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
         for name, swap in swaps.items():
-            vars(modules[name]).update({EXCHANGED: swap})
+            vars(modules[name]).update({SWAPPED: swap})
             modules[name].__class__ = swapped_class(modules[name].__class__)
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped")
 
@@ -165,7 +165,7 @@ def swap_back_(model: nn.Module) -> SwapReport:
     for name, module in list(model.named_modules()):
         if not isinstance(module, Swapped):
             continue
-        swap: Swap = vars(module).pop(EXCHANGED)
+        swap: Swap = vars(module).pop(SWAPPED)
         lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         module.__class__ = original_class(module)  # type: ignore[assignment]
     return SwapReport(tuple(lines), "swapped back")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from vision_attn.attention.blocks import EXCHANGED, Attention
+from vision_attn.attention.blocks import SWAPPED, Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
 from vision_attn.networks.convert.proof import HOOKS
 from vision_attn.networks.convert.row import OWN, Row, parameters_of
@@ -86,7 +86,7 @@ class Swapped(nn.Module):
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
         if proxy is not None:  # one node of the graph, as of a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
-        swap: Swap = vars(self)[EXCHANGED]
+        swap: Swap = vars(self)[SWAPPED]
         if traits_of(self) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
             y = swap.row.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not OWN:
@@ -94,7 +94,7 @@ class Swapped(nn.Module):
         return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        vars(self)[EXCHANGED].block.train(mode)
+        vars(self)[SWAPPED].block.train(mode)
         return super().train(mode)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made here, and is in no module

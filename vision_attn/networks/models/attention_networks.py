@@ -155,7 +155,7 @@ def augmented(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
 def resnet50_with(
     exchange: Exchange, stages: tuple[str, ...], img_size: int | tuple[int, int] = 224, **kwargs: Any
 ) -> ResNet:
-    """timm's ResNet-50 with the 3×3 convolutions of some stages exchanged."""
+    """timm's ResNet-50 with the 3×3 convolutions of some stages replaced."""
     model: ResNet = timm.model_entrypoint("resnet50")(**kwargs)
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     reductions = {entry["module"]: entry["reduction"] for entry in model.feature_info}
