@@ -34,7 +34,7 @@ SMALL = 64
 HEAD = """# Reach
 
 The smallest model of every model module of timm {timm} and of every classification family of torchvision
-{torchvision}, as `python tests/reach.py` found it with torch {torch} on {threads} threads of a CPU. A block of
+{torchvision}, as `python tests/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of
 attention, in windows of 8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images
 must be the same bits, and the network's own keys the same in the same order; gradients must reach the output
 projection of every block whose map is read and, after one step, the others; and after removal every module, hook and

@@ -46,8 +46,8 @@ def test_all_pairs_have_games_and_howells_intervals_the_last_arms_first():
         ({"plain": [40.0, 41.0, 42.0], "other": [60.0, 61.0, 62.0]}, "better", True),
         ({"plain": [60.0, 61.0, 62.0], "other": [40.0, 41.0, 42.0]}, "worse", True),
         ({"plain": [40.0, 41.0], "other": [41.0, 42.0]}, "no significant difference", True),
-        ({"plain": [40.0], "other": [60.0]}, "no significant difference", False),  # one seed has no spread
-        ({"plain": [40.0, 40.0], "other": [40.0, 40.0]}, "no significant difference", False),
+        ({"plain": [40.0], "other": [60.0]}, "no verdict", False),  # one seed has no spread
+        ({"plain": [40.0, 40.0], "other": [40.0, 40.0]}, "no verdict", False),
     ],
 )
 def test_words_follow_from_the_numbers(scores, verdict, known):

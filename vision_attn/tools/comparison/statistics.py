@@ -48,9 +48,9 @@ class Difference:
         >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
         ('better', 'no significant difference')
         """
-        if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return "no significant difference"
-        return "better" if self.low > 0 else "worse"
+        if self.low is None or self.high is None:
+            return "no verdict"
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "no significant difference"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -90,9 +90,9 @@ def difference_table(differences: Sequence[Difference]) -> str:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
         chance = "—" if one.p is None else "< 0.001" if one.p < 0.0005 else f"{one.p:.3f}"
         rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
-    known = [one for one in differences if one.low is not None]
-    notes = ([LEGEND] if known else []) + ([UNKNOWN] if len(known) < len(differences) else [])
-    return "\n\n".join([markdown(rows, WORDS), *notes])
+    known = [one.low is not None for one in differences]
+    notes = [LEGEND] if all(known) else [LEGEND, UNKNOWN]
+    return "\n\n".join([markdown(rows, WORDS), *notes]) if any(known) else UNKNOWN
 
 
 def difference_figure(differences: Sequence[Difference]) -> Figure:
@@ -100,7 +100,7 @@ def difference_figure(differences: Sequence[Difference]) -> Figure:
     picture = Figure(figsize=(7, 1.2 + 0.35 * len(differences)), layout="constrained")
     axis = picture.subplots()
     for row, one in enumerate(differences):
-        color = "tab:gray" if one.verdict == "no significant difference" else "tab:blue"
+        color = "tab:blue" if one.verdict in ("better", "worse") else "tab:gray"
         axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
         axis.plot(one.mean, row, "o", color=color)
     axis.axvline(0, color="black", linewidth=0.7)
