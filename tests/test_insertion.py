@@ -438,3 +438,30 @@ def test_a_failure_at_any_step_leaves_the_network_as_it_was(change):
             pass
         assert_same_anatomy(model, before)
         assert torch.is_grad_enabled()
+
+
+class Minding(nn.Module):
+    """A convolution whose output depends on what is counted in the module, as a block that is held there would be."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.conv, self.count = nn.Conv2d(3, 8, 3, padding=1), count
+
+    def forward(self, x):
+        return self.conv(x) / self.count(self)
+
+
+def test_a_module_that_counts_its_children_gives_the_same_bits():
+    model, x = nn.Sequential(Minding(lambda module: len(module._modules))), torch.randn(2, 3, 8, 8)
+    before = model(x)
+    va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 8, 8))
+    assert torch.equal(model(x), before)
+
+
+def test_a_network_whose_output_a_block_would_change_is_refused_and_left_as_it_was():
+    model, x = nn.Sequential(Minding(lambda module: len(list(module.parameters())))), torch.randn(2, 3, 8, 8)
+    before, keys = model(x), list(model.state_dict())
+    with pytest.raises(va.SiteError, match="loops over or counts its own"):
+        va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 8, 8))
+    assert torch.equal(model(x), before)
+    assert (list(model.state_dict()), va.inserted(model)) == (keys, {})

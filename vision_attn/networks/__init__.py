@@ -5,4 +5,4 @@ Insertion, checkpoints, conversion of other libraries' layers, registered models
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submodules=["convert", "figures", "models"])
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submodules=["convert"])

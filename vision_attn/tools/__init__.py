@@ -2,7 +2,3 @@
 
 Nothing below imports it.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submodules=["training"])

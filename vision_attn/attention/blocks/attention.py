@@ -321,7 +321,7 @@ class Attention2d(Attention):
         out     = Conv2d(c, c, 1)(y)
 
     The state dict is ``qkv.weight (3c, c, 1, 1)``, ``qkv.bias (3c)``, ``proj.weight (c, c, 1, 1)``, ``proj.bias (c)``
-    whatever the implementation, which may be changed at any time with :func:`set_impl` or :func:`use_impl`. With other
+    whatever the implementation, which may be changed at any time with :func:`set_impl_` or :func:`use_impl`. With other
     widths the rows are ``[heads·key_dim, kv_heads·key_dim, kv_heads·value_dim]``.
 
     Args:
