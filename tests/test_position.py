@@ -9,7 +9,6 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention import choices, implementations
-from vision_attn.attention.blocks import attention
 from vision_attn.attention.position.relative import resample
 
 TERMS = {
@@ -79,7 +78,7 @@ def test_a_mask_blocks_of_queries_and_the_folded_form_are_equal(options, feat_si
     monkeypatch.setattr(choices, "AT_ONCE", 1)
     results = []
     for how, kept in (("mask", 0), ("blocks", 0), ("blocks", 10**9), ("folded", 0)):
-        monkeypatch.setattr(attention, "how_to_add", lambda *args, how=how, **options: how)
+        block.how_to_add = lambda *given, how=how: how
         monkeypatch.setattr(implementations, "KEPT", kept)
         leaf = x.clone().requires_grad_()
         y = block(leaf, mask)
