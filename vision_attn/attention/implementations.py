@@ -87,7 +87,8 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def heads_together_einx(cut: Cut, y: Tensor) -> Tensor:
     import einx
 
-    return einx.id(f"{cut.line.group_text} -> b (n d) {cut.line.map_text}", y, **cut.lengths)
+    y = einx.id(f"{cut.line.group_text} -> b {cut.line.map_text} (n d)", y, **cut.lengths)
+    return y.movedim(y.dim() - 1, 1)  # channels lie beside each other, as the projection reads them
 
 
 # --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
