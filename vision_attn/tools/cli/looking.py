@@ -65,13 +65,11 @@ def finer(image: Image.Image, transform: Any) -> Image.Image:
     """What a network sees of an image, in the image's own pixels where these are smaller than the network's."""
     import numpy as np
 
-    steps = [step for step in transform.transforms if hasattr(step, "size")]  # what resizes and crops
-    sizes = [np.array(step.size) for step in steps]
-    times = max(1.0, min(image.size) / max(size.max() for size in sizes))
-    for step, size in zip(steps, sizes, strict=True):
-        enlarged = copy(step)
-        enlarged.size = (size * times).round().astype(int).tolist()
-        image = enlarged(image)
+    steps = [copy(step) for step in transform.transforms if hasattr(step, "size")]  # what resizes and crops
+    times = max(1.0, min(image.size) / max(np.max(step.size) for step in steps))
+    for step in steps:
+        step.size = (times * np.array(step.size)).round().astype(int).tolist()
+        image = step(image)
     return image
 
 
@@ -119,10 +117,9 @@ class Looked:
     @property
     def warning(self) -> str:
         """What is to be said of weights that nobody has trained."""
-        if self.pretrained or Path(self.model).exists():
-            return ""
         but = ", but for those of the adapter" if self.adapter else ""
-        return f"The weights of {self.model} are random{but}: --pretrained fetches those that were trained."
+        random = f"The weights of {self.model} are random{but}: --pretrained fetches those that were trained."
+        return "" if self.pretrained or Path(self.model).exists() else random
 
     def open(self) -> tuple[Any, Tensor, Any, list[Path]]:
         """The network, images in 0…1 as it sees them, what normalises these, and their files."""

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,11 @@ def explore(
         check_type(name, text, str, "a text")
     check_count("top", top)
     check_type("normalize", len if normalize is None else normalize, Callable, "a function of images")
-    for name, given in (("titles", titles), ("classes", classes), ("pictures", pictures)):
-        check_type(name, given, (list, tuple), f"a list of {'images' if name == 'pictures' else 'texts'}")
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
-    for name, given in (("titles", titles), ("pictures", pictures)):
-        if given and len(given) != len(images):
+    for name, given in (("titles", titles), ("classes", classes), ("pictures", pictures)):
+        check_type(name, given, (list, tuple), f"a list of {'images' if name == 'pictures' else 'texts'}")
+        if given and name != "classes" and len(given) != len(images):
             raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
     names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     place = next(plain_network(model).parameters())
@@ -105,7 +104,7 @@ def explore(
         for image, name, picture in zip(images.split(1), names, pictures or map(drawn, images), strict=True):
             x = (image if normalize is None else normalize(image)).to(place)
             shown.append({"title": name, **looked_at(model, x, sites, classes, top), "source": as_source(picture)})
-    content = {"title": title, "note": note, "about": about(model), "images": shown, "exact": exact(shown)}
+    content = {"title": title, "note": note, "about": about(model), "images": shown}
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no tag ends the script
     write_atomically(Path(output), page.replace("/* DATA */", text).encode())
@@ -121,9 +120,7 @@ def looked_at(
     for path, one in maps.items():
         if len(one.map_size) != 2:
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
-    size = next(iter(maps.values())).image_size
     rolled = maps.rollout()
-    blocks: list[dict[str, Any]] = []
     parts = [(path, measures(model, one), coarse(one), coarse(rolled[path])) for path, one in maps.items()]
     for levels in LEVELS:
         blocks = [
@@ -132,24 +129,24 @@ def looked_at(
         ]
         if len(json.dumps(blocks)) < LARGEST:
             break
+    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "closings": []}
     if scores is None:
-        return {"size": size, "blocks": blocks, "prediction": [], "closings": []}
+        return shown
 
     def name(label: int) -> str:
         return classes[label] if label < len(classes) else f"class {label}"
 
     best = scores.topk(min(top, len(scores))).indices.tolist()
-    closings = []
+    shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
     paths = switches(model, maps)
     for what, shut in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
         with without(model, shut):
-            others = scores_of(model, x)
-        assert others is not None
+            others: Any = scores_of(model, x)
         share = round(found[what].share, 6) if what in found else None
         probability = round(others[best[0]].item(), 6)
-        closings.append({"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability})
-    prediction = [[name(label), round(scores[label].item(), 6)] for label in best]
-    return {"size": size, "blocks": blocks, "prediction": prediction, "closings": closings}
+        answer = {"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability}
+        shown["closings"].append(answer)
+    return shown
 
 
 def measures(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
@@ -270,11 +267,3 @@ def about(model: nn.Module) -> str:
     count = sum(parameter.numel() for parameter in plain.parameters())
     name = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture")
     return f"{name or type(plain).__name__}, {count:,} parameters"
-
-
-def exact(shown: Sequence[Mapping[str, Any]]) -> str:
-    coarsest = min(block["heads"]["levels"] for image in shown for block in image["blocks"])
-    return (
-        f"The weights on this page are rounded to 1/{coarsest} of the largest in their row. It was written by "
-        "vision_attn, holds all that it shows, and fetches nothing."
-    )
