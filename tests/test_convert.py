@@ -14,7 +14,7 @@ import timm.models as tm
 import torch
 import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
-from stand_ins import diffusers_attention, natten
+from stand_ins import diffusers_attention
 from timm.layers import Attention as TimmAttention, RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
 from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAttention2d, MultiQueryAttentionV2
 from timm.layers.attention_pool2d import AttentionPool2d
@@ -218,9 +218,6 @@ for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block
     shifted = {"part": "attn", "shapes": [(8, 9, 10)], "pattern": va.Window((3, 5), shift=(1, 2))}
     add(make, run_timm_swin, {"shift_size": (1, 2)}, **shifted)
 
-add(partial(natten, 8, 2, (3,)), channels_last, shapes=[(8, 7)])
-add(partial(natten, 8, 2, (3, 4), (1, 2), (2, 1), (True, False)), channels_last, shapes=[(8, 7, 6)])
-add(partial(natten, 8, 2, (2, 2, 3), (2, 1, 1)), channels_last, shapes=[(8, 4, 3, 5)])
 diffusers_norm = partial(diffusers_attention, 8, heads=2, dim_head=4, norm_num_groups=4, residual_connection=True)
 add(diffusers_norm, on_map)
 add(partial(diffusers_attention, 8, heads=2, dim_head=3), on_tokens)

@@ -44,7 +44,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     Raises:
         ValueError: no row is for the layer, or it does what the block does not; the message says what.
-        ConversionError: the block does not compute what the layer does, in float64 on random weights and numbers.
+        ConversionError: the block does not compute what the layer does, on random weights and numbers: in float64, or
+            in float32 where the library has no kernel for more.
 
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
@@ -66,12 +67,12 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         raise ValueError(f"rank must be None for a {kind.__name__}, whose maps have their own axes; got {rank}")
 
     def compute(twin: Any, x: Tensor, *args: Any) -> Any:
-        block = row.block(twin).double()
+        block = row.block(twin).to(row.dtype)
         if isinstance(block, Attention):
             return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), x, *args)
         return block(x.flatten(2) if row.rank == 1 else x).view(x.shape)
 
-    difference(module, compute, row.arguments, row.twin, **row.told)
+    difference(module, compute, row.arguments, row.twin, row.dtype, **row.told)
     with torch.inference_mode(False), torch.enable_grad():  # which the weights say by whether they are trained
         return row.block(module, **options)
 

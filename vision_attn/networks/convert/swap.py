@@ -15,7 +15,7 @@ from torch import nn
 
 from vision_attn.attention.blocks import SWAPPED
 from vision_attn.errors import SiteError
-from vision_attn.networks.convert.proof import HOOKS, difference, path_of
+from vision_attn.networks.convert.proof import HOOKS, difference, name_of, path_of
 from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
 from vision_attn.networks.convert.table import known_class, row_of
 from vision_attn.networks.insertion.backbone import changeable
@@ -40,8 +40,15 @@ class SwappedModule:
     block: str = ""
     #: the greatest difference of the two on random weights, in parts of the largest value
     difference: float = 0.0
+    #: of the numbers that both were run on
+    dtype: str = "float64"
     #: why it is left as it is
     reason: str = ""
+
+    @property
+    def proof(self) -> str:
+        """The difference, and the type of the numbers if it is not float64."""
+        return f"{self.difference:.1e}" + (f" in {self.dtype}" if self.dtype != "float64" else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +82,7 @@ class SwapReport(Report):
     def parts(self) -> list[str | Table]:
         found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
-            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
+            rows = [(x.path, x.kind, x.block, x.proof) for x in self.swapped]
             found.append(Table([("where", "module", "attended to by", "difference"), *rows], left=(0, 1, 2)))
         for reason in dict.fromkeys(x.reason for x in self.left):
             found.append(f"left as before: {shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
@@ -128,8 +135,10 @@ def swap_(
     lines, swaps = [], {}
     for name, module in inside.items():
         try:
+            if names is None and where is None and row_of(module)[2].slower:
+                raise ValueError("a block takes longer than it: choose it by names= or where= to swap it all the same")
             swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
-            lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
+            lines.append(swapped_line(name, module, swap))
         except (ValueError, RuntimeError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
@@ -166,17 +175,23 @@ def swap_back_(model: nn.Module) -> SwapReport:
         if not isinstance(module, Swapped):
             continue
         swap: Swap = vars(module).pop(SWAPPED)
-        lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
+        lines.append(swapped_line(name, module, swap))
         module.__class__ = original_class(module)  # type: ignore[assignment]
     return SwapReport(tuple(lines), "swapped back")
+
+
+def swapped_line(name: str, module: nn.Module, swap: Swap) -> SwappedModule:
+    kind = original_class(module).__name__
+    return SwappedModule(name, kind, str(swap), swap.difference, name_of(swap.row.dtype))
 
 
 def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> dict[str, nn.Module]:
     """What is known to be attention, and what by its name is, unless it only holds such modules."""
     known = {name for name, module in modules.items() if known_class(module) is not None}
     named = {name for name, module in modules.items() if is_attention(module)}
-    holds = {outer for name in known | named for outer in around(name)}
-    attention = {name: module for name, module in modules.items() if name in known or name in named - holds}
+    named -= {outer for name in known | named for outer in around(name)}  # which only hold it
+    named -= {name for name in named if known.intersection(around(name))}
+    attention = {name: module for name, module in modules.items() if name in known | named}
     if names is None and where is None:
         return attention
     chosen = list(modules) if names is None else match_names(modules, several("names", names, (str, re.Pattern)))
@@ -195,9 +210,10 @@ def around(name: str) -> list[str]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether its name says so, where it is none of ours and has parameters."""
+    """Whether its name or those of its parts say so, where it is none of ours and has parameters."""
     kind = type(module)
     said = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+    said = said or any(hasattr(module, name) for name in ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query"))
     return said and not kind.__module__.startswith("vision_attn.") and next(module.parameters(), None) is not None
 
 
@@ -219,7 +235,7 @@ def swap_for(module: nn.Module, outers: list[nn.Module]) -> Swap:
     def compute(twin: Any, *args: Any) -> Any:
         return row.forward(twin, partial(swap.attend, twin), *args)
 
-    swap.difference = difference(bare, compute, row.arguments)
+    swap.difference = difference(bare, compute, row.arguments, row.twin, row.dtype)
     swap.block.train(module.training)
     note_place(swap, module, outers)
     return swap
