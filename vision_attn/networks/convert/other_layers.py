@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.equations import attention_pattern
 from vision_attn.attention.patterns import Neighborhood
-from vision_attn.attention.position import RelPosTable
 from vision_attn.networks.convert import row as ours
-from vision_attn.networks.convert.proof import check_without, name_of, random_like, random_map
+from vision_attn.networks.convert.proof import check_without, random_like, random_map
 from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, folded, heads_first, named, rows_of
-from vision_attn.networks.convert.timm_layers import BIASES, TIMM_SWIN, VIT, attend_windows, window_of
+from vision_attn.networks.convert.timm_layers import SAM, VIT, over_windows
 
 Attend = Callable[..., Tensor]
 
@@ -70,39 +69,50 @@ MULTIHEAD = Row(
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def transformers_weights(layer: Any) -> Weights:
-    return named("q_proj k_proj v_proj", "out_proj" if hasattr(layer, "out_proj") else "o_proj")(layer)
+def of_transformers(kinds: str) -> list[str]:
+    """The paths of classes of transformers, which are named alike.
+
+    >>> of_transformers("vit.ViT")
+    ['transformers.models.vit.modeling_vit.ViTAttention']
+    """
+    parts = [kind.split(".") for kind in kinds.split()]
+    return [f"transformers.models.{name}.modeling_{name}.{kind}Attention" for name, kind in parts]
 
 
 def asks_more(layer: Any, *given: Any) -> bool:
     """Whether weights of attention are asked for, which torch's fused kernel alone does not give, or anything else."""
-    implementation = getattr(getattr(layer, "config", None), "_attn_implementation", FUSED)
-    return implementation != FUSED or any(x is not None and x is not False for x in given)
+    fused = not hasattr(layer, "config") or layer.config._attn_implementation == "sdpa"
+    return not fused or any(x is not None and x is not False for x in given)
+
+
+def transformers_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+    """The mask, and the bias of the windows of Swin."""
+    if hasattr(layer, "relative_position_bias"):
+        return over_windows(layer.relative_position_bias(), mask, x)
+    if not hasattr(layer, "self"):
+        return mask
+    bias = layer.self.relative_position_bias_table[layer.self.relative_position_index]
+    return over_windows(bias.permute(2, 0, 1)[None], mask, x)
 
 
 def attend_transformers(
-    layer: Any, attend: Attend, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
+    layer: Any, attend: Attend, hidden_states: Tensor, attention_mask: Any = None, *given: Any, **others: Any
 ) -> Any:
-    if asks_more(layer, *others.values()):
+    if asks_more(layer, *given, *others.values()):
         return OWN
-    return attend(hidden_states.mT, attention_mask).mT, None
+    y = attend(hidden_states.mT, transformers_bias(layer, hidden_states, attention_mask)).mT
+    return (y, None) if hasattr(layer, "config") else (y,)
 
 
 def attend_segformer(
-    layer: Any,
-    attend: Attend,
-    hidden_states: Tensor,
-    height: int,
-    width: int,
-    attention_mask: Any = None,
-    **others: Any,
+    layer: Any, attend: Attend, hidden_states: Tensor, height: int, width: int, *given: Any, **others: Any
 ) -> Any:
     """Keys are of the map made smaller."""
-    if asks_more(layer, attention_mask, *others.values()):
+    if asks_more(layer, *given, *others.values()):
         return OWN
     smaller = layer.sequence_reduction_ratio > 1
-    context = layer.sequence_reduction(hidden_states, height, width) if smaller else hidden_states
-    return attend(hidden_states.mT, None, context.mT).mT, None
+    keys = layer.sequence_reduction(hidden_states, height, width) if smaller else hidden_states
+    return attend(hidden_states.mT, None, keys.mT).mT, None
 
 
 def example_segformer(layer: Any) -> tuple[Any, ...]:
@@ -110,69 +120,50 @@ def example_segformer(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q_proj.in_features), 3 * side, 2 * side
 
 
-def attend_transformers_windows(
-    layer: Any, attend: Attend, hidden_states: Tensor, attention_mask: Tensor | None = None, *given: Any, **others: Any
-) -> Any:
-    if asks_more(layer, *given, *others.values()):
-        return OWN
-    y = attend_windows(layer, attend, hidden_states, attention_mask)
-    return (y, None) if hasattr(layer, "config") else (y,)
-
-
-#: The implementation that gives no weights.
-FUSED = "sdpa"
 WEIGHTS = 'it gives its weights, which a block does not: make the model with attn_implementation="sdpa"'
 TRANSFORMERS = Row(
-    weights=transformers_weights,
+    weights=named("q_proj k_proj v_proj", "o_proj"),
     options={"num_heads": lambda layer: layer.q_proj.out_features // layer.head_dim},
     axes="b t c",
     drops=("attention_dropout", ""),
     refuses={"config._attn_implementation": WEIGHTS},
+    around=("relative_position_bias",),
+    bias=transformers_bias,
     call=attend_transformers,
 )
-CLIP = replace(TRANSFORMERS, drops=("dropout", ""))
+CLIP = replace(TRANSFORMERS, weights=named("q_proj k_proj v_proj", "out_proj"), drops=("dropout", ""))
 SEGFORMER = replace(
     TRANSFORMERS,
     weights=named("q_proj|k_proj v_proj", "o_proj"),
+    around=("sequence_reduction",),
     call=attend_segformer,
     example=example_segformer,
-    around=("sequence_reduction",),
     slower=True,
 )
-TRANSFORMERS_SWIN = replace(
-    TIMM_SWIN,
-    weights=lambda layer: (
-        transformers_weights(layer) | {BIASES: layer.relative_position_bias.relative_position_bias_table}
-    ),
-    options={**TIMM_SWIN.options, "num_heads": "num_attention_heads"},
-    drops=TRANSFORMERS.drops,
-    refuses=TRANSFORMERS.refuses,
-    call=attend_transformers_windows,
-    example=lambda layer: (random_map(4, math.prod(window_of(layer)), layer.q_proj.in_features),),
-)
 MASKFORMER_SWIN = replace(
-    TIMM_SWIN,
-    weights=lambda layer: (
-        named("self.query self.key self.value", "output.dense")(layer)
-        | {BIASES: layer.self.relative_position_bias_table}
-    ),
-    options={**TIMM_SWIN.options, "num_heads": lambda layer: layer.self.num_attention_heads},
+    TRANSFORMERS,
+    weights=named("self.query self.key self.value", "output.dense"),
+    options={"num_heads": lambda layer: layer.self.num_attention_heads},
     drops=("self.dropout", "output.dropout"),
-    call=attend_transformers_windows,
-    example=lambda layer: (random_map(4, math.prod(window_of(layer)), layer.output.dense.in_features),),
+    around=("self.relative_position_bias_table",),
 )
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 
 
+def inner_bias(layer: Any, x: Tensor) -> Any:
+    """Of MaxViT, as vit-pytorch has it."""
+    return layer.rel_pos_bias(layer.rel_pos_indices).permute(2, 0, 1)[None]
+
+
 def attend_inner_windows(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Of MaxViT, as vit-pytorch has it: windows on a grid, ``b y x h w c``."""
-    return attend(layer.norm(x).flatten(0, 2).movedim(-1, 1)).movedim(1, -1).view(x.shape)
+    """On a grid of windows, ``b y x h w c``."""
+    return attend(layer.norm(x).flatten(0, 2).flatten(1, 2).mT, inner_bias(layer, x)).mT.reshape(x.shape)
 
 
-def inner_window(layer: Any) -> tuple[int, int]:
-    side = (math.isqrt(layer.rel_pos_bias.num_embeddings) + 1) // 2
-    return side, side
+def example_inner_windows(layer: Any) -> tuple[Any, ...]:
+    side = math.isqrt(len(layer.rel_pos_indices))
+    return (random_map(2, 2, 1, side, side, layer.to_qkv.in_features),)
 
 
 def monai_weights(layer: Any) -> Weights:
@@ -190,7 +181,7 @@ def yolo_weights(layer: Any) -> Weights:
 
 
 def attend_yolo(layer: Any, attend: Attend, x: Tensor) -> Any:
-    """With a convolution of the values, on a map that is cut into areas of whole rows."""
+    """With a convolution of the values, on a map whose tokens are cut into areas."""
     if layer.training:  # its batch norms are not those of one image
         return OWN
     weights, areas = yolo_weights(layer), getattr(layer, "area", 1)
@@ -210,21 +201,14 @@ VIT_PYTORCH = Row(
     around=("norm",),
     call=lambda layer, attend, x: attend(layer.norm(x).mT).mT,
 )
-VIT_PYTORCH_MAXVIT = Row(
-    weights=lambda layer: VIT_PYTORCH.weights(layer) | {BIASES: layer.rel_pos_bias.weight},
-    options={"num_heads": "heads", "position": lambda layer: RelPosTable(feat_size=inner_window(layer))},
-    drops=("attend.1", "to_out.1"),
-    around=("norm",),
-    call=attend_inner_windows,
-    example=lambda layer: (random_map(2, 2, 1, *inner_window(layer), layer.to_qkv.in_features),),
+VIT_PYTORCH_MAXVIT = replace(
+    VIT_PYTORCH, drops=("attend.1", "to_out.1"), call=attend_inner_windows, example=example_inner_windows
 )
 MONAI = Row(
     weights=monai_weights,
     axes="b t c",
     drops=("drop_weights", "drop_output"),
-    refuses=dict.fromkeys(
-        ("causal", "rel_positional_embedding", "attention_dtype", "save_attn"), "make the layer without it"
-    ),
+    refuses=dict.fromkeys(("causal", "rel_positional_embedding", "attention_dtype", "save_attn"), "make it without"),
 )
 YOLO = Row(
     weights=yolo_weights,
@@ -319,7 +303,7 @@ def random_numbers(layer: Any, dtype: torch.dtype) -> Iterator[Any]:
     policies = {part: part.dtype_policy for part in layer.modules() if hasattr(part, "dtype_policy")}
     try:
         for part in policies:
-            part.dtype_policy = name_of(dtype)
+            part.dtype_policy = str(dtype).removeprefix("torch.")
         with StatelessScope() as scope:
             for weight, values in zip(layer.weights, numbers, strict=True):
                 scope.add_update((weight, values.to(dtype)))
@@ -359,3 +343,41 @@ KERAS = Row(
     twin=random_numbers,
     told={"training": False, "return_attention_scores": True},  # as the fused kernel rounds to float32
 )
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+#: By the path of the class.
+ROWS: dict[str, Row] = {
+    "torch.nn.modules.activation.MultiheadAttention": MULTIHEAD,
+    **dict.fromkeys(of_transformers("vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit"), TRANSFORMERS),
+    **dict.fromkeys(of_transformers("ijepa.IJepa dinov2.Dinov2 swin.Swin"), TRANSFORMERS),
+    **dict.fromkeys(of_transformers("dinov2_with_registers.Dinov2WithRegisters"), TRANSFORMERS),
+    **dict.fromkeys(of_transformers("clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2"), CLIP),
+    **dict.fromkeys(of_transformers("segformer.Segformer"), SEGFORMER),
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention": MASKFORMER_SWIN,
+    "transformers.models.sam.modeling_sam.SamVisionSdpaAttention": replace(
+        SAM, options={**SAM.options, "num_heads": "num_attention_heads"}, drops=("", "")
+    ),
+    "vit_pytorch.vit.Attention": VIT_PYTORCH,
+    "vit_pytorch.simple_vit.Attention": replace(VIT_PYTORCH, weights=named("to_qkv", "to_out"), drops=("", "")),
+    "vit_pytorch.max_vit.Attention": VIT_PYTORCH_MAXVIT,
+    "monai.networks.blocks.selfattention.SABlock": MONAI,
+    "ultralytics.nn.modules.block.Attention": replace(YOLO, slower=True),
+    "ultralytics.nn.modules.block.AAttn": YOLO,
+    "diffusers.models.attention_processor.Attention": Row(
+        weights=named("to_q to_k to_v", "to_out.0"),
+        options={"num_heads": "heads", "scale": "scale"},
+        axes="b t c",
+        drops=("", "to_out.1"),
+        refuses=dict.fromkeys(ABSENT, "the block has no such part: only layers without it are converted"),
+        around=("rescale_output_factor",),
+        call=attend_diffusers,
+        example=example_diffusers,
+        finish=with_input,
+    ),
+    "natten.modules.NeighborhoodAttention1D": NATTEN,
+    "natten.modules.NeighborhoodAttention2D": replace(NATTEN, axes="b h w c"),
+    "natten.modules.NeighborhoodAttention3D": replace(NATTEN, axes="b t h w c"),
+    "keras.src.layers.attention.multi_head_attention.MultiHeadAttention": KERAS,
+    "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention": KERAS,
+}

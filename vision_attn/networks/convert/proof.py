@@ -39,10 +39,6 @@ REMEDY = (
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def path_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -95,7 +91,7 @@ def drop_of(module: Any, path: str) -> float:
 @contextmanager
 def random_twin(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
     """A copy of this type, in evaluation mode, with random weights, which are not trained: some kernels only run so."""
-    with explained(source, "copied, to be run", dtype):
+    with explained(source, f"copied, to be run in {dtype}"):
         twin = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
         twin.eval()  # which gives back nothing where a library's own does not
         parameters = list(twin.parameters())
@@ -120,13 +116,13 @@ def difference(
     worst = 0.0
     with torch.inference_mode(False), torch.enable_grad(), twin(source, dtype) as other:
         for size in SIZES:
-            with explained(source, "run as a layer of its class is", dtype):
+            with explained(source, f"run as a layer of its class is, in {dtype}"):
                 given = example(other)
                 # One tensor may be several arguments.
                 scaled = {id(x): size * x.to(dtype) for x in given if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in given]
                 expected = output_of(other(*arguments, **options))
-            with explained(source, "run by what was made of it", dtype, ValueError):  # which says what is wrong
+            with explained(source, "run by what was made of it", ValueError):  # which says what is wrong
                 worst = max(worst, off_by(source, expected, output_of(compute(other, *arguments))))
     return worst
 
@@ -144,16 +140,14 @@ def off_by(source: nn.Module, expected: Tensor, got: Tensor) -> float:
         largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
         if off <= TOLERANCE[expected.dtype] * largest:  # which a difference that is no number is not
             return off / largest if largest else 0.0
-        why = f"a difference of {off:.2g} in {name_of(expected.dtype)} where the largest is {largest:.2g}"
+        why = f"a difference of {off:.2g} in {expected.dtype} where the largest is {largest:.2g}"
     raise ConversionError(
         f"what was made of this {type(source).__name__} does not compute what it does, outputs have {why}: {REMEDY}"
     )
 
 
 @contextmanager
-def explained(
-    source: nn.Module, what: str, dtype: torch.dtype, known: type[Exception] = ConversionError
-) -> Iterator[None]:
+def explained(source: nn.Module, what: str, known: type[Exception] = ConversionError) -> Iterator[None]:
     """Any error in it, but for those that are known, is a reason why the layer cannot be proven."""
     try:
         yield
@@ -161,8 +155,7 @@ def explained(
         raise
     except Exception as error:
         kind = type(source).__name__
-        how = f"{what}, in {name_of(dtype)} ({type(error).__name__}: {error})"
-        raise ConversionError(f"this {kind} cannot be {how}: {REMEDY}") from error
+        raise ConversionError(f"this {kind} cannot be {what} ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
 def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from vision_attn.attention.blocks import SWAPPED
 from vision_attn.errors import SiteError
-from vision_attn.networks.convert.proof import HOOKS, difference, name_of, path_of
+from vision_attn.networks.convert.proof import HOOKS, difference, path_of
 from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
 from vision_attn.networks.convert.table import known_class, row_of
 from vision_attn.networks.insertion.backbone import changeable
@@ -40,15 +40,8 @@ class SwappedModule:
     block: str = ""
     #: the greatest difference of the two on random weights, in parts of the largest value
     difference: float = 0.0
-    #: of the numbers that both were run on
-    dtype: str = "float64"
     #: why it is left as it is
     reason: str = ""
-
-    @property
-    def proof(self) -> str:
-        """The difference, and the type of the numbers if it is not float64."""
-        return f"{self.difference:.1e}" + (f" in {self.dtype}" if self.dtype != "float64" else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +75,7 @@ class SwapReport(Report):
     def parts(self) -> list[str | Table]:
         found: list[str | Table] = [f"{len(self)} module{'' if len(self) == 1 else 's'} {self.verb}"]
         if self.swapped:
-            rows = [(x.path, x.kind, x.block, x.proof) for x in self.swapped]
+            rows = [(x.path, x.kind, x.block, f"{x.difference:.1e}") for x in self.swapped]
             found.append(Table([("where", "module", "attended to by", "difference"), *rows], left=(0, 1, 2)))
         for reason in dict.fromkeys(x.reason for x in self.left):
             found.append(f"left as before: {shorten(x.path for x in self.left if x.reason == reason)}: {reason}")
@@ -138,7 +131,7 @@ def swap_(
             if names is None and where is None and row_of(module)[2].slower:
                 raise ValueError("a block takes longer than it: choose it by names= or where= to swap it all the same")
             swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
-            lines.append(swapped_line(name, module, swap))
+            lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         except (ValueError, RuntimeError, AttributeError) as error:  # the last of a subclass without some part
             lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
@@ -175,14 +168,9 @@ def swap_back_(model: nn.Module) -> SwapReport:
         if not isinstance(module, Swapped):
             continue
         swap: Swap = vars(module).pop(SWAPPED)
-        lines.append(swapped_line(name, module, swap))
+        lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         module.__class__ = original_class(module)  # type: ignore[assignment]
     return SwapReport(tuple(lines), "swapped back")
-
-
-def swapped_line(name: str, module: nn.Module, swap: Swap) -> SwappedModule:
-    kind = original_class(module).__name__
-    return SwappedModule(name, kind, str(swap), swap.difference, name_of(swap.row.dtype))
 
 
 def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> dict[str, nn.Module]:

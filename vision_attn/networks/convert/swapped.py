@@ -45,7 +45,8 @@ class Swap:
 
     def __str__(self) -> str:
         how = f"pattern={self.block.pattern!r}" if self.cut is None else f"on a map cut by {self.cut!r}"
-        return f"{type(self.block).__name__}, {how}"
+        proof = "" if self.row.dtype == torch.float64 else f", proven in {self.row.dtype}"
+        return f"{type(self.block).__name__}, {how}{proof}"
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
         weights = parameters_of(self.row.weights(module), self.block.rank)

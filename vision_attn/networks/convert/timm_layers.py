@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.patterns import Window
+from vision_attn.attention.patterns import Halo, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
 from vision_attn.networks.convert import row as ours
 from vision_attn.networks.convert.proof import check_without, random_map
@@ -96,29 +96,22 @@ def attend_class(layer: Any, attend: Attend, x: Tensor) -> Tensor:
     return attend(x[:, :1].mT, None, x.mT).mT
 
 
-def attend_units(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Of Hiera: each token of a unit comes with those that have its place in the others."""
-    units = x.unflatten(1, (layer.window_size if layer.use_mask_unit_attn else x.shape[1], -1)).transpose(1, 2)
-    y = attend(units.flatten(0, 1).mT).mT.unflatten(0, units.shape[:2])
-    return y.transpose(1, 2).flatten(1, 2)
-
-
-def example_units(layer: Any) -> tuple[Any, ...]:
-    return (random_map(2, 3 * max(1, layer.window_size), layer.dim),)
-
-
 def attend_normed(layer: Any, attend: Attend, x: Tensor) -> Tensor:
     """Of TinyViT, which has the norm inside."""
     return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
 
 
-def cr_weights(layer: Any) -> Weights:
-    return named("qkv", "proj")(layer) | {"q_norm.logit_scale": layer.logit_scale[:, None, None]}
+def over_windows(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
+    """What is added to the logits of each window: a bias, and a mask for each window of an image that was shifted."""
+    return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
 def cr_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    bias: Tensor = layer._relative_positional_encodings()
-    return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
+    return over_windows(layer._relative_positional_encodings(), mask, x)
+
+
+def cr_weights(layer: Any) -> Weights:
+    return named("qkv", "proj")(layer) | {"q_norm.logit_scale": layer.logit_scale[:, None, None]}
 
 
 def attend_pool(layer: Any, attend: Attend, x: Tensor, pre_logits: bool = False) -> Any:
@@ -148,12 +141,6 @@ def class_row(names: str) -> Row:
 
 
 # --- timm, of maps ----------------------------------------------------------------------------------------------------
-
-
-def multi_query_kernels(layer: Any) -> Weights:
-    """Of kernels, those of queries and of the output with heads as an axis."""
-    kernels = (layer.query_proj.flatten(0, 1), layer.key_proj.T, layer.value_proj.T)
-    return {"qkv": Rows(torch.cat(kernels)), "proj": Rows(layer.out_proj.flatten(1))}
 
 
 def tables(layer: Any, begin: int = 0) -> Weights:
@@ -246,8 +233,7 @@ def swin_weights(layer: Any) -> Weights:
 
 def window_of(layer: Any) -> tuple[int, int]:
     """Of a layer that is given tokens of windows: torchvision's MaxViT says the side of a square."""
-    part = getattr(layer, "relative_position_bias", getattr(layer, "self", layer))  # of transformers
-    return tuple(part.window_size) if hasattr(part, "window_size") else (layer.size, layer.size)
+    return tuple(layer.window_size) if hasattr(layer, "window_size") else (layer.size, layer.size)
 
 
 def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -311,3 +297,79 @@ TORCHVISION_MAXVIT = replace(
     example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
     groups=lambda layer: {},
 )
+
+#: Rows by the path of the class.
+ROWS: dict[str, Row] = {
+    "timm.layers.attention.Attention": MASKED,
+    "timm.models.vision_transformer.Attention": MASKED,  # in older versions
+    "timm.models.metaformer.Attention": VIT,
+    "timm.models.fastvit.Attention": MAPS,
+    "timm.models.visformer.Attention": MAPS,
+    "timm.models.beit.Attention": replace(VIT, bias=beit_bias, around=("relative_position_bias_table",)),
+    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, around=("sr",)),
+    "timm.models.vision_transformer_relpos.RelPosAttention": replace(VIT, bias=relative_bias, around=("rel_pos",)),
+    "timm.models.efficientformer.Attention": EFFICIENTFORMER,
+    "timm.models.tiny_vit.Attention": replace(EFFICIENTFORMER, call=attend_normed, around=("norm", "attention_biases")),
+    "timm.models.convit.MHSA": VIT,
+    "timm.models.davit.WindowAttention": VIT,
+    "timm.models.tnt.Attention": replace(VIT, weights=named("qk v", "proj")),
+    "timm.models.volo.Attention": replace(VIT, axes="b h w c"),
+    "timm.models.volo.ClassAttention": class_row("q|kv"),
+    "timm.models.cait.ClassAttn": class_row("q|k v"),
+    "timm.models.crossvit.CrossAttention": class_row("wq|wk wv"),
+    "timm.models.pvt_v2.Attention": REDUCED,
+    "timm.models.twins.GlobalSubSampleAttn": REDUCED,
+    "timm.models.twins.LocallyGroupedAttn": TWINS,
+    "timm.models.gcvit.WindowAttentionGlobal": replace(
+        VIT,
+        bias=relative_bias,
+        refuses={"use_global": "its queries are not made of its map"},
+        around=("rel_pos",),
+    ),
+    "timm.models.hieradet_sam2.MultiScaleAttention": replace(VIT, axes="b h w c", refuses={"q_pool": POOLED_QUERIES}),
+    "timm.models.vision_transformer_sam.Attention": SAM,
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": replace(
+        VIT, weights=cr_weights, bias=cr_bias, around=("meta_mlp",)
+    ),
+    "timm.layers.attention_pool2d.AttentionPool2d": replace(
+        VIT,
+        call=attend_pool,
+        example=lambda layer: (random_map(2, layer.pos_embed.shape[1], *layer.feat_size),),
+        around=("pos_embed",),
+    ),
+    "timm.layers.attention2d.Attention2d": MAPS,
+    "timm.layers.attention2d.MultiQueryAttention2d": Row(
+        weights=named("query.proj key.proj value.proj", "output.proj"),
+        options={"num_kv_heads": 1},
+        drops=("attn_drop", "output.drop"),
+        refuses={"query_strides": POOLED, "kv_stride": POOLED},
+    ),
+    "timm.layers.bottleneck_attn.BottleneckAttn": Row(
+        weights=lambda layer: {"qkv": rows_of(layer.qkv), **tables(layer)},
+        options={"position": lambda layer: RelPosDecomposed(feat_size=map_size(layer))},
+        around=("pool",),
+        size=map_size,
+        call=attend_pooled,
+    ),
+    "timm.layers.halo_attn.HaloAttn": Row(
+        weights=halo_weights,
+        options={"pattern": lambda layer: Halo(layer.block_size, layer.halo_size), "position": RelPosDecomposed()},
+        refuses={"block_stride": "the block has no stride: use avg_down=True"},
+        around=("pool",),
+        size=lambda layer: (layer.block_size, 2 * layer.block_size),
+        call=attend_pooled,
+    ),
+    "timm.layers.non_local_attn.NonLocalAttn": Row(
+        weights=named("t p g", "z"),
+        options={"num_heads": 1, "scale": "scale"},
+        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
+        finish=non_local,
+    ),
+    "timm.models.maxxvit.Attention2d": MAXXVIT,
+    "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),
+    "timm.models.swin_transformer.WindowAttention": TIMM_SWIN,
+    "timm.models.swin_transformer_v2.WindowAttention": TIMM_SWIN,
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
+}
