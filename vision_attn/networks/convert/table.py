@@ -18,7 +18,7 @@ TABLE: dict[str, Row] = {**timm_layers.ROWS, **other_layers.ROWS}
 #: Why no row is for layers that attend, by the names of their classes.
 LEFT = {
     "XCA ChannelAttention ChannelAttentionV2 CrossCovarianceAttn": "it attends between channels, not positions",
-    "LiteMLA FactorAttnConvRelPosEnc LinearSelfAttention EfficientAdditiveAttention": "it has no softmax over positions",
+    "LiteMLA FactorAttnConvRelPosEnc LinearSelfAttention EfficientAdditiveAttention": "it has no softmax",
     "GPSA": "it adds two softmaxes, of contents and of places",
     "TalkingHeadAttn": "it mixes its heads before and after the softmax",
     "CascadedGroupAttention": "each head is given what the one before it found",

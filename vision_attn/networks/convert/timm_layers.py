@@ -106,14 +106,6 @@ def over_windows(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
     return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
-def cr_bias(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    return over_windows(layer._relative_positional_encodings(), mask, x)
-
-
-def cr_weights(layer: Any) -> Weights:
-    return named("qkv", "proj")(layer) | {"q_norm.logit_scale": layer.logit_scale[:, None, None]}
-
-
 def attend_pool(layer: Any, attend: Attend, x: Tensor, pre_logits: bool = False) -> Any:
     """The token of a map, which alone has to attend to it, or the map."""
     if pre_logits or tuple(x.shape[2:]) != tuple(layer.feat_size) or (layer.training and layer.drop.p):
@@ -328,9 +320,6 @@ ROWS: dict[str, Row] = {
     ),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(VIT, axes="b h w c", refuses={"q_pool": POOLED_QUERIES}),
     "timm.models.vision_transformer_sam.Attention": SAM,
-    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": replace(
-        VIT, weights=cr_weights, bias=cr_bias, around=("meta_mlp",)
-    ),
     "timm.layers.attention_pool2d.AttentionPool2d": replace(
         VIT,
         call=attend_pool,
