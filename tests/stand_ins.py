@@ -15,11 +15,11 @@ def layer_of(path, *given, **options):
 
 
 def transformers_layer(path, *given, config=None, attn_implementation="sdpa", **options):
-    """A layer of transformers, which is made of a configuration."""
+    """A layer of transformers by its path below ``models``, which is made of a configuration."""
     kind = path.rpartition(".")[2].removesuffix("Attention")
     transformers = pytest.importorskip("transformers")
     maker = getattr(transformers, config or f"{kind}VisionConfig", None) or getattr(transformers, f"{kind}Config")
-    return layer_of(path, maker(attn_implementation=attn_implementation, **options), *given)
+    return layer_of(f"transformers.models.{path}", maker(attn_implementation=attn_implementation, **options), *given)
 
 
 diffusers_attention = partial(layer_of, "diffusers.models.attention_processor.Attention")

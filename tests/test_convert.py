@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import timm.models as tm
 import torch
-import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
@@ -22,7 +21,6 @@ from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAt
 from timm.layers.attention_pool2d import AttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn
-from timm.layers.non_local_attn import NonLocalAttn
 from timm.models.beit import Attention as BeitAttention
 from timm.models.nextvit import EfficientAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
@@ -107,6 +105,11 @@ def assert_same(block, theirs, *shapes, atol=1e-11):
     maps = [randn(2, *shape, seed=seed) for seed, shape in enumerate(shapes)]
     run = block if len(maps) == 1 else (lambda x, context: block(x, context=context))
     assert_close(results(run, *maps), results(theirs, *maps), atol)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 def changed(module, **parts):
@@ -202,7 +205,6 @@ add(queries, on_map, {"use_bias": True}, {"key_dim": 3, "value_dim": 5, "dim_out
 bottleneck = partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
 add(bottleneck, on_map, {"qkv_bias": True}, {"scale_pos_embed": True}, {"dim_out": 12, "dim_head": 5})
 add(partial(HaloAttn, 12, num_heads=3, dim_head=5, block_size=2, halo_size=1), on_map, shapes=[(12, 4, 6)])
-add(partial(NonLocalAttn, 16), on_map, shapes=[(16, 3, 4)])
 
 REL_POS = [None, partial(RelPosBias, window_size=(3, 5)), partial(RelPosBiasTf, window_size=(3, 5))]
 for kind in ("Attention2d", "AttentionCl"):
@@ -228,19 +230,17 @@ for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block
     shifted = {"part": "attn", "shapes": [(8, 9, 10)], "pattern": va.Window((3, 5), shift=(1, 2))}
     add(make, run_timm_swin, {"shift_size": (1, 2)}, **shifted)
 
-for kind in (
-    tm.convit.MHSA,
-    partial(tm.davit.WindowAttention, window_size=(3, 5)),
-    partial(tm.tnt.Attention, hidden_dim=12),
-):
+window = partial(tm.davit.WindowAttention, window_size=(3, 5))
+for kind in (tm.convit.MHSA, window, partial(tm.tnt.Attention, hidden_dim=12)):
     add(partial(kind, 8, num_heads=2), on_tokens)
 sam = partial(tm.vision_transformer_sam.Attention, 8, 2)
 for kind in (partial(tm.volo.Attention, 8, 2), partial(tm.hieradet_sam2.MultiScaleAttention, 8, 12, 2), sam):
     add(kind, channels_last)
 add(partial(tm.twins.LocallyGroupedAttn, 8, 2, ws=2), sized)
+hugging = partial(transformers_layer, hidden_size=8, num_attention_heads=2)
 for path, row in TABLE.items():
     if row in (other_layers.TRANSFORMERS, other_layers.CLIP) and "swin" not in path:
-        add(partial(transformers_layer, path, hidden_size=8, num_attention_heads=2), on_tokens)
+        add(partial(hugging, path.removeprefix("transformers.models.")), on_tokens)
 monai = partial(layer_of, "monai.networks.blocks.selfattention.SABlock", 8, 2)
 add(monai, on_tokens, {"qkv_bias": True}, {"use_combined_linear": False, "dim_head": 3}, {"use_flash_attention": True})
 diffusers_norm = partial(diffusers_attention, 8, heads=2, dim_head=4, norm_num_groups=4, residual_connection=True)
@@ -273,52 +273,24 @@ strided = partial(HaloAttn, 8, num_heads=2, block_size=4, stride=2, avg_down=Tru
 only(strided, on_map, shapes=[(8, 4, 8)])
 for kind in (tm.volo.ClassAttention, tm.cait.ClassAttn, tm.crossvit.CrossAttention):
     only(partial(kind, 8, 2), lambda layer, x: layer(tokens(x)))
-pvt, gcvit = tm.pvt_v2.Attention, tm.gcvit.WindowAttentionGlobal
-for kind, options in (
-    (pvt, {}),
-    (pvt, {"sr_ratio": 2}),
-    (pvt, {"linear_attn": True}),
-    (tm.twins.GlobalSubSampleAttn, {"sr_ratio": 2}),
-):
-    only(partial(kind, 8, 2, **options), sized, shapes=[(8, 4, 6)])
+pvt, gcvit = partial(tm.pvt_v2.Attention, 8, 2), tm.gcvit.WindowAttentionGlobal
+only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
+only(partial(tm.twins.GlobalSubSampleAttn, 8, 2, sr_ratio=2), sized, shapes=[(8, 4, 6)])
 only(partial(gcvit, 8, 2, (3, 5), use_global=False), on_tokens)
 only(partial(tm.tiny_vit.Attention, 8, 3, 2, 2, resolution=(3, 5)), on_tokens)
 only(partial(sam, use_rel_pos=True, input_size=(3, 5)), channels_last)
-hugging = "transformers.models.{0}.modeling_{1}.{2}Attention".format
-only(
-    partial(transformers_layer, hugging("swin", "swin", "Swin"), 8, 2, 3),
-    of_windows := (lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9])),
-    shapes=[(8, 3, 3)],
-)
-only(
-    partial(transformers_layer, hugging("maskformer", "maskformer_swin", "MaskFormerSwin"), 8, 2, 3),
-    of_windows,
-    shapes=[(8, 3, 3)],
-)
-only(
-    partial(transformers_layer, hugging("segformer", "segformer", "Segformer"), 8, 2, 2),
-    lambda layer, x: layer(tokens(x), *x.shape[2:])[0],
-    shapes=[(8, 4, 6)],
-)
-only(
-    partial(
-        transformers_layer,
-        hugging("sam", "sam", "SamVisionSdpa"),
-        3,
-        config="SamVisionConfig",
-        hidden_size=8,
-        num_attention_heads=2,
-    ),
-    channels_last,
-    shapes=[(8, 3, 3)],
-)
-only(partial(layer_of, "vit_pytorch.vit.Attention", 8, 2, 4), on_tokens)
-only(partial(layer_of, "vit_pytorch.simple_vit.Attention", 8, 2, 4), on_tokens)
-only(
-    partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3),
-    lambda layer, x: layer(x.unflatten(2, (2, 3)).unflatten(4, (3, 3)).permute(0, 2, 4, 3, 5, 1)),
-    shapes=[(8, 6, 9)],
-)
+for path in ("swin.modeling_swin.SwinAttention", "maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"):
+    windows = partial(transformers_layer, path, 8, 2, 3)
+    only(windows, lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9]), shapes=[(8, 3, 3)])
+segformer = partial(transformers_layer, "segformer.modeling_segformer.SegformerAttention", 8, 2)
+for ratio in (1, 2):
+    only(partial(segformer, ratio), lambda layer, x: layer(tokens(x), *x.shape[2:])[0], shapes=[(8, 4, 6)])
+hugging_sam = partial(hugging, "sam.modeling_sam.SamVisionSdpaAttention", 3, config="SamVisionConfig")
+only(hugging_sam, channels_last, shapes=[(8, 3, 3)])
+for kind in ("vit", "simple_vit"):
+    only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
+inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
+only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
 pool = partial(AttentionPool2d, 8, (3, 5), num_heads=2)
 only(pool, on_map, {}, {"out_features": 5, "qkv_separate": True, "pool_type": "", "class_token": True})
 CASE = ("make", "variant", "part", "run", "shapes", "options")
@@ -331,7 +303,7 @@ def test_a_block_computes_what_its_layer_does(make, variant, part, run, shapes, 
     name = type(layer.get_submodule(part)).__name__
     if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
         assert isinstance(block, PaddedAttention2d)
-    elif make is diffusers_norm or name == "NonLocalAttn":
+    elif make is diffusers_norm:
         assert type(block) is va.AttentionBlock2d
     else:
         assert type(block) is BLOCKS[options.get("rank", len(shapes[0]) - 1)]
@@ -451,63 +423,6 @@ def test_swin_attends_to_its_padding_and_so_does_the_block():
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     with pytest.raises(ValueError, match="x must be of whole windows of 3×5; got 7×10 with a shift"):
         rolled_first(torch.randn(2, 8, 7, 10))
-
-
-# --- separate projections ---------------------------------------------------------------------------------------------
-
-
-def grouped_attention(layers, heads, kv_heads, scale):
-    def run(x, context=None):
-        maps = (x, *[x if context is None else context] * 2)
-        q, k, v = (
-            layers[name](tokens(y)).unflatten(2, (n, -1)).transpose(1, 2)
-            for name, n, y in zip(("wq", "wk", "wv"), (heads, kv_heads, kv_heads), maps, strict=True)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2).flatten(2)
-        return layers["wo"](y).transpose(1, 2).unflatten(2, x.shape[2:])
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("heads", "d", "e", "context", "scale", "bias", "rank"),
-    [
-        ((4, 4), 3, 3, None, None, True, 2),
-        ((4, 2), 3, 2, None, 1.0, False, 2),
-        ((6, 1), 2, 4, 5, None, True, 1),
-        ((3, 3), 2, 1, 5, 1.0, True, 3),
-    ],
-)
-def test_separate_projections(heads, d, e, context, scale, bias, rank):
-    n, m, width = *heads, context or 6
-    sizes = {"wq": (6, n * d), "wk": (width, m * d), "wv": (width, m * e), "wo": (n * e, 7)}
-    layers = {name: randomised(nn.Linear(*size, bias=bias)) for name, size in sizes.items()}
-    block = convert.from_linear_projections(**layers, num_heads=n, num_kv_heads=m, scale=scale, rank=rank)
-    assert type(block) is BLOCKS[rank]
-    others = [] if context is None else [(context, 4, 4, 2)[: rank + 1]]
-    assert_same(block, grouped_attention(layers, n, m, scale), (6, 3, 5, 2)[: rank + 1], *others)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("replaced", "heads", "message"),
-    [
-        ({"wq": nn.Conv2d(6, 12, 1)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Conv2d"),
-        ({"wq": Doubled(6, 12)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Doubled"),
-        ({}, (0, 2), "^num_heads must be"),
-        ({}, (5, 5), r"must have weights of \[\(10, 6\)"),
-        ({"wv": nn.Linear(6, 8)}, (4, 2), r"weights of .*; got \[\(12, 6\), \(6, 6\), \(8, 6\), \(6, 12\)\]"),
-        ({"wo": nn.Linear(8, 6)}, (4, 2), "must have weights of"),
-    ],
-)
-def test_projections_that_do_not_fit_are_refused(replaced, heads, message):
-    layers = {"wq": nn.Linear(6, 12), "wk": nn.Linear(6, 6), "wv": nn.Linear(6, 6), "wo": nn.Linear(12, 6), **replaced}
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        convert.from_linear_projections(**layers, num_heads=heads[0], num_kv_heads=heads[1])
 
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
@@ -693,7 +608,6 @@ REFUSED = [
     ("norm_q cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, qk_norm="layer_norm")),
     ("norm_cross cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, cross_attention_norm="layer_norm")),
     ("group_norm cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, norm_num_groups=4)),
-    ("training cannot", lambda: NonLocalAttn(16).train()),
     ("no row of the table is for torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
     ("no row of the table is for timm.models.eva.Eva", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
     ("module must be an nn.Module, as a layer of Keras is if KERAS_BACKEND=torch is set", lambda: None),

@@ -288,6 +288,34 @@ def test_maps_of_tokens(name, prefix):
         pass
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "prefix"),
+    [
+        ("Dinov2WithRegistersModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 5),
+        ("CLIPVisionModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 1),
+        ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4}, 0),
+    ],
+)
+def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, options, prefix):
+    kind = getattr(pytest.importorskip("transformers"), kind)
+    options = {"patch_size": 8, "image_size": 32, **options}
+    model, other = (kind(kind.config_class(**options, attn_implementation=how)).eval() for how in ("sdpa", "eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    other.load_state_dict(model.state_dict())
+    va.swap_(model)
+    with va.capture(model) as maps, torch.no_grad():
+        model(image := torch.randn(1, 3, 32, 32))
+        expected = other(image, output_attentions=True).attentions[0]
+    (found,) = maps.values()
+    if prefix:
+        torch.testing.assert_close(found.weights.flatten(3), expected[:, :, prefix:, prefix:])
+    else:  # the last of its four windows
+        last = found.weights.unflatten(2, (8, 8))[0, :, 4:, 4:, 4:, 4:].flatten(1, 2).flatten(2)
+        torch.testing.assert_close(last, expected[3])
+
+
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------
 
 
@@ -390,8 +418,8 @@ def test_multihead_attention_serves_the_calls_that_the_block_does_not(batch_firs
         assert (its_weights is None) == (weights is None)
 
 
-VIT = "transformers.models.vit.modeling_vit.ViTAttention"
-SWIN = "transformers.models.swin.modeling_swin.SwinAttention"
+VIT = "vit.modeling_vit.ViTAttention"
+SWIN = "swin.modeling_swin.SwinAttention"
 
 
 @pytest.mark.parametrize(("path", "given", "tokens"), [(VIT, (), 5), (SWIN, (8, 2, 2), 4)])

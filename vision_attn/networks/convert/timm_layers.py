@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vision_attn.attention.patterns import Halo, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
 from vision_attn.networks.convert import row as ours
-from vision_attn.networks.convert.proof import check_without, random_map
-from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, folded, heads_first, named, rows_of, side_by_side
+from vision_attn.networks.convert.proof import random_map
+from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, heads_first, named, rows_of, side_by_side
 
 Attend = Callable[..., Tensor]
 
@@ -173,16 +173,6 @@ def attend_sam(layer: Any, attend: Attend, hidden_states: Tensor, output_attenti
         return OWN
     y = attend(hidden_states.movedim(-1, 1)).movedim(1, -1)
     return (y, None) if hasattr(layer, "num_attention_heads") else y
-
-
-def non_local(layer: Any, block: Any) -> nn.Module:
-    """With the batch norm in the output projection."""
-    check_without(layer, {"training": "its batch norm is not that of one map: call .eval()"})
-    rows = folded(layer.z, layer.norm)
-    with torch.no_grad():
-        block.proj.weight.copy_(rows.weight[..., None, None])
-        block.proj.bias.copy_(rows.bias)
-    return ours.residual(block)
 
 
 POOLED_QUERIES = "the block has a query for each position"
@@ -347,12 +337,6 @@ ROWS: dict[str, Row] = {
         around=("pool",),
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
         call=attend_pooled,
-    ),
-    "timm.layers.non_local_attn.NonLocalAttn": Row(
-        weights=named("t p g", "z"),
-        options={"num_heads": 1, "scale": "scale"},
-        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
-        finish=non_local,
     ),
     "timm.models.maxxvit.Attention2d": MAXXVIT,
     "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),
