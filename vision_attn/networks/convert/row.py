@@ -8,7 +8,7 @@ weight                                      found in                            
 ==========================================  ===================================================  ======================
 ``((qkv n d), c)``                          torch, timm, torchvision                             :func:`rows_of`
 ``((n qkv d), c)``                          timm's MaxxViT and CoAtNet, unless they say          :func:`heads_first`
-``((n d), c)``, ``((m d), c)``, …           llama, diffusers, multi-query                        :func:`side_by_side`
+``((n d), c)``, ``((m d), c)``, …           transformers, diffusers                              :func:`side_by_side`
 ``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`kernel_rows`
 ==========================================  ===================================================  ======================
 

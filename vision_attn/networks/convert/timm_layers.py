@@ -129,7 +129,7 @@ REDUCED = replace(
 
 def class_row(names: str) -> Row:
     """Of a layer where only the class token asks."""
-    return replace(VIT, weights=named(names, "proj"), call=attend_class, around=(names.partition("|")[0],), slower=True)
+    return replace(VIT, weights=named(names, "proj"), call=attend_class, around=(names.partition("|")[0],))
 
 
 # --- timm, of maps ----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ ROWS: dict[str, Row] = {
     "timm.models.tnt.Attention": replace(VIT, weights=named("qk v", "proj")),
     "timm.models.volo.Attention": replace(VIT, axes="b h w c"),
     "timm.models.volo.ClassAttention": class_row("q|kv"),
-    "timm.models.cait.ClassAttn": class_row("q|k v"),
+    "timm.models.cait.ClassAttn": replace(class_row("q|k v"), slower=True),
     "timm.models.crossvit.CrossAttention": class_row("wq|wk wv"),
     "timm.models.pvt_v2.Attention": REDUCED,
     "timm.models.twins.GlobalSubSampleAttn": REDUCED,
