@@ -25,7 +25,8 @@ LEFT = {
     "OutlookAttention": "a position says where it looks without keys",
     "EvaAttention AttentionRope": "its network hands it the rotation of queries and keys",
     "MaskFormerDetrSelfAttention MaskFormerDetrCrossAttention": "its keys have positions that its values have not",
-    "MaskUnitAttention MultiScaleAttention": "its queries are pooled after their projection",
+    "MultiScaleAttention": "its queries are pooled after their projection",
+    "MaskUnitAttention": "its tokens are in the order of its units",
 }
 
 
