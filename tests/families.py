@@ -39,7 +39,7 @@ What `va.swap_` swaps in the smallest model of each family, as `python tests/fam
 the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
 those in float64 where that is more than 1e-5. All modules are chosen: without `names=` or `where=`, those that
-[a block makes slower](convert.md) are left. YOLO's are compared in evaluation alone: in training they run themselves.
+[a block makes slower](convert.md) are left. YOLO's are compared in evaluation: in training they run themselves.
 
 {table}
 """

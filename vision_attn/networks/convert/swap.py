@@ -97,9 +97,9 @@ def swap_(
     gives the attention maps, of windows that the network cuts and of the tokens of a ViT, too.
 
     A module is proven before it is swapped, on random weights. One that a block cannot stand for is left as it is, and
-    so is one of a kind that a block makes slower, unless it is chosen; the report says why. A call that a block cannot serve is served by the module itself; so are all calls while a part
-    of the module has hooks, was replaced, as by LoRA, or is in another mode. One module is not for several threads at
-    once.
+    so is one of a kind that a block makes slower, unless it is chosen; the report says why. A call that a block cannot
+    serve is served by the module itself; so are all calls while a part of the module has hooks, was replaced, as by
+    LoRA, or is in another mode. One module is not for several threads at once.
 
     Args:
         model: any network; it may be one such module.
