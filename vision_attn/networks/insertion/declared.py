@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, run_quietly
+from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, run_quietly
+from vision_attn.networks.insertion.costs import Counting, Share
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
 
 #: The children of torchvision's residual networks that are stages, one after the other.
@@ -183,13 +184,20 @@ class DryRun:
         #: by path of the module, in the order in which they end
         self.calls: dict[str, list[Call]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
-        #: what the model gives
-        self.output = run_quietly(model, example, hooks)
+        #: what the model gives, and what it has and does
+        self.output, self.whole = self.run(hooks)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Keep the shapes of a call."""
         call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output))
         self.calls.setdefault(name, []).append(call)
+
+    def run(self, hooks: Iterable[tuple[str, Hook]] = ()) -> tuple[object, Share]:
+        """What the model gives for the example; and its parameters, and its multiply-adds for one image."""
+        with Counting() as counter:
+            output = run_quietly(self.model, self.example, hooks)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return output, Share(parameters, counter.operations // 2 // self.example.shape[0])
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
         """The maps in what a module that is called once gives, or takes."""
