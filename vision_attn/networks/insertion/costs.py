@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
+from vision_attn.networks.insertion.backbone import quiet_eval
 
 
 class Share(NamedTuple):
@@ -61,12 +62,13 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, formula = kwargs or {}, self.formulas.get(func._overloadpacket)
-        if formula is None:
+        if formula is None and func.namespace == "aten":
             with self:  # what it is made of is counted
                 output = func.decompose(*args, **kwargs)
-            return func(*args, **kwargs) if output is NotImplemented else output
+            if output is not NotImplemented:
+                return output
         output = func(*args, **kwargs)
-        self.operations += formula(*args, **kwargs, out_val=output)
+        self.operations += formula(*args, **kwargs, out_val=output) if formula else 0
         return output
 
 
@@ -111,9 +113,9 @@ def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
 
 def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]:
     """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
+    own = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
+    dtype = next((parameter.dtype for parameter in module.parameters()), None)
     # Counted on the form whose every product is a matrix product that the counter knows.
-    meta = copy.deepcopy(module).to("meta").eval()
-    parameter = next(meta.parameters(), torch.empty(0))
-    with Counting() as counter, use_impl(meta, "bmm"), torch.no_grad():
-        output = meta(torch.empty(1, *shape, device="meta", dtype=parameter.dtype))
+    with Counting() as counter, use_impl(module, "bmm"), quiet_eval(module):
+        output = functional_call(module, own, (torch.empty(1, *shape, device="meta", dtype=dtype),))
     return output, counter.operations // 2

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from vision_attn.errors import SiteError
@@ -323,9 +324,13 @@ def hold(held: dict[Map, Tensor], one: Map, x: Tensor) -> Tensor:
 def is_read(one: Map, gradient: Tensor | None) -> bool:
     """Whether a map is in the graph of the output, and not only the tokens before it."""
     prefix = prefix_of(one.layout)
-    if gradient is None or gradient.is_meta or not prefix:
+    if gradient is None or without_values(gradient) or not prefix:
         return gradient is not None
     return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())
+
+
+def without_values(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def leaves(value: object) -> list[Tensor]:
@@ -338,6 +343,6 @@ def same_bits(one: object, other: object) -> bool:
     """Whether two outputs are the same numbers, NaN included; tensors without values are compared by their shapes."""
     ours, theirs = leaves(one), leaves(other)
     return len(ours) == len(theirs) and all(
-        x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
+        x.shape == y.shape and x.dtype == y.dtype and (without_values(x) or torch.equal(x.nan_to_num(), y.nan_to_num()))
         for x, y in zip(ours, theirs, strict=True)
     )

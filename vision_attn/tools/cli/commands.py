@@ -151,7 +151,7 @@ def flags_in(words: list[str]) -> list[str]:
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
-def settings_from(words: list[str], prog: str, default: Settings | None = None, about: str = "") -> Settings:
+def settings_from(words: list[str], prog: str, default: Any = None, about: str = "") -> Settings:
     """The settings that flags say, over those of the file or run that ``--config`` or ``--resume`` names."""
     from vision_attn.tools.training.settings import Settings, read_settings
 
