@@ -72,7 +72,7 @@ def test_the_network_itself_is_counted():
 def test_fused_kernels_and_several_images_are_counted():
     timms, torchs = (
         timm.create_model("vit_tiny_patch16_224", depth=1),
-        torchvision.models.VisionTransformer(224, 16, 1, 3, 192, 768),
+        torchvision.models.VisionTransformer(224, 16, 1, 4, 192, 768),
     )
     # The patches, and in a block 12c² a token and 2c a pair of tokens; the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
