@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +63,10 @@ class InsertedBlock:
     held: str = CHILD
     #: whether the output of the network depends on the map
     read: bool = True
+    #: how a block begins as the identity that does not by itself, in words
+    begins: str = ""
+    #: the options of the :class:`ExactBlock` that it is in; none where it is in none
+    around: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> str:
@@ -89,6 +95,8 @@ class InsertionReport(Report):
     blocks: tuple[InsertedBlock, ...]
     #: what was done with them
     verb: str = "inserted"
+    #: by how much the output of the network changes, as a share of it
+    changed: float = 0.0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -102,7 +110,12 @@ class InsertionReport(Report):
             rows.append(("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}"))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, one.input_shape[1:])) for one in self.blocks))
         heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
-        notes = [*([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
+        kinds = dict.fromkeys((one.block, one.begins) for one in self.blocks if one.begins)
+        exact = (
+            [f"{block} begins as the identity: {begins}" for block, begins in kinds] if self.verb == "inserted" else []
+        )
+        exact += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
+        notes = [*exact, *([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
@@ -197,11 +210,21 @@ def cost(block: nn.Module, site: str, shape: tuple[int, ...], expected: tuple[in
         output, multiply_adds = run_on_meta(block, shape)
     except Exception as error:
         name = type(block).__name__
-        raise ValueError(f"block must take the map {(1, *shape)} at {site!r}; {name} does not ({error})") from error
+        why = reason(error)
+        raise ValueError(f"block must take the map {(1, *shape)} at {site!r}; {name} does not ({why})") from error
     if tuple(output.shape[1:]) != expected:
         made = f"{type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
         raise ValueError(f"block must return a map {(1, *expected)} at {site!r}; {made}")
     return sum(p.numel() for p in block.parameters()), multiply_adds
+
+
+def reason(error: BaseException) -> str:
+    """What an error says or, where it says nothing, the line of code that raised it, or had it raised by a check."""
+    if str(error):
+        return str(error)
+    library = str(Path(torch.__file__).parent)
+    lines = [one.line for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(library)]
+    return f"{type(error).__name__} at {lines[-1]!r}"
 
 
 def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
@@ -218,12 +241,17 @@ def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]
     """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
     from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
 
-    # Counted on the form whose every product is a matrix product that the counter knows.
-    meta = copy.deepcopy(module).to("meta").eval()
-    parameter = next(meta.parameters(), torch.empty(0))
-    with FlopCounterMode(display=False) as counter, use_impl(meta, "bmm"), torch.no_grad():
-        output = meta(torch.empty(1, *shape, device="meta", dtype=parameter.dtype))
-    return output, counter.get_total_flops() // 2
+    own = next(module.parameters(), torch.empty(0))
+    for device in ("meta", own.device):
+        # Counted on the form whose every product is a matrix product that the counter knows.
+        copied = copy.deepcopy(module).to(device).eval()
+        with FlopCounterMode(display=False) as counter, use_impl(copied, "bmm"), torch.no_grad():
+            try:
+                return copied(torch.zeros(1, *shape, device=device, dtype=own.dtype)), counter.get_total_flops() // 2
+            except Exception:
+                if device != "meta":  # what makes tensors on the CPU, or reads values, runs with values alone
+                    raise
+    raise AssertionError
 
 
 def fitting_heads(channels: int, most: int = 8) -> int:
