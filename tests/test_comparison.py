@@ -11,7 +11,7 @@ import vision_attn as va
 from vision_attn.errors import Interrupted, TrainingError
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
-from vision_attn.tools.comparison.arms import ARMS, recipe, settings_of_arm
+from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of_arm
 from vision_attn.tools.comparison.runs import Outcome, compare
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
 from vision_attn.tools.training import digits, folder
@@ -70,7 +70,8 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
         "convolution": ("ConvBlock2d", ("gate_init=1",)),
         "large-kernel": ("ConvBlock2d", ("gate_init=1", "kernel_size=13")),
         "norm-shortcut": ("NormBlock2d", ("gate_init=1",)),
-        "se": ("SqueezeExcite", ("rd_ratio=2",)),
+        "se": ("se", ("rd_ratio=2",)),
+        **{arm: (block, ()) for arm, block in OF_TIMM.items()},
         "se-residual": ("SqueezeExciteBlock2d", ("gate_init=1",)),
         "pooled-mlp": ("ConvBlock2d", ("gate_init=1", "kernel_size=None")),
         "averaging": ("attention", (*attention, "scale=0")),

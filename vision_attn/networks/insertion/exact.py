@@ -79,7 +79,7 @@ def begin(block: nn.Module, shape: Sequence[int], like: Any, exact: bool) -> tup
     """
     with quiet_eval(block), same_random_numbers(block):
         # Over some orders of magnitude: what is halved in half precision may not come back.
-        x = torch.randn(1, *shape[1:]) * torch.exp2(-12 * torch.rand(1, *shape[1:]))
+        x = torch.randn(2, *shape[1:]) * torch.exp2(-12 * torch.rand(2, *shape[1:]))
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
         trial = Trial(block, x)
         if not exact or trial.share == 1:
@@ -87,7 +87,7 @@ def begin(block: nn.Module, shape: Sequence[int], like: Any, exact: bool) -> tup
         if zeros := trial.zero_last_layers_():
             scale = 1 / trial.share if trial.share else 1.0
             doubled = {1.0: "", 2.0: ", and its output is doubled"}.get(scale, f", and its output is times {scale:g}")
-            verb = "is" if len(zeros) == 1 else "are"
+            verb = "is" if len(zeros) == 1 and not zeros[0].startswith("its") else "are"
             return trial.around | ({"scale": scale} if scale > 1 else {}), f"{' and '.join(zeros)} {verb} zero{doubled}"
     return trial.around | {"gated": True}, "a gate of zero, which learns first"
 

@@ -14,7 +14,6 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
-from vision_attn.attention.blocks import AttentionBlock2d
 from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import freeze_backbone_, insert_, parse_sites, quiet_eval
@@ -103,16 +102,16 @@ def configured(model: nn.Module, settings: Settings, source: Source) -> dict[str
     return config
 
 
-def block_class(name: str) -> Callable[..., nn.Module]:
-    """The block that settings name: ``attention``, or any class by ``MODULE:CLASS``."""
-    if name == "attention":
-        return AttentionBlock2d
+def block_class(name: str) -> str | Callable[..., nn.Module]:
+    """The block that settings name: as ``insert_`` knows it, or any class by ``MODULE:CLASS``."""
+    if ":" not in name:
+        return name
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())  # as with python -m, but at the end, where it hides nothing
     try:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"block must be attention or a class, MODULE:CLASS ({error}); got {name!r}") from error
+        raise ValueError(f"block must be a name or a class, MODULE:CLASS ({error}); got {name!r}") from error
     return found
 
 
