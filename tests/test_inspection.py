@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import vision_attn as va
@@ -49,7 +50,8 @@ def test_the_bytes_counted_are_those_that_autograd_keeps(variant):
         block = AttentionBlock2d(32, 4, dtype=dtype, **VARIANTS[variant])
         x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
         for impl, counted_as in (("bmm", "bmm"), ("einsum", "bmm"), ("einx", "bmm"), ("sdpa", "sdpa")):
-            counted = count_saved_bytes(block, tuple(x.shape), counted_as, dtype)
+            with use_impl(block, counted_as):
+                counted = count_saved_bytes(block, tuple(x.shape), dtype)
             assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
 
 
@@ -67,6 +69,17 @@ def test_the_network_itself_is_counted():
     assert [site.path for site in found.sites] == ["layer1", "layer2", "layer3"]
 
 
+def test_fused_kernels_and_several_images_are_counted():
+    timms, torchs = (
+        timm.create_model("vit_tiny_patch16_224", depth=1),
+        torchvision.models.VisionTransformer(224, 16, 1, 3, 192, 768),
+    )
+    # The patches, and in a block 12c² a token and 2c a pair of tokens; the head.
+    expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
+    assert inspect_model(timms, batch_size=1).whole.multiply_adds == expected
+    assert inspect_model(torchs, batch_size=1, example_input=(2, 3, 224, 224)).whole.multiply_adds == expected
+
+
 def test_the_image_is_one_that_the_network_takes():
     grey = timm.create_model("resnet18", in_chans=1)
     assert inspect_model(grey, input_size=64, batch_size=1).input_shape == (1, 1, 64, 64)
@@ -78,16 +91,19 @@ def limited(gibibytes):
 
 
 def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
-    two, one = look("resnet18", input_size=32).warnings
-    assert two.startswith("the map at 'layer3' is 2×2")
-    assert one.startswith("the map at 'layer4' is 1×1")
-    assert limited(1000) == ()
-    (warning,) = limited(1)
-    assert warning.startswith("training keeps 4.06 GiB of layer1 with bmm, einx or einsum, more than the memory limit")
-    assert "impl='sdpa'" in warning
-    assert "a smaller input or batch" in limited(0.04)[0]
-    both = inspect_model("resnet20", stages=[1, 2], memory_limit=0.3)
-    assert "GiB of layer2.2 and layer3.2 with bmm" in both.warnings[0]
+    (small,) = look("resnet18", input_size=32).warnings
+    assert small.startswith("little to attend to at 'layer3' (2×2), 'layer4' (1×1): ")
+    large = look("resnet18", batch_size=1).warnings
+    assert [line.partition(" compares")[0] for line in large] == ["full attention at 'act1' (112×112)"]
+    assert limited(1000) == limited(0.2) == ()
+    (warning,) = limited(0.02)
+    assert warning.startswith(
+        "training keeps 0.06 GiB of layer1, 0.03 GiB of layer2, more than the memory limit of 0.02"
+    )
+    assert "take a smaller input or batch, va.Window(7) or a later stage" in warning
+    both = inspect_model("resnet20", stages=[1, 2], memory_limit=0.3, impl="bmm")
+    assert "GiB of layer2.2 and layer3.2, more" in both.warnings[0]
+    assert "impl='auto'" in both.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +159,10 @@ def test_chosen_sites_show_what_their_blocks_cost_and_the_model_stays(chosen):
         assert (site.site, site.at, site.parameters) == (record.site, record.at, record.parameters)
         assert site.multiply_adds == record.multiply_adds
         shape = (3, record.channels, *record.map_size)
-        assert site.saved["bmm"] == bytes_really_saved(block, torch.randn(shape, requires_grad=True), "bmm")
+        assert site.saved == bytes_really_saved(block, torch.randn(shape, requires_grad=True), block.attn.impl)
     assert found.proposals == ()
+    (line,) = [line for line in str(report).splitlines() if line.startswith("together +")]
+    assert line in str(found).splitlines()
 
 
 def test_it_prints_a_table():

@@ -106,7 +106,7 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         model(torch.randn(1, 3, 6, 6))
 
 
-@pytest.mark.filterwarnings("ignore:the map at", "ignore:the output of the network")
+@pytest.mark.filterwarnings("ignore:little to attend", "ignore:the output of the network")
 @pytest.mark.parametrize(
     ("name", "options", "layout"),
     [

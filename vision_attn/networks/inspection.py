@@ -7,24 +7,24 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 
-from vision_attn.attention.blocks import use_impl
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
+from vision_attn.networks.insertion.costs import Share, percent, together
 from vision_attn.networks.insertion.declared import DryRun
 from vision_attn.networks.insertion.insert import new_block
-from vision_attn.networks.insertion.record import fitting_heads
+from vision_attn.networks.insertion.record import fitting_heads, warnings_of
 from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
 from vision_attn.text import Report, Table
 
@@ -34,27 +34,15 @@ SHORTEST, LONGEST = 7, 32
 #: Sides of windows, the most usual first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
-#: The implementations whose memory differs: einx and einsum keep what bmm keeps.
-IMPLS_COUNTED = ("bmm", "sdpa")
-
 MEBI, GIBI = 2**20, 2**30
-
-
-class Share(NamedTuple):
-    """How much of something a part of the network has, or would have."""
-
-    #: numbers that are learned
-    parameters: int
-    #: in one forward of one image
-    multiply_adds: int
 
 
 @dataclass(frozen=True)
 class Site(InsertedBlock):
     """A place of a network, and what a block there costs."""
 
-    #: bytes that training keeps for the backward pass of a batch, by implementation
-    saved: Mapping[str, int] = field(default_factory=dict)
+    #: bytes that training keeps for the backward pass of a batch, with the implementation that runs
+    saved: int = 0
     #: its index among the stages; None for a site that was chosen
     stage: int | None = None
     #: whether a block is inserted there already, so that no other can be
@@ -118,18 +106,19 @@ class Inspection(Report):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each map where a block can go that is too small, and for what does not fit into memory."""
+        """A line each for maps that are too small or large for a block, and for what does not fit into memory."""
         free = [site for site in self.sites if not site.occupied]
-        lines = [line.removeprefix("warning: ") for line in InsertionReport(tuple(free)).warnings]
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        for sites in [free] if self.chosen else [[site] for site in free]:
-            if (kept := saved(sites, "bmm")) > limit:
-                where = " and ".join(site.path for site in sites)
-                remedy = "a smaller input or batch" if saved(sites, "sdpa") > limit else "impl='sdpa', va.Window(7)"
-                lines.append(
-                    f"training keeps {kept / GIBI:,.2f} GiB of {where} with bmm, einx or einsum, more than the memory "
-                    f"limit of {limit / GIBI:,.2f} GiB: take {remedy} or a later stage"
-                )
+        lines, limit = warnings_of(free), math.inf if self.memory_limit is None else self.memory_limit
+        groups = [free] if self.chosen else [[site] for site in free]
+        if beyond := [group for group in groups if saved(group) > limit]:
+            kept = [
+                f"{saved(group) / GIBI:,.2f} GiB of {' and '.join(site.path for site in group)}" for group in beyond
+            ]
+            remedy = "va.Window(7)" if self.options.get("impl", "auto") in ("auto", "sdpa") else "impl='auto'"
+            lines.append(
+                f"training keeps {', '.join(kept)}, more than the memory limit of {limit / GIBI:,.2f} GiB: take a "
+                f"smaller input or batch, {remedy} or a later stage"
+            )
         return tuple(lines)
 
     def parts(self) -> list[str | Table]:
@@ -139,16 +128,17 @@ class Inspection(Report):
         what = f"{count} {'block' if count == 1 else 'blocks'} inserted" if self.chosen else "A block after a stage"
         reading = (
             f"{what} ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
-            f"last: MiB that training keeps of {self.batch_size:,} images, with bmm, einx or einsum and with sdpa):"
+            f"last: MiB that training keeps of {self.batch_size:,} images):"
         )
-        columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "")
-        rows: list[Sequence[str]] = [(*columns, *IMPLS_COUNTED)]
+        columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", "MiB")
+        rows: list[Sequence[str]] = [columns]
         for site in self.sites:
             name = f"{site.path} (has a block)" if site.occupied else site.path
             place = "" if site.stage is None else f"{site.stage}", name, f"{site.channels}", site.size
             rows.append((*place, f"{site.options.get('num_heads', 8)}", *self.costs([site])))
         heading, table = f"{self.model} on images of {size}: {costs}", Table(rows, left=(1,))
-        warned = [f"warning: {line}" for line in self.warnings]
+        warned = [together(cost_of(self.sites), self.whole)] if self.chosen else []
+        warned += [f"warning: {line}" for line in self.warnings]
         none = [] if self.chosen else ["", "No free stage has a map that attention is worth trying on."]
         advice = ["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none
         return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
@@ -157,20 +147,18 @@ class Inspection(Report):
         """What blocks add, and the shares of that in what the network has; the MiB that training keeps of them."""
         numbers = zip(cost_of(sites), self.whole, strict=True)
         shares = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
-        return shares + [f"{saved(sites, impl) / MEBI:,.1f}" for impl in IMPLS_COUNTED]
+        return [*shares, f"{saved(sites) / MEBI:,.1f}"]
 
     def advice(self, proposal: Proposal) -> str:
         """One of the proposals: where and why, the call, and what it costs."""
         names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
-        parameters, multiply_adds = map(percent, cost_of(proposal.sites), self.whole)
-        call = proposal.call(self.example_input)
-        return f"- {names}: {proposal.why}\n  {call}\n  {multiply_adds} multiply-adds, {parameters} parameters"
+        call, cost = proposal.call(self.example_input), together(cost_of(proposal.sites), self.whole)
+        return f"- {names}: {proposal.why}\n  {call}\n  {cost}"
 
 
 def cost_of(sites: Sequence[Site]) -> Share:
     """What the blocks at several sites add to a network together."""
-    together = InsertionReport(tuple(sites))
-    return Share(together.parameters, together.multiply_adds)
+    return InsertionReport(tuple(sites)).added
 
 
 def written(options: Mapping[str, Any]) -> str:
@@ -184,12 +172,8 @@ def written(options: Mapping[str, Any]) -> str:
     return text.replace("(size=", "(").replace(", shift=0)", ")")
 
 
-def saved(sites: Sequence[Site], impl: str) -> int:
-    return sum(site.saved[impl] for site in sites)
-
-
-def percent(part: float, whole: float) -> str:
-    return f"+{100 * part / whole:,.1f} %" if whole else "–"
+def saved(sites: Sequence[Site]) -> int:
+    return sum(site.saved for site in sites)
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -239,15 +223,11 @@ def inspect_model(
     >>> [(site.path, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
-    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
-
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
-    with FlopCounterMode(display=False) as counter:
-        run = DryRun(network, example)
-    whole = Share(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+    run = DryRun(network, example)
     chosen = stages is not None or names is not None
     side = "before" if chosen and at == "before" else "after"
     if chosen:
@@ -265,7 +245,7 @@ def inspect_model(
         block = new_block(run, None, one, side, options)
         record: InsertedBlock = replace(vars(block)[RECORD], site=path)
         shape = (batch_size, record.channels, *record.map_size)
-        kept = {impl: count_saved_bytes(block, shape, impl, dtype) for impl in IMPLS_COUNTED}
+        kept = count_saved_bytes(block, shape, dtype)
         return Site(**vars(record), saved=kept, stage=stage, occupied=occupied)
 
     sites = []
@@ -288,7 +268,7 @@ def inspect_model(
         batch_size=batch_size,
         dtype=dtype,
         options=block_options,
-        whole=whole,
+        whole=run.whole,
         sites=tuple(sites),
         memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
         proposals=tuple(proposals),
@@ -358,12 +338,12 @@ def propose(
     return found
 
 
-def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype: torch.dtype = torch.float32) -> int:
+def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
     """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
 
-    >>> from vision_attn.attention.blocks import AttentionBlock2d, use_impl
-    >>> block = AttentionBlock2d(64, device="meta")
-    >>> [count_saved_bytes(block, (1, 64, 56, 56), impl) >> 20 for impl in ("bmm", "sdpa")]
+    >>> from vision_attn.attention.blocks import AttentionBlock2d
+    >>> blocks = (AttentionBlock2d(64, impl=impl, device="meta") for impl in ("bmm", "auto"))
+    >>> [count_saved_bytes(block, (1, 64, 56, 56)) >> 20 for block in blocks]
     [306, 5]
     """
     kept: dict[int, torch.UntypedStorage] = {}
@@ -373,7 +353,7 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], impl: str, dtype
         kept[storage._cdata] = storage  # held, so that its number is not given to another
         return tensor
 
-    with FakeTensorMode(allow_non_fake_inputs=True), use_impl(block, impl):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         own = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
             for name, tensor in (*block.named_parameters(), *block.named_buffers())

@@ -13,7 +13,6 @@ from itertools import product as pairs
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,8 +90,8 @@ def capture(
         for path, module in modules.items():
             seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
             stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
-            chosen = numbers("heads", heads, module.num_heads)
-            hook = partial(recording.record, path, swapped[path], chosen, seen)
+            wanted = numbers("heads", heads, module.num_heads)
+            hook = partial(recording.record, path, swapped[path], wanted, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
 
@@ -148,8 +147,8 @@ class Recording:
             given = in_groups_of(given, part.groups)
         whole = part.queries.size
         cells = cells_of(self.points, size, self.image_size)
-        groups = [[head] for head in heads] if self.reduce else [heads]
-        elements = len(given.q) // part.groups * len(groups[0]) * len(cells) * product(keys)
+        together = 1 if self.reduce else len(heads)
+        elements = len(given.q) // part.groups * together * len(cells) * product(keys)
         self.taken += elements * max(4, given.q.element_size())
         if self.taken > self.limit:
             raise ValueError(
@@ -162,13 +161,16 @@ class Recording:
         def looked(tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
             weights = fold(REDUCTIONS[self.reduce or "mean"], each)
-            weights = weights / len(groups) if self.reduce == "mean" else weights
+            weights = weights / len(heads) if self.reduce == "mean" else weights
             if whole == size:
                 return weights.unflatten(-1, keys)
             # Where the block has padded its map, the queries stand on a wider one.
             return weights.unflatten(-1, whole)[(..., *map(slice, keys))]
 
-        tokens = torch.tensor([prefix + int(np.ravel_multi_index(cell, whole)) for cell in cells], device=x.device)
+        # Indices are made where the network is: one that is copied there waits for what it has to do.
+        grid = torch.arange(prefix, prefix + product(whole), device=x.device).view(whole)
+        tokens = grid[(*map(slice, size),)].flatten() if self.points is None else chosen(grid, cells)
+        groups = chosen(torch.arange(module.num_heads, device=x.device), heads).split(together)
         every = self.points is None and whole == size and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
@@ -176,6 +178,10 @@ class Recording:
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         place = f"{path}:{earlier + 1}" if earlier else path
         self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, tuple(names), first)
+
+
+def chosen(x: Tensor, places: Iterable[Any]) -> Tensor:
+    return torch.stack([x[place] for place in places])
 
 
 def in_groups_of(given: Given, groups: int) -> Given:

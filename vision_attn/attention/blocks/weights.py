@@ -29,12 +29,10 @@ def looking(block: Any, look: Look) -> Iterator[None]:
         block.lookers = before
 
 
-def weights_on_map(
-    part: Partition, given: Given, queries: Tensor | None = None, heads: list[int] | None = None
-) -> Tensor:
+def weights_on_map(part: Partition, given: Given, queries: Tensor | None = None, heads: Tensor | None = None) -> Tensor:
     """The weights that a kernel gives the keys, ``(b, n, i, j)`` with zeros outside of a query's group.
 
-    Of chosen queries (indices of tokens) and heads: the others take no memory.
+    Of chosen queries (indices of tokens) and heads, by number: the others take no memory.
     """
     q, k, _, scale, mask, reachable, causal = given
     if heads is not None:

@@ -67,8 +67,8 @@ class TableTerm(PositionTerm):
         self.lengths = table_lengths(specification, shape)
         self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
         rows = product([2 * length - 1 for length in self.lengths])
-        table = torch.empty(rows, shape.num_heads, device=device, dtype=dtype)
-        self.relative_position_bias_table = nn.Parameter(nn.init.trunc_normal_(table, std=0.02))
+        table = torch.randn(rows, shape.num_heads, device=device, dtype=dtype) * 0.02
+        self.relative_position_bias_table = nn.Parameter(table)
 
     def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         table = (

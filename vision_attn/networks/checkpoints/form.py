@@ -106,6 +106,8 @@ def write_saved(path: Path, saved: Saved) -> None:
         vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
         for block in saved.blocks
     ]
+    for block in said["blocks"]:
+        del block["compared"]
     said["file_hash"] = hash_of([said, fingerprint(saved.tensors)])
     write_tensors(path, saved.tensors, {ENTRY: json.dumps(said)})
 

@@ -9,9 +9,10 @@ from vision_attn.networks.insertion.attach import (
     replaced,
 )
 from vision_attn.networks.insertion.backbone import changeable, plain_network, quiet_eval
+from vision_attn.networks.insertion.costs import count_multiply_adds
 from vision_attn.networks.insertion.finetuning import freeze_backbone_, gates, parameter_groups, set_gates_
 from vision_attn.networks.insertion.insert import insert_, remove_, replace_, timm_layer
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, count_multiply_adds
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
 from vision_attn.networks.insertion.sites import parse_sites, stage_names
 
 __all__ = [

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
-from vision_attn.networks.insertion.makers import make_block
+from vision_attn.networks.insertion.makers import make_block, reason
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
     change,
     of_map,
     prefix_of,
-    reason,
     to_map,
     token_grid,
 )
@@ -232,9 +231,9 @@ def with_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module
         inner = block
         vars(inner).pop(RECORD, None)
         block = ExactBlock(inner, record.channels, device=like.device, dtype=like.dtype, **record.around)
-        block.to(like.device).train(inner.training)
+        block.train(inner.training)
     vars(block)[RECORD] = record
-    return block
+    return block.to(like.device) if like.device.type == "meta" else block
 
 
 def replacement_options(old: nn.Module) -> dict[str, int]:

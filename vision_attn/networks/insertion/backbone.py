@@ -193,7 +193,8 @@ def run_quietly(
 @contextmanager
 def same_random_numbers(model: nn.Module) -> Iterator[None]:
     """Begin with the same random numbers, and go on afterwards as if nothing had been drawn."""
-    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    there = torch.cuda.is_available()  # tensors without values may only say that they are on a GPU
+    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and there})
     with torch.random.fork_rng(gpus):
         # Not torch.manual_seed, which would seed GPUs for good that are not in use yet.
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)):

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, run_quietly
+from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, run_quietly
+from vision_attn.networks.insertion.costs import Counting, Share
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
 
 #: The children of torchvision's residual networks that are stages, one after the other.
@@ -183,13 +185,20 @@ class DryRun:
         #: by path of the module, in the order in which they end
         self.calls: dict[str, list[Call]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
-        #: what the model gives
-        self.output = run_quietly(model, example, hooks)
+        #: what the model gives, and what it has and does
+        self.output, self.whole = self.run(hooks)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Keep the shapes of a call."""
         call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output))
         self.calls.setdefault(name, []).append(call)
+
+    def run(self, hooks: Iterable[tuple[str, Hook]] = ()) -> tuple[object, Share]:
+        """What the model gives for the example; and its parameters, and its multiply-adds for one image."""
+        with Counting() as counter:
+            output = run_quietly(self.model, self.example, hooks)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return output, Share(parameters, counter.operations // 2 // self.example.shape[0])
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
         """The maps in what a module that is called once gives, or takes."""
@@ -315,9 +324,13 @@ def hold(held: dict[Map, Tensor], one: Map, x: Tensor) -> Tensor:
 def is_read(one: Map, gradient: Tensor | None) -> bool:
     """Whether a map is in the graph of the output, and not only the tokens before it."""
     prefix = prefix_of(one.layout)
-    if gradient is None or gradient.is_meta or not prefix:
+    if gradient is None or without_values(gradient) or not prefix:
         return gradient is not None
     return bool(gradient[:, prefix:].any() or not gradient[:, :prefix].any())
+
+
+def without_values(x: Tensor) -> bool:
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def leaves(value: object) -> list[Tensor]:
@@ -330,6 +343,6 @@ def same_bits(one: object, other: object) -> bool:
     """Whether two outputs are the same numbers, NaN included; tensors without values are compared by their shapes."""
     ours, theirs = leaves(one), leaves(other)
     return len(ours) == len(theirs) and all(
-        x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(x.nan_to_num(), y.nan_to_num()))
+        x.shape == y.shape and x.dtype == y.dtype and (without_values(x) or torch.equal(x.nan_to_num(), y.nan_to_num()))
         for x, y in zip(ours, theirs, strict=True)
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vision_attn.checks import check_flags, check_number
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import quiet_eval, same_random_numbers
+from vision_attn.networks.insertion.costs import wrong_map
 
 #: What sigmoids of zero, one to three in a row, leave of a map; and the identity.
 SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -68,28 +69,36 @@ def bare(block: nn.Module) -> nn.Module:
     return block.block if isinstance(block, ExactBlock) else block
 
 
-def begin(block: nn.Module, shape: Sequence[int], like: Any, exact: bool) -> tuple[dict[str, Any], str]:
+def begin(block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool) -> dict[str, Any]:
     """Try a block on a random map, and let it begin as the identity if that is asked for.
 
     Returns:
-        Options of the :class:`ExactBlock` that it needs, none if it needs none; and how it begins, in words.
+        What its record has of it: ``around``, the options of the :class:`ExactBlock` that it needs, and ``begins``.
 
     Raises:
         SiteError: the block makes NaN or infinity of the map.
+        ValueError: it does not take the map.
     """
     with quiet_eval(block), same_random_numbers(block):
         # Over some orders of magnitude: what is halved in half precision may not come back.
         x = torch.randn(2, *shape[1:]) * torch.exp2(-12 * torch.rand(2, *shape[1:]))
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
-        trial = Trial(block, x)
-        if not exact or trial.share == 1:
-            return trial.around, ""
+        try:
+            trial = Trial(block, x)
+        except Exception as error:
+            raise wrong_map(block, site, shape[1:], error) from error
+        if not trial.y.isfinite().all():
+            what = f"{type(block).__name__} gives NaN or infinity on a map of {'×'.join(map(str, shape[2:]))}"
+            raise SiteError(f"{site!r}: {what}: choose a larger one")
+        if not exact or trial.share == 1 or trial.y.shape != x.shape:
+            return {"around": trial.around}
         if zeros := trial.zero_last_layers_():
-            scale = 1 / trial.share if trial.share else 1.0
-            doubled = {1.0: "", 2.0: ", and its output is doubled"}.get(scale, f", and its output is times {scale:g}")
-            verb = "is" if len(zeros) == 1 and not zeros[0].startswith("its") else "are"
-            return trial.around | ({"scale": scale} if scale > 1 else {}), f"{' and '.join(zeros)} {verb} zero{doubled}"
-    return trial.around | {"gated": True}, "a gate of zero, which learns first"
+            scale = 1 / (trial.share or 1.0)
+            begins = f"{' and '.join(zeros)} zero at first"
+            if scale > 1:
+                trial.around["scale"], begins = scale, f"{begins}, its output times {scale:g}"
+            return {"around": trial.around, "begins": begins}
+    return {"around": trial.around | {"gated": True}, "begins": "a gate of zero, which learns first"}
 
 
 class Trial:
@@ -101,13 +110,9 @@ class Trial:
         self.order: list[nn.Module] = []
         holding = [module for module in block.modules() if own_parameters(module)]
         hooks = [module.register_forward_hook(lambda module, *_: self.order.append(module)) for module in holding]
-        y = self.try_on_views()
+        self.y = self.try_on_views()
         for hook in hooks:
             hook.remove()
-        if not y.isfinite().all():
-            size = "×".join(map(str, x.shape[2:]))
-            raise SiteError(f"{type(block).__name__} gives NaN or infinity on a map of {size}: choose a larger one")
-        self.y = y
 
     def try_on_views(self) -> Tensor:
         """The first run, on a map whose channels are last in memory: a block that cannot have that gets a copy."""

@@ -33,11 +33,16 @@ from vision_attn.networks.insertion.attach import (
     with_record,
 )
 from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly
+from vision_attn.networks.insertion.costs import Share, cost, pairs_compared
 from vision_attn.networks.insertion.declared import DryRun, Map, leaves, same_bits
 from vision_attn.networks.insertion.exact import begin
-from vision_attn.networks.insertion.makers import OF_TIMM, Maker, arguments_of, maker_of
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, cost, fitting_heads
+from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS, OF_TIMM, Maker, arguments_of, maker_of
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, fitting_heads
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
+
+#: Channels that a default block attends in at most: eight heads of 64. BoTNet attends in 512 in the last stage of a
+#: ResNet-50, a quarter of its channels, and non-local networks in half of theirs.
+WIDEST = 512
 
 
 def insert_(
@@ -87,8 +92,10 @@ def insert_(
             the tensors with the most axes are the images. By default one image of the size that the
             model names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
         exact: False to leave a block as it is; the report then says by how much the output changes.
-        **block_options: handed to ``block``. Without ``num_heads`` a block has 8 heads or, where 8 do not divide the
-            channels, the largest number below that does; the record of the block has it.
+        **block_options: handed to ``block``; what is asked for is never changed. Without ``num_heads`` a block has 8
+            heads or, where 8 do not divide the channels, the largest number below that does. The default block attends
+            in 512 channels at most: where there are more, ``key_dim`` and ``value_dim`` are 512 channels divided by the
+            heads. ``key_dim=None, value_dim=None`` asks for all channels. The record of the block has the numbers.
 
     Returns:
         A report that prints as a table.
@@ -109,7 +116,7 @@ def insert_(
     side = "before" if at == "before" else "after"
     maps = run.the_maps(targets_of(run, sites, at), side)
     blocks = [new_block(run, block, one, side, block_options, exact=exact) for one in maps]
-    report = reported(blocks, "inserted")
+    report = reported(blocks, "inserted", run)
     try:
         changed = attach_unseen(run, blocks)
     except SiteError:
@@ -133,10 +140,10 @@ def replace_(
 
     A ``Conv2d`` becomes a :class:`vision_attn.StridedAttention2d` from its input channels to its output channels, with
     its groups in the projections (``groups=1`` for dense ones) and an average pool for its stride, as in BoTNet; its
-    kernel and dilation have no counterpart, since every position sees every other. Any other module that returns a map
-    of the shape it takes, such as squeeze and excitation, becomes a :class:`vision_attn.AttentionBlock2d`. What is new
-    is untrained, and unlike :func:`insert_` this changes what the network computes. :func:`remove_` puts the old
-    modules back.
+    kernel and dilation have no counterpart, since every position sees every other, and it attends in all channels. Any
+    other module that returns a map of the shape it takes, such as squeeze and excitation, becomes the
+    :class:`vision_attn.AttentionBlock2d` that :func:`insert_` inserts. What is new is untrained, and unlike
+    :func:`insert_` this changes what the network computes. :func:`remove_` puts the old modules back.
 
     Args:
         model: any network on images whose maps are ``(b, c, h, w)``.
@@ -184,10 +191,11 @@ def replace_(
             make = StridedAttention2d
             options = {"groups": old.groups, **block_options} if old.groups > 1 else block_options
         blocks.append(new_block(run, make, taken, "instead", options, given))
-    report = reported(blocks, "put in place")
+    report = reported(blocks, "put in place", run)
     with attached(model, blocks):
-        run_quietly(model, run.example)
-    return report
+        _, now = run.run()
+    gone = (new + before - after for new, before, after in zip(report.added, run.whole, now, strict=True))
+    return replace(report, gone=Share(*gone))
 
 
 def remove_(model: nn.Module) -> InsertionReport:
@@ -233,40 +241,52 @@ def new_block(
 ) -> nn.Module:
     """A block for a map, with its record; in the place of a module it makes another map of it."""
     make = maker_of(block, len(one.size))
-    options = {**heads(make, one.shape[1], asked), **asked}
+    options = {**fitted(make, one.shape[1], asked), **asked}
     if block in OF_TIMM and "feat_size" in arguments_of(make):
         options = {"feat_size": one.size, **options}
     held, element = (holder(run.model, one.target), one.element) if given is None else (CHILD, None)
     place = one.target, at, "", options, one.shape[1], one.size, 0, 0, run.example.shape
     record = InsertedBlock(*place, layout=one.layout, element=element, held=held, read=one.read)
     new = block_of(run.model, record, make, one.form)
-    parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    name = block if isinstance(block, str) and block in OF_TIMM else type(new).__name__
-    record = replace(record, block=name, multiply_adds=multiply_adds)
+    record = replace(record, block=block if isinstance(block, str) and block in OF_TIMM else type(new).__name__)
     if given is None and not isinstance(new, GatedResidual):
-        on = one.form._replace(device=torch.device("cpu")) if one.form.device.type == "meta" else one.form
-        new = new if on is one.form else block_of(run.model, record, make, on)
-        try:
-            around, begins = begin(new, one.shape, on, exact)
-        except SiteError as error:
-            raise SiteError(f"{one.target!r}: {error}") from error
-        record = replace(record, around=around, begins=begins)
-        parameters += one.shape[1] if "gated" in around else 0
-        new = new.to(one.form.device)
-    return with_record(new, replace(record, parameters=parameters), one.form)
+        if (form := one.form).device.type == "meta":  # nothing can be tried there
+            form = form._replace(device=torch.device("cpu"))
+            new = block_of(run.model, record, make, form)
+        record = replace(record, **begin(new, one.target, one.shape, form, exact))
+    new = with_record(new, record, one.form)
+    parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
+    costs = {"parameters": parameters, "multiply_adds": multiply_adds, "compared": pairs_compared(new, one.size)}
+    vars(new)[RECORD] = replace(record, **costs)
+    return new
 
 
-def heads(make: Maker, channels: int, asked: Mapping[str, Any]) -> dict[str, int]:
-    """The heads of a block that is asked for none, where as many as it has by itself do not divide the channels."""
+def fitted(make: Maker, channels: int, asked: Mapping[str, Any]) -> dict[str, int]:
+    """The heads and the widths of a block, as far as it is asked for none and would not choose them so by itself.
+
+    A default block attends in 512 channels at most, in heads of a multiple of 8. Heads that share all channels divide
+    them.
+
+    >>> fitted(AttentionBlock2d, 2048, {}), fitted(AttentionBlock2d, 2048, {"num_heads": 12, "value_dim": 64})
+    ({'key_dim': 64, 'value_dim': 64}, {'key_dim': 40})
+    >>> fitted(AttentionBlock2d, 185, {}), fitted(AttentionBlock2d, 2050, {"key_dim": None, "value_dim": None})
+    ({'num_heads': 5}, {'num_heads': 5})
+    """
     usual = getattr(inspect.signature(make).parameters.get("num_heads"), "default", None)
-    if "num_heads" in asked or {"key_dim", "value_dim"} <= asked.keys() or not isinstance(usual, int):
-        return {}
-    return {} if channels % usual == 0 else {"num_heads": fitting_heads(channels, usual)}
+    count = asked.get("num_heads", usual)
+    found: dict[str, int] = {}
+    if make in ATTENTION_BLOCKS.values() and channels > WIDEST and isinstance(count, int) and count > 0:
+        width = WIDEST // count
+        found = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in asked}
+    shared = any({**asked, **found}.get(name) is None for name in ("key_dim", "value_dim"))
+    if shared and "num_heads" not in asked and isinstance(usual, int) and channels % usual:
+        found["num_heads"] = fitting_heads(channels, usual)
+    return found
 
 
-def reported(blocks: Sequence[nn.Module], verb: str) -> InsertionReport:
+def reported(blocks: Sequence[nn.Module], verb: str, run: DryRun) -> InsertionReport:
     """The report on new blocks; its warnings come before anything is changed, as they may have been made errors."""
-    report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb)
+    report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, run.whole)
     for line in report.warnings:
         warnings.warn(line.removeprefix("warning: "), stacklevel=3)
     return report
@@ -349,6 +369,11 @@ def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
     residual block, before the addition. The default block begins as the identity: the network then computes what it
     does without such a layer. ``self_attn_layer`` of timm's BoTNets stands in for a convolution, stride and all, and
     takes ``timm_layer(StridedAttention2d)``.
+
+    Such a network has no record of its layers: it is made again by the same call, and each layer has the class's own
+    defaults, so that its checkpoints fit. :class:`AttentionBlock2d` attends in all channels then, which in the last
+    stages of a ResNet-50 are 1,024 and 2,048: ``timm_layer(key_dim=64, value_dim=64)`` attends in 512 of them, as
+    blocks of :func:`insert_` do.
 
     Args:
         block: class or function called as ``block(channels, device=…, dtype=…, **options)``, with ``stride`` and

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,3 +68,13 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
     with torch.device(device) if device is not None else nullcontext():
         block = make(channels, **given, **options)
     return block.to(**where) if isinstance(block, nn.Module) else block
+
+
+def reason(error: BaseException) -> str:
+    """What an error says or, where it says nothing, the line of code that raised it, or had it raised by a check."""
+    if str(error):
+        said = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "
+        return f"{said}{error}"
+    library = str(Path(torch.__file__).parent)
+    lines = [one.line for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(library)]
+    return f"{type(error).__name__} at {lines[-1]!r}"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vision_attn.attention.blocks import use_impl
 from vision_attn.checks import product
+from vision_attn.networks.insertion.costs import NOTHING, Share, together
 from vision_attn.text import Report, Table
 
 #: The name under which a block becomes a child of its target, and so the part of its keys that tells it.
@@ -22,6 +19,9 @@ CHILD = "inserted"
 
 #: An index of a tuple or list, a key of a dictionary, or None where the value is the tensor itself.
 Element = int | str | None
+
+#: Tokens beyond which comparing every two of them costs more than most networks do.
+MOST_TOKENS = 4096
 
 #: What is easily forgotten.
 OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
@@ -31,6 +31,7 @@ OPTIMIZERS = "Make optimizers now: one that was made before does not train these
 class InsertedBlock:
     """One block in a backbone: where it is and what it costs for one image.
 
+    >>> from torch import nn
     >>> from vision_attn.networks.insertion import insert_
     >>> report = insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 12))
     >>> report.blocks[0].map_size, report.blocks[0].tokens
@@ -67,6 +68,8 @@ class InsertedBlock:
     begins: str = ""
     #: the options of the :class:`ExactBlock` that it is in; none where it is in none
     around: Mapping[str, Any] = field(default_factory=dict)
+    #: pairs of tokens that full attention in it compares, each with each; in no file
+    compared: int = field(default=0, compare=False, repr=False)
 
     @property
     def size(self) -> str:
@@ -83,11 +86,13 @@ class InsertedBlock:
 class InsertionReport(Report):
     """What was inserted or removed; prints as a table.
 
+    >>> from torch import nn
     >>> from vision_attn.networks.insertion import insert_
     >>> print(insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), names="0", example_input=(1, 3, 16, 16)))
     1 block inserted, for an input of 3×16×16
     where  block             channels    map  tokens  parameters  multiply-adds
     0      AttentionBlock2d         8  16×16     256         312      1,114,112
+    together +975.0 % parameters, +18,133.3 % multiply-adds
     Make optimizers now: one that was made before does not train these parameters.
     """
 
@@ -95,6 +100,10 @@ class InsertionReport(Report):
     blocks: tuple[InsertedBlock, ...]
     #: what was done with them
     verb: str = "inserted"
+    #: what the network had and did before; None where that was not looked at
+    whole: Share | None = None
+    #: what was taken out of it for them
+    gone: Share = NOTHING
     #: by how much the output of the network changes, as a share of it
     changed: float = 0.0
 
@@ -110,12 +119,11 @@ class InsertionReport(Report):
             rows.append(("together", "", "", "", "", f"{self.parameters:,}", f"{self.multiply_adds:,}"))
         sizes = " and ".join(dict.fromkeys("×".join(map(str, one.input_shape[1:])) for one in self.blocks))
         heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
+        notes = [] if self.whole is None else [together(self.added, self.whole)]
         kinds = dict.fromkeys((one.block, one.begins) for one in self.blocks if one.begins)
-        exact = (
-            [f"{block} begins as the identity: {begins}" for block, begins in kinds] if self.verb == "inserted" else []
-        )
-        exact += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
-        notes = [*exact, *([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
+        notes += [f"{block} begins as the identity: {begins}" for block, begins in kinds if self.verb == "inserted"]
+        notes += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
+        notes += [*([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
@@ -129,17 +137,32 @@ class InsertionReport(Report):
         return sum(block.multiply_adds for block in self.blocks)
 
     @property
+    def added(self) -> Share:
+        """What the network has and does more than before; less than nothing where the modules that went had more."""
+        return Share(self.parameters - self.gone.parameters, self.multiply_adds - self.gone.multiply_adds)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each map that is too small to attend on, or that the output does not depend on."""
-        lines = []
-        for one in self.blocks:
-            if max(one.map_size) <= 2:
-                remedy = "choose an earlier site or a larger input"
-                lines.append(f"warning: the map at {one.site!r} is {one.size}, with little to attend to: {remedy}")
-            if not one.read:
-                what = "the output of the network does not depend on the map"
-                lines.append(f"warning: {what} at {one.site!r}: choose an earlier site")
-        return tuple(lines)
+        """A line each for the maps that are too small to attend on, too large, and those that the output ignores."""
+        return tuple(f"warning: {line}" for line in warnings_of(self.blocks))
+
+
+def warnings_of(blocks: Sequence[InsertedBlock]) -> list[str]:
+    """What is wrong with the maps of some blocks, in a line a kind."""
+    large = [one for one in blocks if one.compared > MOST_TOKENS**2]
+    tokens, cost = max((one.tokens for one in large), default=0), sum(one.multiply_adds for one in large) / 1e9
+    remedy = "take pattern=va.Window(7), a kv_stride or another site"
+    kinds = {
+        "little to attend to at {}: choose an earlier site or a larger input": [
+            one for one in blocks if max(one.map_size) <= 2
+        ],
+        "the output of the network does not depend on the map at {}: choose an earlier site": [
+            one for one in blocks if not one.read
+        ],
+        f"full attention at {{}} compares up to {tokens:,} tokens, {cost:,.1f} G multiply-adds: {remedy}": large,
+    }
+    named = {text: ", ".join(f"{one.site!r} ({one.size})" for one in found) for text, found in kinds.items()}
+    return [text.format(sites) for text, sites in named.items() if sites]
 
 
 # --- how a map lies in a tensor: "b c h w", "b h w c", or as tokens "b (1 + h w) c" after a class token ---------------
@@ -199,59 +222,6 @@ def change(value: Any, element: Element, function: Callable[[Tensor], Tensor]) -
         return changed
     items = [function(item) if index == element else item for index, item in enumerate(value)]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-# --- what a block costs --------------------------------------------------------------------------------------------
-
-
-def cost(block: nn.Module, site: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, int]:
-    """The parameters and multiply-adds of a block, once it is seen to make maps of the expected shape."""
-    try:
-        output, multiply_adds = run_on_meta(block, shape)
-    except Exception as error:
-        name = type(block).__name__
-        why = reason(error)
-        raise ValueError(f"block must take the map {(1, *shape)} at {site!r}; {name} does not ({why})") from error
-    if tuple(output.shape[1:]) != expected:
-        made = f"{type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
-        raise ValueError(f"block must return a map {(1, *expected)} at {site!r}; {made}")
-    return sum(p.numel() for p in block.parameters()), multiply_adds
-
-
-def reason(error: BaseException) -> str:
-    """What an error says or, where it says nothing, the line of code that raised it, or had it raised by a check."""
-    if str(error):
-        return str(error)
-    library = str(Path(torch.__file__).parent)
-    lines = [one.line for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(library)]
-    return f"{type(error).__name__} at {lines[-1]!r}"
-
-
-def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """The multiply-adds of one forward of one image or map, found without computing anything.
-
-    >>> from vision_attn.attention.blocks import Attention2d
-    >>> count_multiply_adds(Attention2d(64, 4, device="meta"), (1, 64, 14, 14))  # 4·64²·196 + 2·64·196²
-    8128512
-    """
-    return run_on_meta(module, shape[1:])[1]
-
-
-def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]:
-    """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
-    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
-
-    own = next(module.parameters(), torch.empty(0))
-    for device in ("meta", own.device):
-        # Counted on the form whose every product is a matrix product that the counter knows.
-        copied = copy.deepcopy(module).to(device).eval()
-        with FlopCounterMode(display=False) as counter, use_impl(copied, "bmm"), torch.no_grad():
-            try:
-                return copied(torch.zeros(1, *shape, device=device, dtype=own.dtype)), counter.get_total_flops() // 2
-            except Exception:
-                if device != "meta":  # what makes tensors on the CPU, or reads values, runs with values alone
-                    raise
-    raise AssertionError
 
 
 def fitting_heads(channels: int, most: int = 8) -> int:

@@ -151,7 +151,7 @@ def flags_in(words: list[str]) -> list[str]:
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
-def settings_from(words: list[str], prog: str, default: Settings | None = None, about: str = "") -> Settings:
+def settings_from(words: list[str], prog: str, default: Any = None, about: str = "") -> Settings:
     """The settings that flags say, over those of the file or run that ``--config`` or ``--resume`` names."""
     from vision_attn.tools.training.settings import Settings, read_settings
 
@@ -163,7 +163,7 @@ def settings_from(words: list[str], prog: str, default: Settings | None = None, 
                 default = read_settings(Path(words[place + 1]), given)
             if flag == "--config":
                 del words[place : place + 2]
-    return tyro.cli(Settings, args=words, default=default or Settings(), prog=prog, description=about or None)
+    return tyro.cli(Settings, args=words, default=default, prog=prog, description=about or None)
 
 
 def run(words: list[str], prog: str, evaluated: bool = False) -> None:
@@ -228,12 +228,13 @@ def compare(words: list[str]) -> None:
     how, rest = tyro.cli(Compared, args=words, prog=prog, return_unknown_args=True)
 
     from vision_attn.tools.comparison.arms import recipe, settings_of_arm
-    from vision_attn.tools.comparison.runs import compare as compare_arms
     from vision_attn.tools.training.settings import Settings, changed
 
     unset = Settings(insert=("…",))  # the sites are the recipe's or the arm's, where flags name none
     common = recipe(changed(settings_from(rest, prog, unset), unset))
     share = common.pop("val_share", 0.1) if how.candidates else None
+
+    from vision_attn.tools.comparison.runs import compare as compare_arms
 
     def arms(given: tuple[str, ...], **further: Any) -> dict[str, dict[str, Any]]:
         found = {}

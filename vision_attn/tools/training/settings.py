@@ -9,7 +9,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from tyro.conf import arg
@@ -58,7 +57,7 @@ def with_plain_errors(settings: type) -> type:
 
 
 @with_plain_errors
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 class Settings:
     """Train an image classifier, with attention inserted or not. Ctrl-C saves the run, --resume goes on with it.
 
@@ -185,6 +184,8 @@ def changed(settings: Settings, default: Settings | None = None) -> dict[str, An
 
 def write_settings(settings: Settings) -> bytes:
     """What ``settings.yaml`` holds."""
+    import yaml
+
     return yaml.safe_dump(settings.as_dict(), sort_keys=False, allow_unicode=True).encode()
 
 
@@ -200,6 +201,8 @@ def read_settings(path: Path, given: Collection[str]) -> Settings:
         FileNotFoundError: there is no such file.
         ValueError: it is not one of settings that this version knows, or names what has to be given.
     """
+    import yaml
+
     if path.is_dir() or path.suffix == ".pth":
         refuse_old_run(path)
         path = path / "settings.yaml"
