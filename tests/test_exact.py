@@ -182,37 +182,3 @@ def test_a_network_without_values_takes_any_block():
     report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
     assert report.blocks[0].around == {"scale": 2.0}
     assert {p.device.type for p in model.parameters()} == {"meta"}
-
-
-class Raises(nn.Module):
-    def __init__(self, channels):
-        super().__init__()
-        raise KeyError("window")
-
-
-REFUSED = {
-    "a misspelt name": (
-        lambda: va.insert_(network(), "cbma", names="0", example_input=IMAGES),
-        r"one of .*cbam.*'cbma'",
-    ),
-    "a module": (lambda: va.insert_(network(), nn.ReLU(), names="0", example_input=IMAGES), "class .* got a ReLU"),
-    "what timm would drop": (
-        lambda: va.insert_(network(), "ese", names="0", example_input=IMAGES, reduction=4),
-        "takes no reduction, only add_maxpool",
-    ),
-    "a map that its windows do not divide": (
-        lambda: va.insert_(network(), "halo", names="0", example_input=IMAGES),
-        r"HaloAttn does not \(AssertionError at \"_assert\(H % self.block_size == 0, ''\)\"\)",
-    ),
-    "a block that raises": (
-        lambda: va.insert_(network(), Raises, names="0", example_input=IMAGES),
-        "the block at '0', for 16 channels: KeyError: 'window'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_blocks_that_cannot_be_say_why(case):
-    call, message = REFUSED[case]
-    with pytest.raises((ValueError, TypeError), match=message):
-        call()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
-from vision_attn.networks.insertion.makers import make_block, reason
+from vision_attn.networks.insertion.makers import hint, make_block, reason
 from vision_attn.networks.insertion.record import (
     CHILD,
     InsertedBlock,
@@ -218,7 +218,8 @@ def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Mod
         block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
     except Exception as error:  # a block of the user's may fail in any way
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"the block at {site!r}, for {record.channels} channels: {reason(error)}") from error
+        what = f"the block at {site!r}, for {record.channels} channels"
+        raise kind(f"{what}: {reason(error)}{hint(error, make)}") from error
     if not isinstance(block, nn.Module) or RECORD in vars(block):
         raise ValueError(f"block must make a new module for each site; it made {type(block).__name__}")
     block.train(target.training)

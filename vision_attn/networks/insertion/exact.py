@@ -139,7 +139,7 @@ class Trial:
         return next((share for share in SHARES if torch.equal(self.y / share, self.x)), None)
 
     def zero_last_layers_(self) -> list[str]:
-        """Make as few of the last layers zeros as give a part of the map, and name them; none if that cannot be.
+        """Make the last layers zeros until the output is a part of the map, and name them; none if that cannot be.
 
         None, too, where the zeros would stay, as those of queries and keys do that are both zero.
         """
@@ -153,12 +153,6 @@ class Trial:
             kept[module] = values
             if self.share:
                 break
-        for module in [*kept][:-1] if self.share else []:  # what need not be zero after all
-            self.fill_(module, kept[module])
-            if self.share:
-                del kept[module]
-            else:
-                self.fill_(module, [torch.zeros_like(p) for p in kept[module]])
         if kept and self.share and self.learns(kept):
             names = {module: name for name, module in self.block.named_modules()}
             return [names[module] or "its own parameters" for module in reversed(kept)]

@@ -256,8 +256,8 @@ def new_block(
         record = replace(record, **begin(new, one.target, one.shape, form, exact))
     new = with_record(new, record, one.form)
     parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    costs = {"parameters": parameters, "multiply_adds": multiply_adds, "compared": pairs_compared(new, one.size)}
-    vars(new)[RECORD] = replace(record, **costs)
+    compared = pairs_compared(new, one.size)
+    vars(new)[RECORD] = replace(record, parameters=parameters, multiply_adds=multiply_adds, compared=compared)
     return new
 
 

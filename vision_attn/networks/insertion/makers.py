@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import traceback
 from collections.abc import Callable
@@ -68,6 +69,14 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
     with torch.device(device) if device is not None else nullcontext():
         block = make(channels, **given, **options)
     return block.to(**where) if isinstance(block, nn.Module) else block
+
+
+def hint(error: BaseException, make: Maker) -> str:
+    """The argument that may have been meant by one that there is not."""
+    _, unknown, name = str(error).rpartition("unexpected keyword argument ")
+    known = [*arguments_of(make), *arguments_of(AttentionBlock2d), *arguments_of(blocks.Attention2d)] if unknown else []
+    close = difflib.get_close_matches(name.strip("'"), known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def reason(error: BaseException) -> str:
