@@ -24,7 +24,7 @@ from vision_attn.networks.insertion.backbone import Example, end_of_sequential, 
 from vision_attn.networks.insertion.costs import Share, percent, together
 from vision_attn.networks.insertion.declared import DryRun
 from vision_attn.networks.insertion.insert import new_block
-from vision_attn.networks.insertion.record import fitting_heads, warnings_of
+from vision_attn.networks.insertion.record import fitting_heads
 from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
 from vision_attn.text import Report, Table
 
@@ -94,8 +94,8 @@ class Inspection(Report):
     whole: Share
     #: every stage, or the sites that were chosen
     sites: tuple[Site, ...]
-    #: in bytes; None where the system does not say
-    memory_limit: int | None
+    #: in bytes; infinite where the system does not say
+    memory_limit: float
     #: where to begin, the best first; none where sites were chosen
     proposals: tuple[Proposal, ...]
 
@@ -108,22 +108,20 @@ class Inspection(Report):
     def warnings(self) -> tuple[str, ...]:
         """A line each for maps that are too small or large for a block, and for what does not fit into memory."""
         free = [site for site in self.sites if not site.occupied]
-        lines, limit = warnings_of(free), math.inf if self.memory_limit is None else self.memory_limit
-        groups = [free] if self.chosen else [[site] for site in free]
-        if beyond := [group for group in groups if saved(group) > limit]:
-            kept = [
-                f"{saved(group) / GIBI:,.2f} GiB of {' and '.join(site.path for site in group)}" for group in beyond
-            ]
-            remedy = "va.Window(7)" if self.options.get("impl", "auto") in ("auto", "sdpa") else "impl='auto'"
-            lines.append(
-                f"training keeps {', '.join(kept)}, more than the memory limit of {limit / GIBI:,.2f} GiB: take a "
-                f"smaller input or batch, {remedy} or a later stage"
-            )
-        return tuple(lines)
+        sizes = {site.path: site.saved for site in free}
+        if self.chosen:
+            sizes = {" and ".join(sizes): sum(sizes.values())}
+        large = (f"{size / GIBI:,.2f} GiB of {path}" for path, size in sizes.items() if size > self.memory_limit)
+        kept = ", ".join(large)
+        line = (
+            f"training keeps {kept}, more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB: take a smaller "
+            "input or batch, va.Window(7) or a later stage"
+        )
+        return (*InsertionReport(tuple(free)).warnings, *([line] if kept else []))
 
     def parts(self) -> list[str | Table]:
         size = "×".join(map(str, self.input_shape[1:]))
-        costs = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
+        has = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
         count, options = len(self.sites), f", {written(self.options)}" if self.options else ""
         what = f"{count} {'block' if count == 1 else 'blocks'} inserted" if self.chosen else "A block after a stage"
         reading = (
@@ -135,19 +133,15 @@ class Inspection(Report):
         for site in self.sites:
             name = f"{site.path} (has a block)" if site.occupied else site.path
             place = "" if site.stage is None else f"{site.stage}", name, f"{site.channels}", site.size
-            rows.append((*place, f"{site.options.get('num_heads', 8)}", *self.costs([site])))
-        heading, table = f"{self.model} on images of {size}: {costs}", Table(rows, left=(1,))
+            numbers = zip(cost_of([site]), self.whole, strict=True)
+            costs = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
+            rows.append((*place, f"{site.options.get('num_heads', 8)}", *costs, f"{site.saved / MEBI:,.1f}"))
+        heading, table = f"{self.model} on images of {size}: {has}", Table(rows, left=(1,))
         warned = [together(cost_of(self.sites), self.whole)] if self.chosen else []
         warned += [f"warning: {line}" for line in self.warnings]
         none = [] if self.chosen else ["", "No free stage has a map that attention is worth trying on."]
         advice = ["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none
         return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
-
-    def costs(self, sites: Sequence[Site]) -> list[str]:
-        """What blocks add, and the shares of that in what the network has; the MiB that training keeps of them."""
-        numbers = zip(cost_of(sites), self.whole, strict=True)
-        shares = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
-        return [*shares, f"{saved(sites) / MEBI:,.1f}"]
 
     def advice(self, proposal: Proposal) -> str:
         """One of the proposals: where and why, the call, and what it costs."""
@@ -170,10 +164,6 @@ def written(options: Mapping[str, Any]) -> str:
     ours = {name for name, value in options.items() if type(value).__module__.startswith("vision_attn.")}
     text = ", ".join(f"{name}={'va.' if name in ours else ''}{value!r}" for name, value in options.items())
     return text.replace("(size=", "(").replace(", shift=0)", ")")
-
-
-def saved(sites: Sequence[Site]) -> int:
-    return sum(site.saved for site in sites)
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -371,8 +361,8 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
         return sum(storage.nbytes() for storage in kept.values())
 
 
-def machine_memory(device: torch.device) -> int | None:
-    """The bytes of the GPU that a model is on, or of the machine's memory; None where the system does not say."""
+def machine_memory(device: torch.device) -> float:
+    """The bytes of the GPU that a model is on, or of the machine's memory; infinite where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf

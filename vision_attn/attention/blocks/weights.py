@@ -34,7 +34,7 @@ def weights_on_map(part: Partition, given: Given, queries: Tensor | None = None,
 
     Of chosen queries (indices of tokens) and heads, by number: the others take no memory.
     """
-    q, k, _, scale, mask, reachable, causal = given
+    q, k, _, scale, mask, reachable, causal = given[:7]
     if heads is not None:
         k = repeat_kv(q, k)[:, heads]
         q = q[:, heads]

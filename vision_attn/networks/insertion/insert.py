@@ -288,7 +288,7 @@ def reported(blocks: Sequence[nn.Module], verb: str, run: DryRun) -> InsertionRe
     """The report on new blocks; its warnings come before anything is changed, as they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, run.whole)
     for line in report.warnings:
-        warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+        warnings.warn(line, stacklevel=3)
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,8 @@ class InsertionReport(Report):
         kinds = dict.fromkeys((one.block, one.begins) for one in self.blocks if one.begins)
         notes += [f"{block} begins as the identity: {begins}" for block, begins in kinds if self.verb == "inserted"]
         notes += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
-        notes += [*([OPTIMIZERS] if self.verb != "removed" else []), *self.warnings]
+        notes += [OPTIMIZERS] if self.verb != "removed" else []
+        notes += [f"warning: {line}" for line in self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]
 
     @property
@@ -144,25 +145,20 @@ class InsertionReport(Report):
     @property
     def warnings(self) -> tuple[str, ...]:
         """A line each for the maps that are too small to attend on, too large, and those that the output ignores."""
-        return tuple(f"warning: {line}" for line in warnings_of(self.blocks))
-
-
-def warnings_of(blocks: Sequence[InsertedBlock]) -> list[str]:
-    """What is wrong with the maps of some blocks, in a line a kind."""
-    large = [one for one in blocks if one.compared > MOST_TOKENS**2]
-    tokens, cost = max((one.tokens for one in large), default=0), sum(one.multiply_adds for one in large) / 1e9
-    remedy = "take pattern=va.Window(7), a kv_stride or another site"
-    kinds = {
-        "little to attend to at {}: choose an earlier site or a larger input": [
-            one for one in blocks if max(one.map_size) <= 2
-        ],
-        "the output of the network does not depend on the map at {}: choose an earlier site": [
-            one for one in blocks if not one.read
-        ],
-        f"full attention at {{}} compares up to {tokens:,} tokens, {cost:,.1f} G multiply-adds: {remedy}": large,
-    }
-    named = {text: ", ".join(f"{one.site!r} ({one.size})" for one in found) for text, found in kinds.items()}
-    return [text.format(sites) for text, sites in named.items() if sites]
+        large = [one for one in self.blocks if one.compared > MOST_TOKENS**2]
+        tokens, cost = max((one.tokens for one in large), default=0), sum(one.multiply_adds for one in large) / 1e9
+        remedy = "take pattern=va.Window(7), a kv_stride or another site"
+        kinds = {
+            "little to attend to at {}: choose an earlier site or a larger input": [
+                one for one in self.blocks if max(one.map_size) <= 2
+            ],
+            "the output of the network does not depend on the map at {}: choose an earlier site": [
+                one for one in self.blocks if not one.read
+            ],
+            f"full attention at {{}} compares up to {tokens:,} tokens, {cost:,.1f} G multiply-adds: {remedy}": large,
+        }
+        named = {text: ", ".join(f"{one.site!r} ({one.size})" for one in found) for text, found in kinds.items()}
+        return tuple(text.format(sites) for text, sites in named.items() if sites)
 
 
 # --- how a map lies in a tensor: "b c h w", "b h w c", or as tokens "b (1 + h w) c" after a class token ---------------

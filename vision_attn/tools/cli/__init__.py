@@ -54,15 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return refuse_command(name)
-    return run_program("vision-attn", lambda: carry_out(name, words))
-
-
-def carry_out(name: str, words: list[str]) -> None:
-    """Run a command with the words after its name."""
-    if name in OF_RUNS:
-        OF_RUNS[name](words)
-    else:
-        tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}")
+    command = OF_RUNS.get(name, lambda words: tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}"))
+    return run_program("vision-attn", lambda: command(words))
 
 
 def refuse_command(name: str) -> int:
