@@ -93,6 +93,15 @@ def test_what_a_comparison_decides_is_refused_as_a_common_setting():
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
 
 
+def test_paths_among_the_settings_are_written_as_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "save_figure", lambda figure, path: None)
+    outcome = Outcome(50.0, 1.0, 10, 20, 3.0, 4.0, None)
+    found = runs.summary({"plain": {0: outcome}, "se": {0: outcome}}, "", Settings())
+    runs.write(found, {"plain": {"data": tmp_path}, "se": {}}, tmp_path)
+    held = json.loads((tmp_path / "comparison.json").read_text())
+    assert held["arms"]["plain"]["settings"] == {"data": str(tmp_path)}
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Few canvases, and nothing drawn, which takes longer than training on them."""
