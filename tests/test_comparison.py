@@ -11,7 +11,7 @@ import vision_attn as va
 from vision_attn.errors import Interrupted, TrainingError
 from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
-from vision_attn.tools.comparison.arms import ARMS, recipe, settings_of_arm
+from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of_arm
 from vision_attn.tools.comparison.runs import Outcome, compare
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
 from vision_attn.tools.training import digits, folder
@@ -70,7 +70,8 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
         "convolution": ("ConvBlock2d", ("gate_init=1",)),
         "large-kernel": ("ConvBlock2d", ("gate_init=1", "kernel_size=13")),
         "norm-shortcut": ("NormBlock2d", ("gate_init=1",)),
-        "se": ("SqueezeExcite", ("rd_ratio=2",)),
+        "se": ("se", ("rd_ratio=2",)),
+        **{arm: (block, ()) for arm, block in OF_TIMM.items()},
         "se-residual": ("SqueezeExciteBlock2d", ("gate_init=1",)),
         "pooled-mlp": ("ConvBlock2d", ("gate_init=1", "kernel_size=None")),
         "averaging": ("attention", (*attention, "scale=0")),
@@ -90,6 +91,15 @@ def test_what_a_comparison_decides_is_refused_as_a_common_setting():
     assert recipe({"data": "flowers"}) == {"data": "flowers"}
     with pytest.raises(ValueError, match="block, seed: a comparison decides that itself"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
+
+
+def test_paths_among_the_settings_are_written_as_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "save_figure", lambda figure, path: None)
+    outcome = Outcome(50.0, 1.0, 10, 20, 3.0, 4.0, None)
+    found = runs.summary({"plain": {0: outcome}, "se": {0: outcome}}, "", Settings())
+    runs.write(found, {"plain": {"data": tmp_path}, "se": {}}, tmp_path)
+    held = json.loads((tmp_path / "comparison.json").read_text())
+    assert held["arms"]["plain"]["settings"] == {"data": str(tmp_path)}
 
 
 @pytest.fixture

@@ -195,8 +195,8 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.CheckpointError, match=r"is no adapter: load_checkpoint reads checkpoints"):
         load_adapter_(model, other)
-    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 3, .* upgrade vision_attn"):
-        load_adapter_(model, rewritten(adapter, other, library="9.0", format=3))
+    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 4, .* upgrade vision_attn"):
+        load_adapter_(model, rewritten(adapter, other, library="9.0", format=4))
     (block,) = said_in(adapter)["blocks"]
     wrong = [{"options": {"c": "os.system('d')"}}, {"layout": 3}, {"held": None}, {"element": [1]}, {"more": 1}]
     for changes in (
@@ -454,7 +454,7 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
         ({"label_names": [1, 2, 3]}, "label_names must be the names of its 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
-        ({"vision_attn": {"format": 3, "library": "9"}}, "written by vision_attn 9: upgrade"),
+        ({"vision_attn": {"format": 4, "library": "9"}}, "written by vision_attn 9: upgrade"),
     ],
 )
 def test_what_a_folder_says_is_checked_and_fetches_nothing(saved, change, message, tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def test_settings_without_sense_are_refused_in_a_line(base, options, message):
         ({"block_options": "pos=Rope2d()"}, "block_options do not suit attention: .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options must be NAME=VALUE, each name once"),
         ({"block_options": "position=Rope3d()"}, "Rope3d.* is not the code of a value"),
-        ({"block": "vision_attn:Nothing"}, "block must be attention or a class, MODULE:CLASS"),
+        ({"block": "vision_attn:Nothing"}, "block must be a name or a class, MODULE:CLASS"),
         ({"batch_size": 100}, "batch_size must be at most the 72 training images"),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size must be .* a multiple of 2"),
         ({"grad_accum_steps": 3}, "batch_size must be .* a multiple of 3"),

@@ -267,6 +267,8 @@ def inspect_model(
 
 def network_of(name: str) -> nn.Module:
     """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows."""
+    from vision_attn.networks.models.registry import no_such_model
+
     library, _, wanted = name.rpartition(":")
     if library != "torchvision":
         from timm.models import get_pretrained_cfg
@@ -278,7 +280,10 @@ def network_of(name: str) -> nn.Module:
             config = get_pretrained_cfg(name)
         return create_model(name, num_classes=config.num_classes if config else 1000)
 
-    from torchvision.models import get_model
+    from torchvision.models import get_model, list_models
+
+    if wanted not in list_models():
+        raise no_such_model(name, wanted, list_models())
 
     # Weights are drawn and then never looked at: some of torchvision's networks ask, with a warning, how to draw them.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}

@@ -25,6 +25,7 @@ from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.networks.maps import AttentionMap, Maps
+from vision_attn.text import shorten
 
 #: Bytes of the maps of one forward pass, above which ``allow_large=True`` is asked for.
 LARGEST = 2**30
@@ -194,10 +195,12 @@ def in_groups_of(given: Given, groups: int) -> Given:
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
     modules = attention_modules(model)
-    for path in list(modules):
-        kept = vars(model.get_submodule(path)).get(SWAPPED)
-        if kept is not None and kept.sees == "unknown":
-            del modules[path]  # of tokens, of which nobody says where they lie
+    kept = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
+    hidden = [path for path, one in kept.items() if one is not None and one.sees == "unknown"]
+    modules = {path: module for path, module in modules.items() if path not in hidden}
+    if hidden and not modules:
+        what = f"model attends at {shorten(hidden)} to tokens in a row, of which nobody says where they lie on an image"
+        raise ValueError(f"{what}: capture is for attention on maps")
     if not modules:
         raise ValueError(
             "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) take over what "

@@ -32,13 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import blocks
 from vision_attn.attention.blocks import use_impl
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
 from vision_attn.networks.insertion.attach import REPLACED, replacement_options
+from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.makers import BLOCKS, OF_TIMM, make_block, maker_of
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -46,12 +47,8 @@ from vision_attn.version import __version__
 
 #: What in a file's metadata says that it is of this form, and what did so in form 1.
 ENTRY, ENTRY_1 = "vision_attn", "vision_attn_adapter"
-FORMAT = 2
+FORMAT = 3
 
-#: The blocks that a file may name by themselves.
-BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    name: vars(blocks)[name] for name in blocks.__all__ if isinstance(vars(blocks)[name], type)
-}
 #: Those that it could once, and where they are now.
 MOVED = dict.fromkeys(("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls")
 #: Numbers in the image of a dry run, which is what a file of form 1 can make a network work on.
@@ -178,6 +175,7 @@ def comes_back(record: InsertedBlock, block: nn.Module) -> bool:
         again = BLOCKS[record.block](record.channels, device="meta", **own, **record.options)
     except (TypeError, ValueError):
         return False
+    block = bare(block)
     with use_impl(block, "bmm"), use_impl(again, "bmm"):
         return type(block) is type(again) and str(block) == str(again)
 
@@ -213,14 +211,14 @@ def put_in(
 def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -> dict[str, Callable[..., nn.Module]]:
     """What makes the blocks of a file, by the name of their class."""
     names = sorted({block.block for block in saved.blocks})
-    foreign = [name for name in names if name not in BLOCKS]
+    foreign = [name for name in names if name not in (*BLOCKS, *OF_TIMM)]
     if foreign and make is None:
         places = "".join(f", which is now in {MOVED[name]}" for name in foreign[:1] if name in MOVED)
         what = f"{', '.join(foreign)}, which is no block of this library"
         raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{places}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
-    return {name: only_as_saved(BLOCKS.get(name) or make, shapes) for name in names}  # type: ignore[arg-type]
+    return {name: only_as_saved(maker_of(make if name in foreign else name), shapes) for name in names}
 
 
 def only_as_saved(
@@ -230,9 +228,9 @@ def only_as_saved(
 
     @wraps(make)
     def made(channels: int, **given: Any) -> nn.Module:
-        state = make(channels, **{**given, "device": "meta"}).state_dict()
+        state = make_block(make, channels, **{**given, "device": "meta"}).state_dict()
         if other := [f"{key} {(*value.shape,)}" for key, value in state.items() if (key, value.shape) not in saved]:
             raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
-        return make(channels, **given)
+        return make_block(make, channels, **given)
 
     return made

@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, change, of_map, prefix_of, to_map, token_grid
+from vision_attn.networks.insertion.exact import ExactBlock
+from vision_attn.networks.insertion.makers import hint, make_block, reason
+from vision_attn.networks.insertion.record import (
+    CHILD,
+    InsertedBlock,
+    change,
+    of_map,
+    prefix_of,
+    to_map,
+    token_grid,
+)
 
 #: Modules that hold others and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -205,15 +215,26 @@ def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Mod
         like = next(floats, torch.empty(0))
     own = replacement_options(target) if record.at == "instead" else {}
     try:
-        block = make(record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
-    except (TypeError, ValueError) as error:
+        block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
+    except Exception as error:  # a block of the user's may fail in any way
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"the block at {site!r}, for {record.channels} channels: {error}") from error
+        what = f"the block at {site!r}, for {record.channels} channels"
+        raise kind(f"{what}: {reason(error)}{hint(error, make)}") from error
     if not isinstance(block, nn.Module) or RECORD in vars(block):
         raise ValueError(f"block must make a new module for each site; it made {type(block).__name__}")
     block.train(target.training)
+    return with_record(block, record, like)
+
+
+def with_record(block: nn.Module, record: InsertedBlock, like: Any) -> nn.Module:
+    """A block with its record, in what lets it begin as the identity if the record says so."""
+    if record.around:
+        inner = block
+        vars(inner).pop(RECORD, None)
+        block = ExactBlock(inner, record.channels, device=like.device, dtype=like.dtype, **record.around)
+        block.train(inner.training)
     vars(block)[RECORD] = record
-    return block
+    return block.to(like.device) if like.device.type == "meta" else block
 
 
 def replacement_options(old: nn.Module) -> dict[str, int]:

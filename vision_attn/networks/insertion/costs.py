@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vision_attn.attention.blocks import attention_modules, use_impl
 from vision_attn.checks import product
 from vision_attn.networks.insertion.backbone import quiet_eval
+from vision_attn.networks.insertion.makers import reason
 
 
 class Share(NamedTuple):
@@ -87,12 +88,17 @@ def cost(block: nn.Module, site: str, shape: tuple[int, ...], expected: tuple[in
     try:
         output, multiply_adds = run_on_meta(block, shape)
     except Exception as error:
-        name = type(block).__name__
-        raise ValueError(f"block must take the map {(1, *shape)} at {site!r}; {name} does not ({error})") from error
+        raise wrong_map(block, site, shape, error) from error
     if tuple(output.shape[1:]) != expected:
         made = f"{type(block).__name__} makes {tuple(output.shape)} of {(1, *shape)}"
         raise ValueError(f"block must return a map {(1, *expected)} at {site!r}; {made}")
     return sum(p.numel() for p in block.parameters()), multiply_adds
+
+
+def wrong_map(block: nn.Module, site: str, shape: tuple[int, ...], error: Exception) -> ValueError:
+    """The error where a block cannot take the map of a site."""
+    what = f"block must take the map {(1, *shape)} at {site!r}; {type(block).__name__} does not"
+    return ValueError(f"{what} ({reason(error)})")
 
 
 def pairs_compared(block: nn.Module, size: tuple[int, ...]) -> int:
@@ -114,8 +120,13 @@ def count_multiply_adds(module: nn.Module, shape: tuple[int, ...]) -> int:
 def run_on_meta(module: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, int]:
     """What a module makes of a map of this shape, which has no values, and its multiply-adds."""
     own = {name: x.to("meta") for name, x in (*module.named_parameters(), *module.named_buffers())}
-    dtype = next((parameter.dtype for parameter in module.parameters()), None)
+    like = next(module.parameters(), torch.empty(0))
     # Counted on the form whose every product is a matrix product that the counter knows.
-    with Counting() as counter, use_impl(module, "bmm"), quiet_eval(module):
-        output = functional_call(module, own, (torch.empty(1, *shape, device="meta", dtype=dtype),))
+    with use_impl(module, "bmm"), quiet_eval(module):
+        try:
+            with Counting() as counter:
+                output = functional_call(module, own, (torch.empty(1, *shape, device="meta", dtype=like.dtype),))
+        except Exception:  # what makes tensors of its own, or reads values, runs with values alone
+            with Counting() as counter:
+                output = module(torch.zeros(1, *shape, device=like.device, dtype=like.dtype))
     return output, counter.operations // 2

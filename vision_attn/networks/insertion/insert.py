@@ -7,15 +7,18 @@ its output is not the same bits they are detached again. For timm's hooks, :func
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d, StridedAttention2d
+from vision_attn.attention.blocks import AttentionBlock2d, StridedAttention2d
+from vision_attn.attention.blocks.residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     RECORD,
@@ -27,18 +30,15 @@ from vision_attn.networks.insertion.attach import (
     holder,
     inserted,
     records,
+    with_record,
 )
 from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly
 from vision_attn.networks.insertion.costs import Share, cost, pairs_compared
-from vision_attn.networks.insertion.declared import DryRun, Map, same_bits
+from vision_attn.networks.insertion.declared import DryRun, Map, leaves, same_bits
+from vision_attn.networks.insertion.exact import begin
+from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS, OF_TIMM, Maker, arguments_of, maker_of
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, fitting_heads
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
-
-#: What makes a block.
-Maker = Callable[..., nn.Module]
-
-#: The default block, by how many axes a map has.
-ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 #: Channels that a default block attends in at most: eight heads of 64. BoTNet attends in 512 in the last stage of a
 #: ResNet-50, a quarter of its channels, and non-local networks in half of theirs.
@@ -47,7 +47,7 @@ WIDEST = 512
 
 def insert_(
     model: nn.Module,
-    block: Maker | None = None,
+    block: Maker | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
@@ -56,20 +56,26 @@ def insert_(
     at: str = "after",
     layout: str | None = None,
     example_input: Any = None,
+    exact: bool = True,
     **block_options: Any,
 ) -> InsertionReport:
     """Insert a block at chosen modules of a model, in place.
 
-    The output of the module at a site becomes ``block(output)``. The default block begins as the identity: the
+    The output of the module at a site becomes ``block(output)``. A block begins as the identity, or is made to: the
     network computes what it did before, bit for bit; its own keys and checkpoints stay valid; :func:`remove_` takes
     the blocks out. A site that is a ``Sequential`` means the end of it.
+
+    Each block is tried on a random map. If its last layers can be zeros, as those in front of a sigmoid or at the end
+    of a residual branch, they are, and what the sigmoids halve is doubled. Any other is ``x + gate · (block(x) − x)``
+    with a gate of zeros. The report says which. What ``gate_init`` is given for begins as that says.
 
     Args:
         model: any network on images, sound or video. Its maps may be ``(b, c, h, w)``, ``(b, h, w, c)``, or the tokens
             ``(b, t, c)`` of a grid, with class and register tokens before them, which are left alone; alone or in a
             tuple, list or dictionary. With one or three axes they are ``(b, c, w)`` or ``(b, c, t, h, w)``, or the
             same with channels last.
-        block: class or function called as ``block(channels, device=…, dtype=…, **block_options)``. When None,
+        block: class or function called as ``block(channels, **block_options)``, with ``device`` and ``dtype`` where it
+            has such arguments; or a name of timm's ``create_attn``, such as ``"cbam"``. When None,
             :class:`vision_attn.AttentionBlock2d`, or for maps with one and three axes :class:`AttentionBlock1d` and
             :class:`AttentionBlock3d`. It takes and returns ``(b, c, h, w)`` whatever the layout.
         stages: stages by index or name, as :func:`vision_attn.stage_names` lists them; negative indices count from the
@@ -85,6 +91,7 @@ def insert_(
             shape, a list of images ``(c, h, w)``, a tuple of arguments, or a dictionary of keyword arguments, in which
             the tensors with the most axes are the images. By default one image of the size that the
             model names, else (1, 3, 224, 224); for a network that begins with Conv3d (1, 3, 16, 112, 112).
+        exact: False to leave a block as it is; the report then says by how much the output changes.
         **block_options: handed to ``block``; what is asked for is never changed. Without ``num_heads`` a block has 8
             heads or, where 8 do not divide the channels, the largest number below that does. The default block attends
             in 512 channels at most: where there are more, ``key_dim`` and ``value_dim`` are 512 channels divided by the
@@ -94,8 +101,8 @@ def insert_(
         A report that prints as a table.
 
     Raises:
-        SiteError: nothing matches, or a module that matches cannot take a block; the message says which and why, and
-            the model is as it was.
+        SiteError: nothing matches, a module that matches cannot take a block, or the block gives NaN there; the message
+            says which and why, and the model is as it was.
         ValueError: not exactly one of ``stages``, ``names`` and ``where``, or options that the block refuses.
 
     >>> from torchvision.models import resnet18
@@ -108,19 +115,19 @@ def insert_(
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     side = "before" if at == "before" else "after"
     maps = run.the_maps(targets_of(run, sites, at), side)
-    blocks = [new_block(run, block, one, side, block_options) for one in maps]
+    blocks = [new_block(run, block, one, side, block_options, exact=exact) for one in maps]
     report = reported(blocks, "inserted", run)
     try:
-        attach_unseen(run, blocks)
+        changed = attach_unseen(run, blocks)
     except SiteError:
         hold_inside(model, blocks)
-        attach_unseen(run, blocks)
-    return report
+        changed = attach_unseen(run, blocks)
+    return replace(report, changed=changed)
 
 
 def replace_(
     model: nn.Module,
-    block: Maker | None = None,
+    block: Maker | str | None = None,
     *,
     stages: int | str | Iterable[int | str] | None = None,
     names: Names | Iterable[Names] | None = None,
@@ -224,21 +231,33 @@ def remove_(model: nn.Module) -> InsertionReport:
 
 
 def new_block(
-    run: DryRun, block: Maker | None, one: Map, at: str, asked: Mapping[str, Any], given: Map | None = None
+    run: DryRun,
+    block: Maker | str | None,
+    one: Map,
+    at: str,
+    asked: Mapping[str, Any],
+    given: Map | None = None,
+    exact: bool = False,
 ) -> nn.Module:
     """A block for a map, with its record; in the place of a module it makes another map of it."""
-    make = ATTENTION_BLOCKS[len(one.size)] if block is None else block
+    make = maker_of(block, len(one.size))
     options = {**fitted(make, one.shape[1], asked), **asked}
+    if block in OF_TIMM and "feat_size" in arguments_of(make):
+        options = {"feat_size": one.size, **options}
     held, element = (holder(run.model, one.target), one.element) if given is None else (CHILD, None)
     place = one.target, at, "", options, one.shape[1], one.size, 0, 0, run.example.shape
     record = InsertedBlock(*place, layout=one.layout, element=element, held=held, read=one.read)
     new = block_of(run.model, record, make, one.form)
+    record = replace(record, block=block if isinstance(block, str) and block in OF_TIMM else type(new).__name__)
+    if given is None and not isinstance(new, GatedResidual):
+        if (form := one.form).device.type == "meta":  # nothing can be tried there
+            form = form._replace(device=torch.device("cpu"))
+            new = block_of(run.model, record, make, form)
+        record = replace(record, **begin(new, one.target, one.shape, form, exact))
+    new = with_record(new, record, one.form)
     parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
-    name = type(new).__name__
     compared = pairs_compared(new, one.size)
-    vars(new)[RECORD] = replace(
-        record, block=name, parameters=parameters, multiply_adds=multiply_adds, compared=compared
-    )
+    vars(new)[RECORD] = replace(record, parameters=parameters, multiply_adds=multiply_adds, compared=compared)
     return new
 
 
@@ -273,8 +292,12 @@ def reported(blocks: Sequence[nn.Module], verb: str, run: DryRun) -> InsertionRe
     return report
 
 
-def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
-    """Attach blocks if the network gives the same bits with each of them standing still, and called once."""
+def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> float:
+    """Attach blocks if the network gives the same bits with each of them standing still, and called once.
+
+    Returns:
+        By how much the blocks themselves change its output, as a share of that.
+    """
     calls: list[nn.Module] = []
 
     def stand_still(block: nn.Module, x: Tensor) -> Tensor:
@@ -297,6 +320,23 @@ def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> None:
         if wrong or not same:
             sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
             raise SiteError(f"{sites} takes no child, since it loops over or counts its own: choose another module")
+        if all(isinstance(block, GatedResidual) and block.begins_open for block in blocks):
+            return 0.0
+        changed = difference(output, run_quietly(run.model, run.example)) if same_bits(run.output, output) else 0.0
+        if not math.isfinite(changed):
+            raise SiteError(f"{vars(blocks[0])[RECORD].block} makes NaN or infinity of the network's output")
+        return changed
+
+
+def difference(one: object, other: object) -> float:
+    """The root mean square by which two outputs differ, as a share of that of the first."""
+    apart, whole = 0.0, 0.0
+    for x, y in zip(leaves(one), leaves(other), strict=True):
+        if not x.is_meta:
+            y = y if y.shape == x.shape else torch.zeros_like(x)  # as many boxes as are found, for one
+            apart += float((y.double() - x.double())[x.isfinite()].square().sum())
+            whole += float(x.double()[x.isfinite()].square().sum())
+    return math.sqrt(apart / whole) if apart else 0.0
 
 
 # --- blocks for timm's hooks -----------------------------------------------------------------------------------------

@@ -64,6 +64,10 @@ class InsertedBlock:
     held: str = CHILD
     #: whether the output of the network depends on the map
     read: bool = True
+    #: how a block begins as the identity that does not by itself, in words
+    begins: str = ""
+    #: the options of the :class:`ExactBlock` that it is in; none where it is in none
+    around: Mapping[str, Any] = field(default_factory=dict)
     #: pairs of tokens that full attention in it compares, each with each; in no file
     compared: int = field(default=0, compare=False, repr=False)
 
@@ -100,6 +104,8 @@ class InsertionReport(Report):
     whole: Share | None = None
     #: what was taken out of it for them
     gone: Share = NOTHING
+    #: by how much the output of the network changes, as a share of it
+    changed: float = 0.0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -114,6 +120,9 @@ class InsertionReport(Report):
         sizes = " and ".join(dict.fromkeys("×".join(map(str, one.input_shape[1:])) for one in self.blocks))
         heading = f"{len(self)} {'block' if len(self) == 1 else 'blocks'} {self.verb}, for an input of {sizes}"
         notes = [] if self.whole is None else [together(self.added, self.whole)]
+        kinds = dict.fromkeys((one.block, one.begins) for one in self.blocks if one.begins)
+        notes += [f"{block} begins as the identity: {begins}" for block, begins in kinds if self.verb == "inserted"]
+        notes += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
         notes += [OPTIMIZERS] if self.verb != "removed" else []
         notes += [f"warning: {line}" for line in self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]

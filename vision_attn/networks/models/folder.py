@@ -32,6 +32,8 @@ from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import arguments_of
 from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, records, remove_
+from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.makers import BLOCKS
 from vision_attn.networks.models.registry import config_of
 from vision_attn.networks.safe import finished_folder, read_file, written_folder
 from vision_attn.text import escaped, shorten
@@ -251,7 +253,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Refuse what was written if what is read back gives something else for an image."""
     try:
-        foreign = (type(one) for one in inserted(model).values() if type(one).__name__ not in form.BLOCKS)
+        foreign = (type(bare(one)) for one in inserted(model).values() if type(bare(one)).__name__ not in BLOCKS)
         again = load_model(folder, block=next(foreign, None))
         value = next(p for p in model.parameters() if p.is_floating_point())
         # Of the size that blocks on tokens were inserted for.

@@ -103,6 +103,11 @@ def own_cfg(
     return {"num_classes": num_classes, **sizes, **names, **other}
 
 
+def no_such_model(name: str, base: str, known: Sequence[str]) -> ValueError:
+    close = ", ".join(difflib.get_close_matches(base, known, n=5))
+    return ValueError(f"model: there is no {name!r}; close to it: {close or 'none'}")
+
+
 def create_model(
     name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False, **options: Any
 ) -> nn.Module:
@@ -126,8 +131,7 @@ def create_model(
     """
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        close = ", ".join(difflib.get_close_matches(base, timm.list_models(), n=5))
-        raise ValueError(f"model: there is no {name!r}; close to it: {close or 'none, see timm.list_models()'}")
+        raise no_such_model(name, base, timm.list_models())
     configurations = get_arch_pretrained_cfgs(base)
     if not tag:
         name = next((full for full, cfg in configurations.items() if cfg.num_classes == num_classes), name)

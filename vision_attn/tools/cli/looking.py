@@ -38,6 +38,8 @@ def images_in(names: Sequence[Path]) -> list[Path]:
         raise ValueError("images must be files, or folders of them; got none")
     found: list[Path] = []
     for path in names:
+        if not path.exists():
+            raise DataError(f"images: there is no {path}")
         inner = [one for one in sorted(path.rglob("*")) if is_image(one.name)] if path.is_dir() else [path]
         if not inner:
             raise DataError(f"{path} has no images")
@@ -125,7 +127,12 @@ class Looked:
         """The network, images in 0…1 as it sees them, what normalises these, and their files."""
         from torchvision.transforms.v2 import Normalize
 
+        from vision_attn.attention.blocks import attention_modules
+
         paths, network = images_in(self.images), named(self.model, self.pretrained, self.adapter)
+        if not attention_modules(network):
+            remedy = "give vit_tiny_patch16_224, for one, or the folder of a run of vision-attn train --insert"
+            raise ValueError(f"model: {self.model} has no attention to look into: {remedy}")
         if self.warning:
             print(self.warning)
         mean, std = (network.pretrained_cfg[name] for name in ("mean", "std"))

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTROLS = "vision_attn.tools.comparison.controls:"
+#: timm's blocks as they are by default, each where its paper has it: in the branch of a residual block.
+OF_TIMM = {"eca": "eca", "cbam": "cbam", "coordinate": "coord", "gc": "gc"}
 #: What each arm has of its own, by its name; None for the network without a block.
 ARMS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "convolution": {"block": f"{CONTROLS}ConvBlock2d"},
     "large-kernel": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=13",)},
     "norm-shortcut": {"block": f"{CONTROLS}NormBlock2d"},
-    "se": {"block": "timm.layers:SqueezeExcite", "at": "branch", "block_options": ("rd_ratio=2",)},
+    "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
+    **{arm: {"block": block, "at": "branch"} for arm, block in OF_TIMM.items()},
     "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
     "pooled-mlp": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=None",)},
     "averaging": {"block_options": ("scale=0",)},
@@ -88,11 +91,12 @@ def suits(option: str, block: str) -> bool:
     import inspect
 
     from vision_attn.attention.blocks import Attention2d
+    from vision_attn.networks.insertion.makers import arguments_of, maker_of
     from vision_attn.tools.training.network import block_class  # with timm, which the flags of compare do not wait for
 
     def taken(by: str) -> bool:
         hands_on = inspect.signature(Attention2d).parameters if by == "attention" else ()
-        return option in inspect.signature(block_class(by)).parameters or option in hands_on
+        return option in arguments_of(maker_of(block_class(by))) or option in hands_on
 
     blocks = {arm.get("block", "attention") for arm in ARMS.values() if arm is not None}
     return taken(block) or not any(map(taken, blocks))

@@ -167,7 +167,7 @@ def write(found: Comparison, arms: Mapping[str, Mapping[str, Any]], folder: Path
         of_arms[arm] = {"scores": scores, "runs": by_run, "settings": arms[arm]}
     content = {"arms": of_arms, "differences": [one.as_dict() for one in found.differences]}
     write_atomically(folder / "comparison.md", found.text.encode())
-    write_atomically(folder / "comparison.json", json.dumps(content, indent=1).encode())
+    write_atomically(folder / "comparison.json", json.dumps(content, indent=1, default=str).encode())
     save_figure(difference_figure(found.differences[: len(arms) - 1]), folder / "comparison.png")
 
 

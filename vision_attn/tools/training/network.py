@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
-from vision_attn.attention.blocks import AttentionBlock2d
+from vision_attn.errors import TrainingError
 from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import freeze_backbone_, insert_, parse_sites, quiet_eval
@@ -103,17 +104,25 @@ def configured(model: nn.Module, settings: Settings, source: Source) -> dict[str
     return config
 
 
-def block_class(name: str) -> Callable[..., nn.Module]:
-    """The block that settings name: ``attention``, or any class by ``MODULE:CLASS``."""
-    if name == "attention":
-        return AttentionBlock2d
+def block_class(name: str) -> str | Callable[..., nn.Module]:
+    """The block that settings name: as ``insert_`` knows it, or any class by ``MODULE:CLASS``."""
+    if ":" not in name:
+        return name
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())  # as with python -m, but at the end, where it hides nothing
     try:
         found: Callable[..., nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"block must be attention or a class, MODULE:CLASS ({error}); got {name!r}") from error
+        raise ValueError(f"block must be a name or a class, MODULE:CLASS ({error}); got {name!r}") from error
     return found
+
+
+def refuse_block(error: Exception, name: str) -> None:
+    """Say that a block of the user's raised an error, and where, if its code is what did."""
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
+    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
+        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
+        raise TrainingError(f"block {name} raised {type(error).__name__} ({error}) in {where}") from error
 
 
 def insert_sites(model: nn.Module, settings: Settings, config: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from filelock import FileLock
 from torch import nn
 
 from vision_attn.errors import DataError
+from vision_attn.networks.insertion.makers import maker_of
 from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
@@ -24,7 +25,7 @@ from vision_attn.tools.training.data import Source, open_data, open_images
 from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores, normalization
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
-from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network
+from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network, refuse_block
 from vision_attn.tools.training.settings import Settings, differences, read_settings, refuse_old_run, write_settings
 
 #: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
@@ -124,7 +125,11 @@ def train(
             trainer.save()
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        final, seen = trainer.train()
+        try:
+            final, seen = trainer.train()
+        except Exception as error:
+            refuse_block(error, settings.block)
+            raise
         for tracker in accelerator.trackers:
             tracker.finish()
         disabled = evaluation.without_blocks(trainer.evaluated, final, seen)
@@ -143,7 +148,7 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) 
         network = build_network(settings, source, log)
     else:
         refuse_old_run(path)
-        model = load_model(path, block=None if settings.block == "attention" else block_class(settings.block))
+        model = load_model(path, block=maker_of(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
             has = f"{source.name} has {shorten(source.classes)}"

@@ -96,7 +96,7 @@ class Settings:
     drop_path: Part | None = None  # probability that a residual branch is left out, growing up to this one
     insert: Words = ()  # where blocks go: modules (globs: layer3, 'layer*.1') or stages by index
     at: Literal["after", "before", "branch"] = "after"  # of these sites
-    block: str = "attention"  # what goes there: attention, or a class MODULE:CLASS
+    block: str = "attention"  # what goes there: attention, a block of timm's such as cbam, or a class MODULE:CLASS
     block_options: Words = ()  # its arguments, such as num_heads=4 impl=bmm 'position=Rope2d()' 'pattern=Window(4)'
     freeze_backbone: bool = False  # train the blocks (and a new head) alone, saved as an adapter too
     freeze_epochs: Whole = 0  # epochs in which they train alone, before all do

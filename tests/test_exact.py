@@ -1,0 +1,184 @@
+"""Any block begins as the identity: how is found by trying, and what is begun so is saved, measured and taken out."""
+
+import copy
+
+import any_block
+import pytest
+import timm
+import torch
+from any_block import OwnSE, SimAM
+from torch import nn
+from torch.nn import functional as F
+
+import vision_attn as va
+from vision_attn.networks.insertion import gates, inserted, set_gates_
+
+IMAGES = (1, 3, 14, 14)
+
+
+@pytest.mark.parametrize(
+    ("block", "network", "begins"),
+    [
+        ("cbam", "torchvision resnet18", "zeros"),
+        ("SimAM", "torchvision resnet18", "refused"),
+        ("SimAM", "a U-Net", "gate"),
+        ("splat", "a U-Net", "gate"),
+        ("nl", "convnext_atto", "itself"),
+        ("OwnSE", "convnext_atto", "zeros"),
+        ("coord", "torchvision Faster R-CNN", "zeros"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:little to attend")
+def test_a_block_changes_nothing_learns_at_once_and_comes_out(block, network, begins):
+    assert any_block.check(block, network) == begins
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", any_block.NETWORKS)
+@pytest.mark.filterwarnings("ignore:little to attend")
+def test_all_blocks_in_all_networks(network):
+    assert all(any_block.check(block, network) for block in any_block.BLOCKS)
+
+
+class Convolutions(nn.Module):
+    """A residual branch, as most are."""
+
+    def __init__(self, channels, last_scale=None):
+        super().__init__()
+        self.norm, self.first = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1)
+        self.last = nn.Conv2d(channels, channels, 1)
+        self.scale = 1.0 if last_scale is None else nn.Parameter(torch.tensor(last_scale))
+
+    def forward(self, x):
+        return x + self.scale * self.last(F.relu(self.first(self.norm(x))))
+
+
+class QueriesAndKeys(nn.Module):
+    """Where zeros would stay: a layer of zeros gives queries and keys that are both zero."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).flatten(2).chunk(3, 1)
+        return x + (v @ (k.transpose(1, 2) @ q).softmax(1)).reshape(x.shape)
+
+
+class Grouped(nn.Conv2d):
+    """Its ``view`` wants a map that lies in memory as torch's usual ones do."""
+
+    def __init__(self, channels):
+        super().__init__(channels // 4, channels // 4, 1)
+
+    def forward(self, x):
+        parts = x.view(-1, x.shape[1] // 4, *x.shape[2:])
+        return (parts * super().forward(parts).sigmoid()).view(x.shape)
+
+
+class InPlace(nn.Conv2d):
+    def __init__(self, channels):
+        super().__init__(channels, channels, 1)
+
+    def forward(self, x):
+        return super().forward(x.relu_())
+
+
+GATE = "a gate of zero, which learns first"
+#: block, dtype -> how it begins, and in what
+TRIED = {
+    ("se", "float32"): ("fc2 zero at first, its output times 2", {"scale": 2.0}),
+    ("cbam", "float32"): ("channel.fc2 and spatial.conv.bn zero at first, its output times 4", {"scale": 4.0}),
+    ("gca", "float32"): ("mlp_add.fc2 zero at first", {}),
+    ("nl", "float32"): ("", {}),
+    ("bat", "float32"): (GATE, {"gated": True}),
+    ("bottleneck", "float32"): (GATE, {"gated": True}),
+    ("se", "bfloat16"): ("fc2 zero at first, its output times 2", {"scale": 2.0}),
+    ("se", "float16"): (GATE, {"gated": True}),  # halved, its smallest numbers are not what they were
+    (OwnSE, "float32"): ("up zero at first, its output times 2", {"scale": 2.0}),
+    (Grouped, "float32"): ("its own parameters zero at first, its output times 2", {"scale": 2.0, "copied": True}),
+    (SimAM, "float32"): (GATE, {"gated": True}),
+    (Convolutions, "float32"): ("last zero at first", {}),
+    (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
+    (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
+    (va.Attention2d, "float32"): (GATE, {"gated": True}),
+    (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 zero at first", {}),
+    (va.AttentionBlock2d, "float32"): ("", {}),
+}
+
+
+def network(dtype=torch.float32, channels=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, channels, 1), nn.Flatten(2), nn.Unflatten(2, IMAGES[2:])).eval().to(dtype)
+
+
+@pytest.mark.parametrize(("block", "dtype"), TRIED, ids=str)
+def test_how_a_block_begins_is_found_by_trying(block, dtype):
+    begins, around = TRIED[block, dtype]
+    model = network(getattr(torch, dtype))
+    x = 1e-3 * torch.randn(2, *IMAGES[1:]).to(model[0].weight)
+    before, drawn = model(x), torch.random.get_rng_state()
+    report = va.insert_(model, block, names="0", example_input=x)
+    (record,) = report.blocks
+    assert (record.begins, record.around, record.parameters) == (begins, around, report.parameters)
+    assert report.parameters == sum(p.numel() for p in inserted(model)["0"].parameters())
+    assert ("begins as the identity: " + begins in str(report)) == bool(begins)
+    assert torch.equal(model(x), before)
+    for mode in (True, False):
+        assert torch.equal(model.train(mode)(x), before)
+    assert not torch.equal(drawn, torch.random.get_rng_state()) or block is SimAM  # of the weights alone
+    (slopes,) = [torch.autograd.grad(model(x).float().square().sum(), list(one.parameters()), allow_unused=True)
+                 for one in inserted(model).values()]  # fmt: skip
+    assert any(slope is not None and slope.any() for slope in slopes)
+
+
+def test_without_exactness_the_report_says_by_how_much_the_output_changes():
+    model = network()
+    x = torch.randn(IMAGES)
+    before = model(x)
+    report = va.insert_(model, "cbam", names="0", example_input=x, exact=False)
+    changed = float((model(x) - before).detach().norm() / before.detach().norm())
+    assert report.changed == pytest.approx(changed)
+    assert f"the output of the network changes by {100 * changed:.2g} %" in str(report)
+    assert type(inserted(model)["0"]).__name__ == "CbamModule"
+    va.remove_(model)
+    asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)  # one's own beginning is kept
+    assert asked.changed > 0
+
+
+@pytest.mark.parametrize("block", ["cbam", "bat", "nl", Grouped, Convolutions, InPlace])
+def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
+    own = {} if isinstance(block, str) else {"block": block}
+    model = timm.create_model("tiny", num_classes=3).eval()
+    va.insert_(model, block, names="layer1", example_input=(1, 3, 28, 28))
+    bare = copy.deepcopy(model)
+    va.remove_(bare)
+    for parameter in inserted(model)["layer1.2"].parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 3, 28, 28)
+    path = va.save_adapter(model, tmp_path / "adapter.safetensors")
+    va.load_adapter_(bare, path, **own)
+    assert torch.equal(bare(x), model(x))
+    again = va.load_model(va.save_model(model, tmp_path / "net"), **own)
+    assert torch.equal(again(x), model(x))
+    assert va.contribution(again, x).blocks[0].share > 0
+    assert type(inserted(again)["layer1.2"]) is type(inserted(model)["layer1.2"])
+    if own:
+        with pytest.raises(va.CheckpointError, match=f"holds {block.__name__}, .* give its class"):
+            va.load_adapter_(va.remove_(bare) and bare, path)
+
+
+def test_a_gate_is_opened_as_those_of_our_own_blocks():
+    model, x = network(), torch.randn(IMAGES)
+    va.insert_(model, QueriesAndKeys, names="0", example_input=x)
+    assert gates(model)["0"].shape == (16,)
+    set_gates_(model, 1.0)
+    opened = model(x)
+    assert not torch.equal(opened, network()(x))
+
+
+def test_a_network_without_values_takes_any_block():
+    model = network().to("meta")
+    report = va.insert_(model, OwnSE, names="0", example_input=(1, 3, 14, 14))
+    assert report.blocks[0].around == {"scale": 2.0}
+    assert {p.device.type for p in model.parameters()} == {"meta"}
