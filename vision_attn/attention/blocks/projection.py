@@ -49,7 +49,7 @@ class Pointwise:
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
         last = x.dim() - 1
-        channels = last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
+        channels = last - len(self.kernel_size)  # of maps (b, c, *size) or (c, *size)
         y = F.linear(x.movedim(channels, last).contiguous(), self.weight.flatten(1), self.bias)
         return y.movedim(last, channels)
 
