@@ -282,6 +282,15 @@ def test_hooks_on_projections_fire_once(options):
     assert seen == [("qkv", (2, 24, 4, 6)), ("proj", (2, 8, 4, 6))]
 
 
+@pytest.mark.parametrize("block", [va.Attention1d(8, 2), va.Attention2d(8, 2), va.Attention3d(8, 2)], ids=repr)
+def test_a_projection_takes_its_weights_as_a_matrix(block):
+    """As those need them that make linear layers smaller."""
+    expected = block(x := torch.randn(2, 8, *(4, 6, 3)[: block.rank]))
+    for layer in (block.qkv, block.proj):
+        layer.weight = nn.Parameter(layer.weight.flatten(1))
+    assert torch.equal(block(x), expected)
+
+
 class LowRank(nn.Module):
     """What LoRA puts in the place of a layer."""
 
