@@ -89,8 +89,9 @@ def spares_a_copy(x: Tensor, weight: Tensor) -> bool:
     """Whether a product for each map, which reads it as it lies, is faster than one for all.
 
     It is where maps have many. For training it is not: gradients of weights would be made for each map, and summed.
+    Weights in fewer bits are for products for all.
     """
-    if x.dtype != torch.float32 or 8 * x.shape[2:].numel() < len(weight):
+    if x.dtype != torch.float32 or type(weight) is not Tensor or 8 * x.shape[2:].numel() < len(weight):
         return False
     return runs_in_parts(x) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
