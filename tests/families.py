@@ -1,4 +1,4 @@
-"""Whose attention `va.swap_` runs, and how well it agrees: a model of each family of timm, torchvision, diffusers.
+"""Whose attention `va.swap_` runs, and how well it agrees: a model of each family of timm and its neighbours.
 
     python tests/families.py                      # writes docs/families.md
     python tests/families.py --only maxvit swin   # prints these families' rows
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import timm
@@ -37,7 +38,8 @@ What `va.swap_` swaps in the smallest model of each family, as `python tests/fam
 {versions}. A cell of *float32* or *float64* is the greatest difference of
 the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
-those in float64 where that is more than 1e-5.
+those in float64 where that is more than 1e-5. All modules are chosen: without `names=` or `where=`, those that
+[a block makes slower](convert.md) are left. YOLO's are compared in evaluation: in training they run themselves.
 
 {table}
 """
@@ -61,10 +63,19 @@ class Entry:
             return timm.create_model(self.model, **self.options)
         if self.library == "torchvision":
             return torchvision.models.get_model(self.model, weights=None, **self.options)
-        import diffusers
-
-        model = getattr(diffusers, self.model)(**self.options)
+        maker = resolve_name(f"{HOMES.get(self.library, self.library)}.{self.model}")
+        if self.library == "transformers":
+            return maker(maker.config_class(**self.options))
+        model = maker(**self.options)
         return Denoiser(model) if self.model.startswith("UNet") else model
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        return (False,) if self.library == "ultralytics" else (False, True)
+
+
+#: Where the models of a library are, if not in its root.
+HOMES = {"monai": "monai.networks.nets", "ultralytics": "ultralytics.nn.tasks"}
 
 
 class Denoiser(nn.Module):
@@ -82,6 +93,11 @@ class Denoiser(nn.Module):
 BOTH, SQUARE = ((128, 128), (160, 128)), ((224, 224),)
 TOKENS = ((64, 64), (96, 64))
 SMALL = {"block_out_channels": (32, 64), "norm_num_groups": 8, "layers_per_block": 1}
+
+#: A transformer of transformers, and one of vit-pytorch.
+TWO = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
+PYTORCH = {"image_size": 64, "patch_size": 16, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 96}
+DEPTHS = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4]}
 
 ENTRIES = (
     Entry("timm", "coatnet", "coatnet_pico_rw_224", ((128, 128),), {"img_size": 128}),
@@ -107,6 +123,28 @@ ENTRIES = (
     Entry("timm", "visformer", "visformer_tiny", SQUARE),
     Entry("timm", "fastvit", "fastvit_sa12", BOTH),
     Entry("timm", "resnet_clip", "resnet50_clip", SQUARE),
+    Entry("timm", "cait", "cait_xxs24_224", TOKENS[:1], {"img_size": 64}),
+    Entry("timm", "convit", "convit_tiny", TOKENS[:1], {"img_size": 64}),
+    Entry("timm", "crossvit", "crossvit_tiny_240", ((240, 240),)),
+    Entry("timm", "csatv2", "csatv2", ((128, 128),)),
+    Entry("timm", "davit", "davit_tiny", BOTH, {"depths": (1, 1, 1, 1)}),
+    Entry("timm", "efficientvit", "efficientvit_b0", BOTH),
+    Entry("timm", "efficientvit_msra", "efficientvit_m0", SQUARE),
+    Entry("timm", "gcvit", "gcvit_xxtiny", SQUARE),
+    Entry("timm", "hiera", "hiera_tiny_224", SQUARE),
+    Entry("timm", "hieradet_sam2", "sam2_hiera_tiny", SQUARE),
+    Entry("timm", "mobilevit", "mobilevit_xxs", BOTH),
+    Entry("timm", "mvitv2", "mvitv2_tiny", SQUARE),
+    Entry("timm", "naflexvit", "naflexvit_base_patch16_parfac_gap", TOKENS[:1], {"depth": 2}),
+    Entry("timm", "pit", "pit_ti_224", SQUARE),
+    Entry("timm", "pvt_v2", "pvt_v2_b0", BOTH),
+    Entry("timm", "samvit", "samvit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 3, "embed_dim": 96}),
+    Entry("timm", "tiny_vit", "tiny_vit_5m_224", SQUARE),
+    Entry("timm", "tnt", "tnt_s_legacy_patch16_224", TOKENS[:1], {"img_size": 64}),
+    Entry("timm", "twins", "twins_svt_small", BOTH),
+    Entry("timm", "vit_hybrid", "vit_tiny_r_s16_p8_224", TOKENS[:1], {"img_size": 64}),
+    Entry("timm", "volo", "volo_d1_224", ((64, 64),), {"img_size": 64}),
+    Entry("timm", "xcit", "xcit_nano_12_p8_224", BOTH),
     Entry("torchvision", "swin", "swin_t", BOTH),
     Entry("torchvision", "swin_v2", "swin_v2_t", BOTH),
     Entry("torchvision", "maxvit", "maxvit_t", SQUARE),
@@ -118,6 +156,30 @@ ENTRIES = (
         **SMALL, "attention_head_dim": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     }),
+    Entry("transformers", "ViT", "ViTModel", TOKENS[:1], {**TWO, "image_size": 64}),
+    Entry("transformers", "DeiT", "DeiTModel", TOKENS[:1], {**TWO, "image_size": 64}),
+    Entry("transformers", "BEiT", "BeitModel", TOKENS[:1], {**TWO, "image_size": 64}),
+    Entry("transformers", "DINOv2", "Dinov2Model", ((56, 56), (70, 56)), {**TWO, "image_size": 56}),
+    Entry("transformers", "CLIP", "CLIPVisionModel", TOKENS[:1], {**TWO, "image_size": 64}),
+    Entry("transformers", "SigLIP", "SiglipVisionModel", TOKENS[:1], {**TWO, "image_size": 64}),
+    Entry("transformers", "Swin", "SwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
+    Entry("transformers", "SegFormer", "SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
+    Entry("transformers", "MaskFormer", "MaskFormerSwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
+    Entry("transformers", "SAM", "SamVisionModel", TOKENS[:1], {
+        "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "image_size": 64, "window_size": 2,
+        "global_attn_indexes": [1], "mlp_dim": 96,
+    }),
+    Entry("vit_pytorch", "ViT", "ViT", TOKENS[:1], PYTORCH),
+    Entry("vit_pytorch", "SimpleViT", "SimpleViT", TOKENS[:1], PYTORCH),
+    Entry("vit_pytorch", "MaxViT", "max_vit.MaxViT", ((112, 112),), {
+        "num_classes": 5, "dim_conv_stem": 16, "dim": 32, "depth": (1, 1), "window_size": 7,
+    }),
+    Entry("monai", "ViT", "ViT", TOKENS[:1], {
+        "in_channels": 3, "img_size": (64, 64), "patch_size": (16, 16), "hidden_size": 48, "mlp_dim": 96,
+        "num_layers": 2, "num_heads": 3, "spatial_dims": 2, "classification": True,
+    }),
+    Entry("ultralytics", "C2PSA", "DetectionModel", BOTH, {"cfg": "yolo11n.yaml", "verbose": False}),
+    Entry("ultralytics", "A2C2f", "DetectionModel", BOTH, {"cfg": "yolo12n.yaml", "verbose": False}),
 )  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -163,7 +225,7 @@ def without_drops(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ in ("Dropout", "StochasticDepth"):
             module.p = 0.0
-        elif type(module).__name__ == "DropPath":
+        elif type(module).__name__.endswith("DropPath"):
             module.drop_prob = 0.0
     return model
 
@@ -178,12 +240,12 @@ def result(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None
     return y.detach(), list(torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True))
 
 
-def compared(model: nn.Module, twin: nn.Module, sizes: tuple[tuple[int, int], ...]) -> tuple[float, float]:
+def compared(model: nn.Module, twin: nn.Module, entry: Entry) -> tuple[float, float]:
     """The greatest difference of output and gradients, relative to the largest number."""
     worst = [0.0, 0.0]
-    for size in sizes:
+    for size in entry.sizes:
         images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
-        for training in (False, True):
+        for training in entry.modes:
             (y, grads), (other, others) = (result(one.train(training), images) for one in (model, twin))
             pairs = [(a, b) for a, b in zip(grads, others, strict=True) if a is not None or b is not None]
             worst[0] = max(worst[0], ((y - other).abs().max() / y.abs().max()).item())
@@ -195,7 +257,7 @@ def compared(model: nn.Module, twin: nn.Module, sizes: tuple[tuple[int, int], ..
 def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
     model = without_drops(entry.make())
     as_after_training(model)
-    report = va.swap_(twin := copy.deepcopy(model))
+    report = va.swap_(twin := copy.deepcopy(model), where=lambda name, module: True)
     row = Row(entry, report)
     if not report.swapped:
         return row
@@ -204,10 +266,10 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
         vars(twin.get_submodule(one.path))[SWAPPED].block.register_forward_hook(lambda *_: calls.append(1))
     for name in dtypes:
         pair = (copy.deepcopy(one).to(DTYPES[name]) for one in (model, twin))
-        row.differences[name] = compared(*pair, entry.sizes)
+        row.differences[name] = compared(*pair, entry)
     if max(row.differences["float32"]) > 1e-5:
-        row.rounding = max(compared(copy.deepcopy(model), copy.deepcopy(model).double(), entry.sizes))
-    row.served = len(calls) == 2 * len(report.swapped) * len(entry.sizes) * len(dtypes)
+        row.rounding = max(compared(copy.deepcopy(model), copy.deepcopy(model).double(), entry))
+    row.served = len(calls) == len(entry.modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
     va.swap_back_(twin)
     now, before = ([[*map(type, one.modules())], list(one.state_dict())] for one in (twin, model))
     row.restored = now == before
@@ -230,7 +292,7 @@ def main() -> None:
             rows.append(measure(entry))
             print(*rows[-1].cells(), sep="  ", flush=True)
     if not options.only:
-        names = ("torch", "timm", "torchvision", "diffusers")
+        names = ("torch", *dict.fromkeys(entry.library for entry in ENTRIES))
         versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names if find_spec(name))
         TABLE.write_text(HEAD.format(versions=versions, table=table(rows)))
     sys.exit(not all(row.agrees for row in rows))

@@ -1,43 +1,25 @@
-"""Layers of libraries that are slow to import, or for which the machine has no kernel."""
+"""Layers of libraries that are slow to import, or that are not on every machine."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+import warnings
+from functools import partial
+from pkgutil import resolve_name
 
-from vision_attn.attention.reference import neighborhood
-
-
-def diffusers_attention(*given, **options):
-    """What imports for seconds is imported in a test, not in every process that collects them."""
-    from diffusers.models.attention_processor import Attention
-
-    return Attention(*given, **options)
+import pytest
 
 
-class Natten(nn.Module):
-    """With the mask that natten's own reference computes for each pair of positions."""
-
-    def __init__(self, embed_dim, num_heads, kernel_size, stride=None, dilation=None, is_causal=None, scale=0.7):
-        super().__init__()
-        ones = (1,) * len(kernel_size)
-        self.num_heads, self.scale, self.kernel_size = num_heads, scale, kernel_size
-        self.stride, self.dilation, self.is_causal = stride or ones, dilation or ones, is_causal or (False,) * len(ones)
-        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
-        self.proj_drop = nn.Dropout(0.0)
-
-    def forward(self, x):
-        allowed = torch.ones(1, 1, dtype=torch.bool)
-        for axis in zip(x.shape[1:-1], self.kernel_size, self.dilation, self.stride, self.is_causal, strict=True):
-            assert axis[1] * axis[2] <= axis[0], "natten's kernel must fit into its map"
-            relation = torch.from_numpy(neighborhood(*axis).allowed)
-            allowed = (allowed[:, None, :, None] & relation[:, None, :]).flatten(2).flatten(0, 1)
-        q, k, v = self.qkv(x.flatten(1, -2)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale)
-        return self.proj_drop(self.proj(y.transpose(1, 2).flatten(2).view(x.shape)))
+def layer_of(path, *given, **options):
+    """A layer by the path of its class; a test of it is skipped where its library is missing."""
+    with warnings.catch_warnings(action="ignore"):  # of other libraries while they are imported
+        pytest.importorskip(path.partition(".")[0])
+        return resolve_name(path)(*given, **options)
 
 
-def natten(*given, **options):
-    """A layer of the class for as many axes as its kernel has."""
-    rank = len(given[2])
-    kind = type(f"NeighborhoodAttention{rank}D", (Natten,), {"__module__": "natten.modules"})
-    return kind(*given, **options)
+def transformers_layer(path, *given, config=None, attn_implementation="sdpa", **options):
+    """A layer of transformers by its path below ``models``, which is made of a configuration."""
+    kind = path.rpartition(".")[2].removesuffix("Attention")
+    transformers = pytest.importorskip("transformers")
+    maker = getattr(transformers, config or f"{kind}VisionConfig", None) or getattr(transformers, f"{kind}Config")
+    return layer_of(f"transformers.models.{path}", maker(attn_implementation=attn_implementation, **options), *given)
+
+
+diffusers_attention = partial(layer_of, "diffusers.models.attention_processor.Attention")

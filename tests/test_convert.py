@@ -5,22 +5,22 @@ The oracle is always the other library, in float64, on maps that are not square.
 
 import inspect
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import timm.models as tm
 import torch
-import torch.nn.functional as F
 import torchvision.models.maxvit as torchvision_maxvit
-from stand_ins import diffusers_attention, natten
+from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
-from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAttention2d, MultiQueryAttentionV2
+from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAttention2d
 from timm.layers.attention_pool2d import AttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn
-from timm.layers.non_local_attn import NonLocalAttn
 from timm.models.beit import Attention as BeitAttention
 from timm.models.nextvit import EfficientAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
@@ -31,7 +31,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 import vision_attn as va
 from vision_attn.attention.blocks import SWAPPED
 from vision_attn.networks import convert
-from vision_attn.networks.convert import ConversionError
+from vision_attn.networks.convert import ConversionError, other_layers
 from vision_attn.networks.convert.row import PaddedAttention2d
 from vision_attn.networks.convert.table import TABLE, row_of
 from vision_attn.text import markdown
@@ -63,12 +63,21 @@ def on_map(layer, x, *others):
     return layer(x, *others)
 
 
+def first(y):
+    return y[0] if isinstance(y, tuple) else y
+
+
 def on_tokens(layer, x, *others):
-    return layer(tokens(x), *others).transpose(1, 2).unflatten(2, x.shape[2:])
+    return first(layer(tokens(x), *others)).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def sized(layer, x):
+    """For layers that are told the size of the map that their tokens are of."""
+    return layer(tokens(x), x.shape[2:]).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 def channels_last(layer, x):
-    return layer(x.movedim(1, -1)).movedim(-1, 1)
+    return first(layer(x.movedim(1, -1))).movedim(-1, 1)
 
 
 def results(run, *maps, module=None):
@@ -96,6 +105,11 @@ def assert_same(block, theirs, *shapes, atol=1e-11):
     maps = [randn(2, *shape, seed=seed) for seed, shape in enumerate(shapes)]
     run = block if len(maps) == 1 else (lambda x, context: block(x, context=context))
     assert_close(results(run, *maps), results(theirs, *maps), atol)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 def changed(module, **parts):
@@ -188,11 +202,9 @@ map_attention = partial(TimmAttention2d, 8, 12, num_heads=4)
 add(map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
 queries = partial(MultiQueryAttention2d, 8, num_heads=4)
 add(queries, on_map, {"use_bias": True}, {"key_dim": 3, "value_dim": 5, "dim_out": 6})
-add(partial(MultiQueryAttentionV2, 8, 6, 3, key_dim=5, value_dim=4), on_map)
 bottleneck = partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
 add(bottleneck, on_map, {"qkv_bias": True}, {"scale_pos_embed": True}, {"dim_out": 12, "dim_head": 5})
 add(partial(HaloAttn, 12, num_heads=3, dim_head=5, block_size=2, halo_size=1), on_map, shapes=[(12, 4, 6)])
-add(partial(NonLocalAttn, 16), on_map, shapes=[(16, 3, 4)])
 
 REL_POS = [None, partial(RelPosBias, window_size=(3, 5)), partial(RelPosBiasTf, window_size=(3, 5))]
 for kind in ("Attention2d", "AttentionCl"):
@@ -218,9 +230,19 @@ for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block
     shifted = {"part": "attn", "shapes": [(8, 9, 10)], "pattern": va.Window((3, 5), shift=(1, 2))}
     add(make, run_timm_swin, {"shift_size": (1, 2)}, **shifted)
 
-add(partial(natten, 8, 2, (3,)), channels_last, shapes=[(8, 7)])
-add(partial(natten, 8, 2, (3, 4), (1, 2), (2, 1), (True, False)), channels_last, shapes=[(8, 7, 6)])
-add(partial(natten, 8, 2, (2, 2, 3), (2, 1, 1)), channels_last, shapes=[(8, 4, 3, 5)])
+window = partial(tm.davit.WindowAttention, window_size=(3, 5))
+for kind in (tm.convit.MHSA, window, partial(tm.tnt.Attention, hidden_dim=12)):
+    add(partial(kind, 8, num_heads=2), on_tokens)
+sam = partial(tm.vision_transformer_sam.Attention, 8, 2)
+for kind in (partial(tm.volo.Attention, 8, 2), partial(tm.hieradet_sam2.MultiScaleAttention, 8, 12, 2), sam):
+    add(kind, channels_last)
+add(partial(tm.twins.LocallyGroupedAttn, 8, 2, ws=2), sized)
+hugging = partial(transformers_layer, hidden_size=8, num_attention_heads=2)
+for path, row in TABLE.items():
+    if row in (other_layers.TRANSFORMERS, other_layers.CLIP) and "swin" not in path:
+        add(partial(hugging, path.removeprefix("transformers.models.")), on_tokens)
+monai = partial(layer_of, "monai.networks.blocks.selfattention.SABlock", 8, 2)
+add(monai, on_tokens, {"qkv_bias": True}, {"use_combined_linear": False, "dim_head": 3}, {"use_flash_attention": True})
 diffusers_norm = partial(diffusers_attention, 8, heads=2, dim_head=4, norm_num_groups=4, residual_connection=True)
 add(diffusers_norm, on_map)
 add(partial(diffusers_attention, 8, heads=2, dim_head=3), on_tokens)
@@ -249,7 +271,26 @@ only(partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3)), on_
 only(partial(EfficientAttention, 8, head_dim=4, sr_ratio=2), on_tokens, shapes=[(8, 2, 4)])
 strided = partial(HaloAttn, 8, num_heads=2, block_size=4, stride=2, avg_down=True, scale_pos_embed=True)
 only(strided, on_map, shapes=[(8, 4, 8)])
-only(partial(MultiQueryAttentionV2, 8, 6, 3, key_dim=5, value_dim=4), on_map, shapes=[(8, 3, 4), (8, 2, 2)])
+for kind in (tm.volo.ClassAttention, tm.cait.ClassAttn, tm.crossvit.CrossAttention):
+    only(partial(kind, 8, 2), lambda layer, x: layer(tokens(x)))
+pvt, gcvit = partial(tm.pvt_v2.Attention, 8, 2), tm.gcvit.WindowAttentionGlobal
+only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
+only(partial(tm.twins.GlobalSubSampleAttn, 8, 2, sr_ratio=2), sized, shapes=[(8, 4, 6)])
+only(partial(gcvit, 8, 2, (3, 5), use_global=False), on_tokens)
+only(partial(tm.tiny_vit.Attention, 8, 3, 2, 2, resolution=(3, 5)), on_tokens)
+only(partial(sam, use_rel_pos=True, input_size=(3, 5)), channels_last)
+for path in ("swin.modeling_swin.SwinAttention", "maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"):
+    windows = partial(transformers_layer, path, 8, 2, 3)
+    only(windows, lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9]), shapes=[(8, 3, 3)])
+segformer = partial(transformers_layer, "segformer.modeling_segformer.SegformerAttention", 8, 2)
+for ratio in (1, 2):
+    only(partial(segformer, ratio), lambda layer, x: layer(tokens(x), *x.shape[2:])[0], shapes=[(8, 4, 6)])
+hugging_sam = partial(hugging, "sam.modeling_sam.SamVisionSdpaAttention", 3, config="SamVisionConfig")
+only(hugging_sam, channels_last, shapes=[(8, 3, 3)])
+for kind in ("vit", "simple_vit"):
+    only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
+inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
+only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
 pool = partial(AttentionPool2d, 8, (3, 5), num_heads=2)
 only(pool, on_map, {}, {"out_features": 5, "qkv_separate": True, "pool_type": "", "class_token": True})
 CASE = ("make", "variant", "part", "run", "shapes", "options")
@@ -260,9 +301,9 @@ def test_a_block_computes_what_its_layer_does(make, variant, part, run, shapes, 
     layer = randomised(make(**variant))
     block = convert.from_layer(layer.get_submodule(part), **options)
     name = type(layer.get_submodule(part)).__name__
-    if "Window" in name:
+    if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
         assert isinstance(block, PaddedAttention2d)
-    elif make is diffusers_norm or name == "NonLocalAttn":
+    elif make is diffusers_norm:
         assert type(block) is va.AttentionBlock2d
     else:
         assert type(block) is BLOCKS[options.get("rank", len(shapes[0]) - 1)]
@@ -277,7 +318,7 @@ def test_a_swapped_layer_computes_the_same_and_a_wrong_order_is_found_out(
     layer.train()
     maps = [randn(2, *shape, seed=seed) for seed, shape in enumerate(shapes)]
     expected = results(partial(run, layer), *maps, module=layer)
-    report = va.swap_(layer)
+    report = va.swap_(layer, where=lambda name, module: True)
     assert len(report) == 1, report
     assert report.swapped[0].difference < 1e-10
     ran = []
@@ -285,7 +326,7 @@ def test_a_swapped_layer_computes_the_same_and_a_wrong_order_is_found_out(
     assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
     assert ran == [1]
     turn_rows(monkeypatch, other.get_submodule(part))
-    (left,) = va.swap_(other).left
+    (left,) = va.swap_(other, where=lambda name, module: True).left
     assert "does not compute what it does, outputs have a difference of" in left.reason
 
 
@@ -301,9 +342,52 @@ def turn_rows(monkeypatch, layer):
 
 
 def test_every_row_is_tried():
-    tried = {row_of(make(**variant).get_submodule(part))[0] for make, variant, part, *_ in [*PARITY, *SWAPPED_ONLY]}
-    old = "timm.models.vision_transformer.Attention"
-    assert tried | {old} | {path for path in TABLE if path.startswith("keras.")} == set(TABLE)
+    tried = {"timm.models.vision_transformer.Attention"}  # of an older timm
+    for make, variant, part, *_ in [*PARITY, *SWAPPED_ONLY]:
+        with suppress(pytest.skip.Exception):  # of a library that is missing here
+            tried.add(row_of(make(**variant).get_submodule(part))[0])
+    elsewhere = ("keras.", "natten.", "ultralytics.")  # below
+    here = {path for path in TABLE if find_spec(path.partition(".")[0]) and not path.startswith(elsewhere)}
+    assert tried == here | {"timm.models.vision_transformer.Attention"}
+
+
+NATTEN = [
+    ((3,), {}, (7,)),
+    ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
+    ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore:return_lse:FutureWarning")
+@pytest.mark.parametrize(("kernel", "options", "size"), NATTEN)
+def test_natten_is_proven_in_float32_which_is_all_it_has(kernel, options, size, monkeypatch):
+    make = partial(layer_of, f"natten.NeighborhoodAttention{len(size)}D", 64, 2, kernel, **options)
+    layer, other, x = make().eval(), make(), randn(2, 64, *size).float()
+    with torch.no_grad():
+        expected = channels_last(layer, x)
+        torch.testing.assert_close(convert.from_layer(layer)(x), expected, rtol=0, atol=1e-6)
+        assert "proven in torch.float32" in str(va.swap_(layer))
+        torch.testing.assert_close(channels_last(layer, x), expected, rtol=0, atol=1e-6)
+    turn_rows(monkeypatch, other)
+    with pytest.raises(ConversionError, match=r"outputs have a difference of \S+ in torch.float32"):
+        convert.from_layer(other)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("Attention", {}), ("AAttn", {"area": 1}), ("AAttn", {"area": 2})])
+def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
+    make = partial(layer_of, f"ultralytics.nn.modules.block.{kind}", 16, 2, **options)
+    layer, other, x = randomised(make()), randomised(make()), randn(2, 16, 3, 4)
+    for norm in (part for part in layer.modules() if isinstance(part, nn.BatchNorm2d)):
+        norm.running_mean.copy_(randn(len(norm.running_mean)))
+    expected = results(partial(on_map, layer), x, module=layer)
+    assert len(va.swap_(layer, where=lambda name, module: True)) == 1
+    ran = []
+    vars(layer)[SWAPPED].block.register_forward_hook(lambda *_: ran.append(1))
+    assert_close(results(partial(on_map, layer), x, module=layer), expected, 1e-10)
+    layer.train()(x)  # with the norms of this batch
+    assert ran == [1]
+    turn_rows(monkeypatch, other)
+    assert not va.swap_(other, where=lambda name, module: True).swapped
 
 
 def test_the_table_of_the_docs_is_that_of_the_rows():
@@ -339,64 +423,6 @@ def test_swin_attends_to_its_padding_and_so_does_the_block():
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
     with pytest.raises(ValueError, match="x must be of whole windows of 3×5; got 7×10 with a shift"):
         rolled_first(torch.randn(2, 8, 7, 10))
-
-
-# --- separate projections ---------------------------------------------------------------------------------------------
-
-
-def grouped_attention(layers, heads, kv_heads, scale):
-    def run(x, context=None):
-        maps = (x, *[x if context is None else context] * 2)
-        q, k, v = (
-            layers[name](tokens(y)).unflatten(2, (n, -1)).transpose(1, 2)
-            for name, n, y in zip(("wq", "wk", "wv"), (heads, kv_heads, kv_heads), maps, strict=True)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2).flatten(2)
-        return layers["wo"](y).transpose(1, 2).unflatten(2, x.shape[2:])
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("heads", "d", "e", "context", "scale", "bias", "rank"),
-    [
-        ((4, 4), 3, 3, None, None, True, 2),
-        ((4, 2), 3, 2, None, 1.0, False, 2),
-        ((6, 1), 2, 4, 5, None, True, 1),
-        ((3, 3), 2, 1, 5, 1.0, True, 3),
-    ],
-)
-def test_separate_projections(heads, d, e, context, scale, bias, rank):
-    n, m, width = *heads, context or 6
-    sizes = {"wq": (6, n * d), "wk": (width, m * d), "wv": (width, m * e), "wo": (n * e, 7)}
-    layers = {name: randomised(nn.Linear(*size, bias=bias)) for name, size in sizes.items()}
-    block = convert.from_linear_projections(**layers, num_heads=n, num_kv_heads=m, scale=scale, rank=rank)
-    assert type(block) is BLOCKS[rank]
-    others = [] if context is None else [(context, 4, 4, 2)[: rank + 1]]
-    assert_same(block, grouped_attention(layers, n, m, scale), (6, 3, 5, 2)[: rank + 1], *others)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("replaced", "heads", "message"),
-    [
-        ({"wq": nn.Conv2d(6, 12, 1)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Conv2d"),
-        ({"wq": Doubled(6, 12)}, (4, 2), "wq must be an nn.Linear as it is in torch; got Doubled"),
-        ({}, (0, 2), "^num_heads must be"),
-        ({}, (5, 5), r"must have weights of \[\(10, 6\)"),
-        ({"wv": nn.Linear(6, 8)}, (4, 2), r"weights of .*; got \[\(12, 6\), \(6, 6\), \(8, 6\), \(6, 12\)\]"),
-        ({"wo": nn.Linear(8, 6)}, (4, 2), "must have weights of"),
-        ({"wk": nn.Linear(6, 6, bias=False)}, (4, 2), "size mismatch for qkv.bias"),
-    ],
-)
-def test_projections_that_do_not_fit_are_refused(replaced, heads, message):
-    layers = {"wq": nn.Linear(6, 12), "wk": nn.Linear(6, 6), "wv": nn.Linear(6, 6), "wo": nn.Linear(12, 6), **replaced}
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        convert.from_linear_projections(**layers, num_heads=heads[0], num_kv_heads=heads[1])
 
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
@@ -582,7 +608,6 @@ REFUSED = [
     ("norm_q cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, qk_norm="layer_norm")),
     ("norm_cross cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, cross_attention_norm="layer_norm")),
     ("group_norm cannot", lambda: diffusers_attention(8, heads=2, dim_head=4, norm_num_groups=4)),
-    ("training cannot", lambda: NonLocalAttn(16).train()),
     ("no row of the table is for torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
     ("no row of the table is for timm.models.eva.Eva", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
     ("module must be an nn.Module, as a layer of Keras is if KERAS_BACKEND=torch is set", lambda: None),

@@ -100,11 +100,11 @@ def test_a_conditional_position_is_convolved_once_a_map():
 
 def test_the_form_is_chosen_by_the_keys_of_a_group_and_where_it_runs():
     q = torch.randn(2, 2, 300, 4)
-    assert choices.how_to_add(q, (16, 16), watched=False) == "mask"
     assert choices.how_to_add(q, (13, 20), watched=False) == "blocks"
     assert choices.how_to_add(q, (13, 20), watched=True) == "folded"
     assert choices.how_to_add(q.to("meta"), (13, 20), watched=False) == "folded"
     assert choices.how_to_add(q.to("meta"), (16, 16), watched=False) == "mask"
+    assert choices.how_to_add(q, (16, 16), watched=True) == "mask"
     seen = torch.func.vmap(lambda one: torch.tensor(choices.how_to_add(one, (13, 20), watched=False) == "folded"))(q)
     assert seen.all()
 

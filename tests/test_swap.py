@@ -5,17 +5,20 @@ import pickle
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 
 import families
 import pytest
 import timm
 import torch
-from stand_ins import diffusers_attention
+from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention
 from timm.layers.attention2d import MultiQueryAttention2d
+from timm.models.cait import ClassAttn
+from timm.models.convit import GPSA
+from timm.models.efficientvit_mit import LiteMLA
 from timm.models.maxxvit import MaxxVit, model_cfgs
 from timm.models.mobilenetv3 import _gen_mobilenet_v4
-from timm.models.twins import LocallyGroupedAttn
 from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
@@ -285,6 +288,34 @@ def test_maps_of_tokens(name, prefix):
         pass
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "prefix"),
+    [
+        ("Dinov2WithRegistersModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 5),
+        ("CLIPVisionModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 1),
+        ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4}, 0),
+    ],
+)
+def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, options, prefix):
+    kind = getattr(pytest.importorskip("transformers"), kind)
+    options = {"patch_size": 8, "image_size": 32, **options}
+    model, other = (kind(kind.config_class(**options, attn_implementation=how)).eval() for how in ("sdpa", "eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    other.load_state_dict(model.state_dict())
+    va.swap_(model)
+    with va.capture(model) as maps, torch.no_grad():
+        model(image := torch.randn(1, 3, 32, 32))
+        expected = other(image, output_attentions=True).attentions[0]
+    (found,) = maps.values()
+    if prefix:
+        torch.testing.assert_close(found.weights.flatten(3), expected[:, :, prefix:, prefix:])
+    else:  # the last of its four windows
+        last = found.weights.unflatten(2, (8, 8))[0, :, 4:, 4:, 4:, 4:].flatten(1, 2).flatten(2)
+        torch.testing.assert_close(last, expected[3])
+
+
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------
 
 
@@ -320,7 +351,9 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
         (nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
         (rotated(8, 2), "subclass of Attention with a forward of its own"),
-        (LocallyGroupedAttn(8, 2, ws=2), "no row of the table is for timm.models.twins.LocallyGroupedAttn"),
+        (GPSA(8, 2), "no row of the table is for timm.models.convit.GPSA: it adds two softmaxes"),
+        (LiteMLA(8, 8), "no row of the table is for timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
+        (ClassAttn(8, 2), "a block takes longer than it: choose it by names= or where= to swap it all the same"),
     ):
         kind = type(module)
         report = va.swap_(nn.ModuleList([module]))
@@ -330,15 +363,29 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
     assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
 
 
-@pytest.mark.parametrize("family", ["beit", "edgenext"])  # swapped, and left
-def test_a_row_of_the_table_is_what_is_measured(family):
+@pytest.mark.parametrize(
+    ("library", "family"),
+    [
+        ("timm", "beit"),
+        ("timm", "edgenext"),  # left
+        ("timm", "convit"),
+        ("transformers", "Swin"),
+        ("transformers", "SegFormer"),
+        ("vit_pytorch", "MaxViT"),
+        ("monai", "ViT"),
+        ("ultralytics", "A2C2f"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
+def test_a_row_of_the_table_is_what_is_measured(library, family):
     text = families.TABLE.read_text()
-    if f"timm {timm.__version__}" not in text:
-        pytest.skip("the table is of another version of timm")
-    entry = next(one for one in families.ENTRIES if one.family == family)
+    pytest.importorskip(library)
+    if f"{library} {version(library)}" not in text:
+        pytest.skip(f"the table is of another version of {library}")
+    entry = next(one for one in families.ENTRIES if (one.library, one.family) == (library, family))
     row = families.measure(entry, dtypes=("float32",))
     assert row.agrees
-    (line,) = (line for line in text.splitlines() if f"| `{entry.model}` |" in line)
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {library} | {family} |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert [cells[i] for i in (0, 1, 2, 3, 4, -1)] == [row.cells()[i] for i in (0, 1, 2, 3, 4, -1)]
 
@@ -369,6 +416,46 @@ def test_multihead_attention_serves_the_calls_that_the_block_does_not(batch_firs
         assert len(calls) == runs
         torch.testing.assert_close(got, y)
         assert (its_weights is None) == (weights is None)
+
+
+VIT = "vit.modeling_vit.ViTAttention"
+SWIN = "swin.modeling_swin.SwinAttention"
+
+
+@pytest.mark.parametrize(("path", "given", "tokens"), [(VIT, (), 5), (SWIN, (8, 2, 2), 4)])
+def test_layers_of_transformers_serve_the_calls_that_the_block_does_not(path, given, tokens):
+    layer = transformers_layer(path, *given, hidden_size=8, num_attention_heads=2).double().eval()
+    x, hidden = torch.randn(4, tokens, 8, dtype=torch.float64), torch.rand(4, tokens, tokens) < 0.5
+    hidden.diagonal(dim1=1, dim2=2).fill_(False)
+    bias = torch.zeros(4, tokens, tokens, dtype=torch.float64).masked_fill(hidden, -100.0)
+    masks = [bias[:2]] if given else [bias[:, None], ~hidden[:, None], hidden[:1, None].double()]
+    cases = [({}, 1), *(({"attention_mask": mask}, 1) for mask in masks)]
+    cases += [({"output_attentions": True}, 0), ({"is_causal": True}, 0), ({"output_attentions": False}, 1)]
+    expected = [layer(x, **options) for options, _ in cases]
+    twin = copy.deepcopy(layer)
+    assert len(va.swap_(layer)) == 1
+    for (options, runs), (y, weights) in zip(cases, expected, strict=True):
+        with calls_counted(layer) as calls:
+            got, its_weights = layer(hidden_states=x, **options)
+        assert len(calls) == runs
+        torch.testing.assert_close(got, y)
+        assert its_weights is weights is None
+    for each in (layer, twin):  # which gives its weights
+        each.config._attn_implementation = "eager"
+    for got, wanted in zip(layer(x), twin(x), strict=True):
+        assert torch.equal(got, wanted)
+    (left,) = va.swap_(twin).left
+    assert left.reason.startswith(
+        f"{left.kind}.config._attn_implementation cannot be carried over: got 'eager'; it gives"
+    )
+
+
+def test_a_mask_of_monai_is_served_by_the_layer():
+    layer, x = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval(), torch.randn(2, 5, 8)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]])
+    expected = layer(x, mask)
+    va.swap_(layer)
+    assert torch.equal(layer(x, attn_mask=mask), expected)
 
 
 def test_causal_calls_and_later_processors_are_served_by_the_layer():

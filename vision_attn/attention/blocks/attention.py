@@ -359,9 +359,9 @@ class Attention2d(Attention):
         channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
         impl: the implementation, one of :data:`vision_attn.IMPLS`, ``"auto"`` or a registered one. They give the same
-            result. ``"sdpa"`` is the fastest where torch has a fused kernel, and needs memory for the tokens only; the
-            others hold every attention weight. ``"auto"`` is ``"sdpa"``, and ``"bmm"`` where torch has no such kernel:
-            on the CPU, with dropout of weights or gradients of a bias.
+            result. ``"sdpa"`` needs memory for the tokens only where torch has a fused kernel; the others hold every
+            attention weight. ``"auto"`` is the faster of ``"sdpa"`` and ``"bmm"``, by device, type, tokens, gradients,
+            dropout and mask.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,

@@ -5,6 +5,6 @@ does not do is refused by name, and what is returned was proven on random weight
 """
 
 from vision_attn.errors import ConversionError
-from vision_attn.networks.convert.layers import from_layer, from_linear_projections, to_timm_attention, to_torch_mha
+from vision_attn.networks.convert.layers import from_layer, to_timm_attention, to_torch_mha
 
-__all__ = ["ConversionError", "from_layer", "from_linear_projections", "to_timm_attention", "to_torch_mha"]
+__all__ = ["ConversionError", "from_layer", "to_timm_attention", "to_torch_mha"]

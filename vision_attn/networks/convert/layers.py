@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
-from vision_attn.checks import check_counts, check_type
-from vision_attn.networks.convert.proof import check_source, check_without, difference, path_of, random_map
-from vision_attn.networks.convert.row import block_of, filled, input_projections, parameters_of, rows_of
+from vision_attn.checks import check_type
+from vision_attn.networks.convert.proof import check_without, difference, path_of, random_map
+from vision_attn.networks.convert.row import filled
 from vision_attn.networks.convert.table import row_of
 
 
@@ -28,7 +28,6 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
       that gives the biases of version 2 becomes a table, which is trained.
     - Of timm's Swin and of MaxViT: the layer is given windows or grids, which the block cuts itself: see ``pattern``.
     - Of ``BottleneckAttn`` and ``HaloAttn``, which have no output projection: the block's is the identity, not trained.
-    - Of ``NonLocalAttn``: the batch norm, in evaluation mode, becomes part of the output projection.
     - Of Keras, on torch: ``attention_axes`` becomes the pattern, ``use_gate`` the output gate. The layer has to be
       built. Masks are arguments of the block's call. The block is in evaluation mode: call ``.train()`` to train it.
 
@@ -44,7 +43,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
 
     Raises:
         ValueError: no row is for the layer, or it does what the block does not; the message says what.
-        ConversionError: the block does not compute what the layer does, in float64 on random weights and numbers.
+        ConversionError: the block does not compute what the layer does, on random weights and numbers: in float64, or
+            in float32 where the library has no kernel for more.
 
     >>> from_layer(nn.MultiheadAttention(64, num_heads=4))(torch.randn(2, 64, 14, 10)).shape
     torch.Size([2, 64, 14, 10])
@@ -66,84 +66,14 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
         raise ValueError(f"rank must be None for a {kind.__name__}, whose maps have their own axes; got {rank}")
 
     def compute(twin: Any, x: Tensor, *args: Any) -> Any:
-        block = row.block(twin).double()
+        block = row.block(twin).to(row.dtype)
         if isinstance(block, Attention):
             return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), x, *args)
         return block(x.flatten(2) if row.rank == 1 else x).view(x.shape)
 
-    difference(module, compute, row.arguments, row.twin, **row.told)
+    difference(module, compute, row.arguments, row.twin, row.dtype, **row.told)
     with torch.inference_mode(False), torch.enable_grad():  # which the weights say by whether they are trained
         return row.block(module, **options)
-
-
-# --- separate projections ---------------------------------------------------------------------------------------------
-
-
-def from_linear_projections(
-    wq: nn.Module,
-    wk: nn.Module,
-    wv: nn.Module,
-    wo: nn.Module,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    *,
-    scale: float | None = None,
-    rank: int = 2,
-) -> Attention:
-    """The block of four projections: ``wo(attention(wq(x), wk(x), wv(x)))``, heads beside each other in their rows.
-
-    In Llama they are ``q_proj, k_proj, v_proj, o_proj``. What is around them in such models, a norm, a residual, a
-    rotation of queries and keys, is not part of the block. There is no layer to compare the block with, so the
-    projections have to be plain.
-
-    Args:
-        wq: projection of queries, an ``nn.Linear``, to ``num_heads · key_dim`` rows.
-        wk: of keys, to ``num_kv_heads · key_dim`` rows.
-        wv: of values, to ``num_kv_heads · value_dim`` rows.
-        wo: of the output, from ``num_heads · value_dim``.
-        num_heads: heads of queries.
-        num_kv_heads: heads of keys and values, each shared by as many heads of queries in a row; ``num_heads`` if None.
-        scale: factor on the logits; ``key_dim ** -0.5`` when None.
-        rank: axes of the maps that the block is for: 1, 2 or 3.
-
-    Returns:
-        :class:`Attention1d`, :class:`Attention2d` or :class:`Attention3d` by ``rank``, with copies of the weights and
-        without dropout; it takes a ``context`` where keys and values are of other channels than queries.
-
-    Raises:
-        ValueError: the projections are of other kinds or do not fit each other; the message says which.
-
-    >>> wq, wo = (nn.Linear(64, 64, bias=False) for _ in range(2))
-    >>> wk, wv = (nn.Linear(64, 16, bias=False) for _ in range(2))
-    >>> from_linear_projections(wq, wk, wv, wo, num_heads=8, num_kv_heads=2)(torch.randn(2, 64, 14, 10)).shape
-    torch.Size([2, 64, 14, 10])
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_projections({"wq": wq, "wk": wk, "wv": wv, "wo": wo}, num_heads, num_kv_heads)
-    with torch.inference_mode(False), torch.enable_grad():
-        weights = {**input_projections(rows_of(wq), rows_of(wk), rows_of(wv)), "proj": rows_of(wo)}
-        block = block_of(rank, weights, scale=scale, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        return filled(block, parameters_of(weights, rank), training=wq.training)
-
-
-def check_projections(layers: dict[str, Any], num_heads: int, num_kv_heads: int) -> None:
-    """Refuse projections that are not plain, or do not fit each other."""
-    check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    for name, layer in layers.items():
-        if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-            raise ValueError(f"{name} must be an nn.Linear as it is in torch; got {layer}")
-        check_source(layer)
-    shapes = [tuple(rows_of(layer).weight.shape) for layer in layers.values()]
-    (rows, channels), (_, context), (values, _), (out, _) = shapes
-    d, e = rows // num_heads, values // num_kv_heads
-    fitting = [
-        (num_heads * d, channels),
-        (num_kv_heads * d, context),
-        (num_kv_heads * e, context),
-        (out, num_heads * e),
-    ]
-    if shapes != fitting:
-        raise ValueError(f"{', '.join(layers)} must have weights of {fitting} with these heads; got {shapes}")
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vision_attn.errors import ConversionError
 
-#: Of the largest value, in float64. Another order of rows differs by all of it, arithmetic by 1e-15.
-TOLERANCE = 1e-10
+#: Of the largest value. Another order of rows differs by all of it, arithmetic in float64 by 1e-15. Only what has no
+#: kernel in float64 is proven in float32.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 #: How large the inputs are that both are run on.
 SIZES = (1.0, 1e-3)
@@ -28,7 +29,7 @@ SIZES = (1.0, 1e-3)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 #: How a part or setting prints that does nothing.
-NOTHING = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()")
+NOTHING = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()", "'sdpa'")
 
 REMEDY = (
     "is it a subclass with a forward of its own, was a part of it replaced, as by an adapter or by quantizing, or has "
@@ -88,10 +89,10 @@ def drop_of(module: Any, path: str) -> float:
 
 
 @contextmanager
-def random_twin(source: nn.Module) -> Iterator[nn.Module]:
-    """A copy in float64, in evaluation mode, with random weights."""
-    with explained(source, "copied, to be run in float64"):
-        twin = copy.deepcopy(source).to("cpu", torch.float64)
+def random_twin(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """A copy of this type, in evaluation mode, with random weights, which are not trained: some kernels only run so."""
+    with explained(source, f"copied, to be run in {dtype}"):
+        twin = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
         twin.eval()  # which gives back nothing where a library's own does not
         parameters = list(twin.parameters())
         with torch.no_grad():
@@ -104,19 +105,21 @@ def difference(
     source: nn.Module,
     compute: Callable[..., Any],
     example: Callable[[Any], tuple[Any, ...]],
-    twin: Callable[[Any], AbstractContextManager[Any]] = random_twin,
+    twin: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = random_twin,
+    dtype: torch.dtype = torch.float64,
     **options: bool,
 ) -> float:
     """How much ``compute(copy, *arguments)`` differs from what the copy gives, in parts of the largest value.
 
-    Refused if that is more than float64 explains. The copy is called with the options, too.
+    Refused if that is more than the type explains. The copy is called with the options, too.
     """
     worst = 0.0
-    with torch.inference_mode(False), torch.enable_grad(), twin(source) as other:
+    with torch.inference_mode(False), torch.enable_grad(), twin(source, dtype) as other:
         for size in SIZES:
-            with explained(source, "run as a layer of its class is"):
+            with explained(source, f"run as a layer of its class is, in {dtype}"):
                 given = example(other)
-                scaled = {id(x): size * x for x in given if isinstance(x, Tensor)}  # one may be several arguments
+                # One tensor may be several arguments.
+                scaled = {id(x): size * x.to(dtype) for x in given if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in given]
                 expected = output_of(other(*arguments, **options))
             with explained(source, "run by what was made of it", ValueError):  # which says what is wrong
@@ -135,9 +138,9 @@ def off_by(source: nn.Module, expected: Tensor, got: Tensor) -> float:
     why = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     if got.shape == expected.shape:
         largest, off = expected.abs().max().item(), (got - expected).abs().max().item()
-        if off <= TOLERANCE * largest:  # which a difference that is no number is not
+        if off <= TOLERANCE[expected.dtype] * largest:  # which a difference that is no number is not
             return off / largest if largest else 0.0
-        why = f"a difference of {off:.2g} where the largest is {largest:.2g}"
+        why = f"a difference of {off:.2g} in {expected.dtype} where the largest is {largest:.2g}"
     raise ConversionError(
         f"what was made of this {type(source).__name__} does not compute what it does, outputs have {why}: {REMEDY}"
     )

@@ -8,7 +8,7 @@ weight                                      found in                            
 ==========================================  ===================================================  ======================
 ``((qkv n d), c)``                          torch, timm, torchvision                             :func:`rows_of`
 ``((n qkv d), c)``                          timm's MaxxViT and CoAtNet, unless they say          :func:`heads_first`
-``((n d), c)``, ``((m d), c)``, …           llama, diffusers, multi-query                        :func:`side_by_side`
+``((n d), c)``, ``((m d), c)``, …           transformers, diffusers                              :func:`side_by_side`
 ``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`kernel_rows`
 ==========================================  ===================================================  ======================
 
@@ -68,18 +68,27 @@ def rows_of(layer: Any) -> Rows:
 
 
 def named(qkv: str, proj: str = "") -> Callable[[Any], Weights]:
-    """The weights of a layer whose projections have these names: of queries, keys and values in one, or three.
+    """The weights of a layer whose projections have these names: of queries, keys and values in one, two or three.
+
+    After a bar come those of a context, so that nothing is projected that is not used.
 
     >>> list(named("q k v", "out")(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q", "k", "v", "out")})))
     ['qkv', 'proj']
     """
 
     def weights(layer: Any) -> Weights:
-        inputs = [rows_of(layer.get_submodule(name)) for name in qkv.split()]
-        out = {"proj": rows_of(layer.get_submodule(proj))} if proj else {}
-        return {**({"qkv": inputs[0]} if len(inputs) == 1 else input_projections(*inputs)), **out}
+        parts = [[rows_of(layer.get_submodule(name)) for name in names.split()] for names in qkv.split("|")]
+        inputs = input_projections(*parts[0]) if len(parts) == 1 else {"q": parts[0][0], "kv": side_by_side(*parts[1])}
+        return {**inputs, "proj": rows_of(layer.get_submodule(proj))} if proj else inputs
 
     return weights
+
+
+def folded(layer: Any, norm: Any) -> Rows:
+    """The rows of a convolution and the batch norm after it, in evaluation mode."""
+    rows = with_bias(rows_of(layer))
+    factor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    return Rows(rows.weight * factor[:, None], (rows.bias - norm.running_mean) * factor + norm.bias)
 
 
 def heads_first(rows: Rows, num_heads: int, *widths: int) -> Rows:
@@ -96,21 +105,25 @@ def heads_first(rows: Rows, num_heads: int, *widths: int) -> Rows:
     return Rows(reordered(rows.weight), None if rows.bias is None else reordered(rows.bias))
 
 
-def side_by_side(**parts: Rows) -> Rows:
-    """One projection of several, their rows after each other; of all or none of them with a bias.
+def side_by_side(*parts: Rows) -> Rows:
+    """One projection of several, their rows after each other; with a bias if one of them has.
 
-    >>> side_by_side(q=Rows(torch.ones(8, 4)), kv=Rows(torch.ones(2, 4))).weight.shape
+    >>> side_by_side(Rows(torch.ones(8, 4)), Rows(torch.ones(2, 4))).weight.shape
     torch.Size([10, 4])
     """
-    biases = [part.bias for part in parts.values() if part.bias is not None]
-    return Rows(torch.cat([part.weight for part in parts.values()]), torch.cat(biases) if biases else None)
+    if any(part.bias is not None for part in parts):
+        parts = tuple(with_bias(part) for part in parts)
+    weights, biases = zip(*parts, strict=True)
+    return Rows(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
-def input_projections(q: Rows, k: Rows, v: Rows) -> dict[str, Rows]:
+def input_projections(q: Rows, *kv: Rows) -> dict[str, Rows]:
     """The projections of a block: ``qkv``, or ``q`` and ``kv`` where these are of other channels than queries."""
-    if k.weight.shape[1] == q.weight.shape[1]:
-        return {"qkv": side_by_side(q=q, k=k, v=v)}
-    return {"q": q, "kv": side_by_side(k=k, v=v)}
+    if not kv:
+        return {"qkv": q}
+    if kv[0].weight.shape[1] == q.weight.shape[1]:
+        return {"qkv": side_by_side(q, *kv)}
+    return {"q": q, "kv": side_by_side(*kv)}
 
 
 def with_bias(rows: Rows) -> Rows:
@@ -256,7 +269,11 @@ class Row:
     #: ``(layer, block)`` to a module with more than attention, for ``from_layer`` alone
     finish: Callable[[Any, Any], nn.Module] = lambda layer, block: block
     #: gives a copy of the layer, with other weights, to be run
-    twin: Callable[[Any], AbstractContextManager[Any]] = random_twin
+    twin: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = random_twin
+    #: whether a block takes longer than it: it is swapped only where it is chosen
+    slower: bool = False
+    #: in which it is run to prove it
+    dtype: torch.dtype = torch.float64
     #: what a call of it is told beside these arguments
     told: Mapping[str, bool] = field(default_factory=dict)
 
@@ -308,7 +325,8 @@ class Row:
         """Arguments to try the layer with."""
         if self.example is not None:
             return self.example(layer)
-        channels, size = self.weights(layer)["qkv"].weight.shape[1], (8, 4, 5)[: self.rank]
+        weights, size = self.weights(layer), (8, 4, 5)[: self.rank]
+        channels = (weights.get("qkv") or weights["q"]).weight.shape[1]
         if self.size is not None:
             size = self.size(layer)
         elif self.rank == 1 and isinstance(bias := self.bias(layer, torch.empty(0, 0, 0)), Tensor):

@@ -97,9 +97,9 @@ def swap_(
     gives the attention maps, of windows that the network cuts and of the tokens of a ViT, too.
 
     A module is proven before it is swapped, on random weights. One that a block cannot stand for is left as it is, and
-    the report says why. A call that a block cannot serve is served by the module itself; so are all calls while a part
-    of the module has hooks, was replaced, as by LoRA, or is in another mode. One module is not for several threads at
-    once.
+    so is one of a kind that a block makes slower, unless it is chosen; the report says why. A call that a block cannot
+    serve is served by the module itself; so are all calls while a part of the module has hooks, was replaced, as by
+    LoRA, or is in another mode. One module is not for several threads at once.
 
     Args:
         model: any network; it may be one such module.
@@ -128,6 +128,8 @@ def swap_(
     lines, swaps = [], {}
     for name, module in inside.items():
         try:
+            if names is None and where is None and row_of(module)[2].slower:
+                raise ValueError("a block takes longer than it: choose it by names= or where= to swap it all the same")
             swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
             lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         except (ValueError, RuntimeError, AttributeError) as error:  # the last of a subclass without some part
@@ -175,8 +177,9 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> d
     """What is known to be attention, and what by its name is, unless it only holds such modules."""
     known = {name for name, module in modules.items() if known_class(module) is not None}
     named = {name for name, module in modules.items() if is_attention(module)}
-    holds = {outer for name in known | named for outer in around(name)}
-    attention = {name: module for name, module in modules.items() if name in known or name in named - holds}
+    named -= {outer for name in known | named for outer in around(name)}  # which only hold it
+    named -= {name for name in named if known.intersection(around(name))}
+    attention = {name: module for name, module in modules.items() if name in known | named}
     if names is None and where is None:
         return attention
     chosen = list(modules) if names is None else match_names(modules, several("names", names, (str, re.Pattern)))
@@ -195,9 +198,10 @@ def around(name: str) -> list[str]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether its name says so, where it is none of ours and has parameters."""
+    """Whether its name or those of its parts say so, where it is none of ours and has parameters."""
     kind = type(module)
     said = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+    said = said or any(hasattr(module, name) for name in ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query"))
     return said and not kind.__module__.startswith("vision_attn.") and next(module.parameters(), None) is not None
 
 
@@ -219,7 +223,7 @@ def swap_for(module: nn.Module, outers: list[nn.Module]) -> Swap:
     def compute(twin: Any, *args: Any) -> Any:
         return row.forward(twin, partial(swap.attend, twin), *args)
 
-    swap.difference = difference(bare, compute, row.arguments)
+    swap.difference = difference(bare, compute, row.arguments, row.twin, row.dtype)
     swap.block.train(module.training)
     note_place(swap, module, outers)
     return swap

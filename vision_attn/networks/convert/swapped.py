@@ -45,7 +45,8 @@ class Swap:
 
     def __str__(self) -> str:
         how = f"pattern={self.block.pattern!r}" if self.cut is None else f"on a map cut by {self.cut!r}"
-        return f"{type(self.block).__name__}, {how}"
+        proof = "" if self.row.dtype == torch.float64 else f", proven in {self.row.dtype}"
+        return f"{type(self.block).__name__}, {how}{proof}"
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
         weights = parameters_of(self.row.weights(module), self.block.rank)
@@ -130,6 +131,10 @@ def traits_of(module: nn.Module) -> tuple[Any, ...]:
 # --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
 
 
+#: What transformers calls the tokens before those of the map.
+BEFORE = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+
+
 def note_place(swap: Swap, module: nn.Module, outers: list[nn.Module]) -> None:
     """Note how what the module is given lies on the map, as the modules around it say, the innermost last."""
     for outer in outers:
@@ -140,6 +145,10 @@ def note_place(swap: Swap, module: nn.Module, outers: list[nn.Module]) -> None:
             swap.prefix = count
         elif isinstance(getattr(outer, "class_token", None), nn.Parameter):
             swap.prefix = 1
+        embeddings = getattr(outer, "embeddings", None)  # of transformers
+        before = [x for name in BEFORE if isinstance(x := getattr(embeddings, name, None), nn.Parameter)]
+        if before:
+            swap.prefix = sum(1 if x.dim() == 1 else x.shape[1] for x in before)
 
 
 def pair(size: Any) -> tuple[int, int]:
@@ -148,8 +157,8 @@ def pair(size: Any) -> tuple[int, int]:
 
 def cut_of(outer: Any, module: Any) -> Window | Grid | None:
     """How a module around cuts the map, if it does."""
-    if hasattr(outer, "shift_size"):
-        return Window(pair(outer.window_size), pair(outer.shift_size))
+    if any(size := pair(getattr(outer, "window_size", 0))):
+        return Window(size, pair(getattr(outer, "shift_size", 0)))
     if hasattr(outer, "partition_type"):
         windows, size = outer.partition_type == "window", module.size
     elif type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
@@ -161,5 +170,10 @@ def cut_of(outer: Any, module: Any) -> Window | Grid | None:
 
 
 #: Where the modules are that cut a map, each in words of its own.
-CUTS = {f"timm.models.{name}" for name in ("maxxvit", "swin_transformer", "swin_transformer_v2")}
-CUTS |= {"torchvision.models.maxvit"}
+CUTS = {
+    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit", "swin_transformer")),
+    *(f"timm.models.{name}" for name in ("swin_transformer_v2", "vision_transformer_sam")),
+    *(f"transformers.models.{name}" for name in ("maskformer.modeling_maskformer_swin", "sam.modeling_sam")),
+    "torchvision.models.maxvit",
+    "transformers.models.swin.modeling_swin",
+}
