@@ -282,6 +282,25 @@ def test_hooks_on_projections_fire_once(options):
     assert seen == [("qkv", (2, 24, 4, 6)), ("proj", (2, 8, 4, 6))]
 
 
+class Packed(torch.Tensor):
+    """A matrix of fewer bits, as torchao's: it is multiplied by `linear` and not transposed."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func is not torch.Tensor.t
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@torch.no_grad()
+def test_a_projection_takes_its_weights_as_a_matrix_of_fewer_bits(rank):
+    block = (va.Attention1d, va.Attention2d, va.Attention3d)[rank - 1](8, 2)
+    expected = block(x := torch.randn(2, 8, *(4, 6, 3)[:rank]))
+    for layer in (block.qkv, block.proj):
+        layer.weight = nn.Parameter(layer.weight.flatten(1).as_subclass(Packed))
+    close(block(x).as_subclass(torch.Tensor), expected)
+
+
 class LowRank(nn.Module):
     """What LoRA puts in the place of a layer."""
 

@@ -4,11 +4,14 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import io
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -34,6 +37,16 @@ PAGES = [
     *sorted(page for room in ("docs", "examples", "weights") for page in (ROOT / room).rglob("*.md")),
 ]
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
+#: What a page imports of the extra `neighbours`; such a page runs in a process of its own, which some of these change.
+NEIGHBOURS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
+#: There nothing is fetched or installed, and little said.
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "YOLO_OFFLINE": "1",
+    "YOLO_AUTOINSTALL": "0",
+    "YOLO_VERBOSE": "0",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def page(name):
@@ -63,19 +76,48 @@ def numbers_apart(text):
     return re.sub(fraction, "…", text), [float(number) for number in re.findall(fraction, text)]
 
 
-@pytest.mark.parametrize("path", [path for path in DOCS if blocks(path.read_text(), "python")], ids=relative)
+def neighbours(path):
+    return set(re.findall(NEIGHBOURS, "".join(blocks(path.read_text(), "python")), flags=re.MULTILINE))
+
+
+def run_here(codes):
+    """What each block of a page prints."""
+    for code in codes:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, vars(sys.modules["page"]))
+        yield out.getvalue()
+
+
+def run_apart(codes):
+    between = "— the next block —"
+    program = f"\nprint({between!r})\n".join(["import socket; socket.getaddrinfo = None  # no network", *codes])
+    environment = os.environ | QUIET | {"YOLO_CONFIG_DIR": os.getcwd()}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split(between + "\n")[1:]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if neighbours(path) else [], id=relative(path))
+        for path in DOCS
+        if blocks(path.read_text(), "python")
+    ],
+)
 def test_the_code_runs_and_prints_what_is_shown(path, tmp_path, monkeypatch):
     """The blocks of a page run one after the other, as one file."""
+    if missing := [name for name in neighbours(path) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f'{" and ".join(missing)} not installed: pip install ".[neighbours]"')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
     for table in (IMPLEMENTATIONS, TABLE):  # which the page for contributors adds to
         for name in ("matmul", "page.Theirs"):
             monkeypatch.setitem(table, name, None)
             del table[name]
-    for code, expected in code_and_output(path.read_text()):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(code, vars(sys.modules["page"]))
-        (words, numbers), (shown, shown_numbers) = numbers_apart(out.getvalue()), numbers_apart(expected)
+    codes, outputs = zip(*code_and_output(path.read_text()), strict=True)
+    for printed, expected in zip((run_apart if neighbours(path) else run_here)(codes), outputs, strict=True):
+        (words, numbers), (shown, shown_numbers) = numbers_apart(printed), numbers_apart(expected)
         assert words == shown
         assert numbers == pytest.approx(shown_numbers, rel=1e-3)
 

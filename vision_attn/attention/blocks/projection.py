@@ -50,7 +50,7 @@ class Pointwise:
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
         last = x.dim() - 1
-        weight, channels = self.weight.flatten(1), last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
+        weight, channels = self.weight.flatten(1), last - len(self.kernel_size)  # of maps (b, c, *size) or (c, *size)
         if channels == 1 and self.bias is not None and x.is_contiguous() and spares_a_copy(x, weight):
             y = torch.baddbmm(self.bias, x.flatten(2).mT, weight.t().expand(len(x), -1, -1))
             return y.mT.unflatten(2, x.shape[2:])
@@ -89,8 +89,9 @@ def spares_a_copy(x: Tensor, weight: Tensor) -> bool:
     """Whether a product for each map, which reads it as it lies, is faster than one for all.
 
     It is where maps have many. For training it is not: gradients of weights would be made for each map, and summed.
+    Weights in fewer bits are for products for all.
     """
-    if x.dtype != torch.float32 or 8 * x.shape[2:].numel() < len(weight):
+    if x.dtype != torch.float32 or type(weight) is not Tensor or 8 * x.shape[2:].numel() < len(weight):
         return False
     return runs_in_parts(x) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
