@@ -347,10 +347,17 @@ def test_stages_of_networks_that_declare_none_are_in_a_table_and_the_same_for_al
         assert va.stage_names(model, shape) == stages
 
 
+@pytest.mark.skipif(not timm.is_model("gemma4_vit_167m"), reason="this timm has none")
+def test_a_declaration_that_names_no_modules_is_replaced_by_the_table():
+    with torch.device("meta"):
+        gemma = timm.create_model("gemma4_vit_167m")
+    assert va.stage_names(gemma, (1, 3, 128, 128)) == [f"encoder.blocks.{index}" for index in range(16)]
+
+
 def test_the_last_stage_takes_a_block_before_it_and_not_before_the_network():
     model = torchvision.models.vgg11().eval()
-    (block,) = va.insert_(model, stages=-1, at="before", example_input=(1, 3, 32, 32)).blocks
-    assert (block.site, block.size) == ("features.20", "2×2")
+    (block,) = va.insert_(model, stages=-1, at="before", example_input=(1, 3, 64, 64)).blocks
+    assert (block.site, block.size) == ("features.20", "4×4")
 
 
 #: What no stage can be told in, and what the message says and names.
@@ -542,12 +549,11 @@ def test_a_network_says_the_size_of_its_images():
 
 def test_one_bad_entry_of_a_declaration_spoils_no_other():
     with torch.device("meta"):
-        model, gemma = timm.create_model("resnet18"), timm.create_model("gemma4_vit_167m")
+        model = timm.create_model("resnet18")
     model.feature_info[2]["module"] = "nowhere"
     assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
     with pytest.raises(va.SiteError, match="declares 'nowhere' as a stage and has no such module"):
         va.insert_(model, stages=2)
-    assert va.stage_names(gemma, (1, 3, 128, 128)) == [f"encoder.blocks.{index}" for index in range(16)]
 
 
 def test_what_only_features_are_given_of_is_read_by_a_detector():
