@@ -6,6 +6,7 @@ no weights: each forward lends it those that the module has then. What a block d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
