@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention.position import relative
+from vision_attn.attention import choices, implementations
+from vision_attn.attention.blocks import attention
 from vision_attn.attention.position.relative import resample
 
 #: What code that prints a specification may name.
@@ -73,20 +74,22 @@ def test_a_specification_prints_as_code_compares_and_pickles(term):
     ],
     ids=str,
 )
-def test_the_dense_bias_and_the_folded_form_are_equal_forward_and_backward(options, feat_size, impl, monkeypatch):
+def test_a_mask_blocks_of_queries_and_the_folded_form_are_equal(options, feat_size, impl, monkeypatch):
     position = va.RelPosDecomposed(feat_size)
     block = va.Attention2d(16, 2, position=position, impl=impl, dtype=torch.float64, **options)
     x, mask = torch.randn(2, 16, 5, 7, dtype=torch.float64), torch.rand(35, 35) < 0.8
-    results, seen = [], []
-    block.position.register_forward_hook(lambda module, args, output: seen.append(output[3] is None))
-    for most in (0, 10**9):
-        monkeypatch.setattr(relative, "DENSE_KEYS", most)
+    monkeypatch.setattr(choices, "FEWEST_QUERIES", 2)
+    monkeypatch.setattr(choices, "AT_ONCE", 1)
+    results = []
+    for how, kept in (("mask", 0), ("blocks", 0), ("blocks", 10**9), ("folded", 0)):
+        monkeypatch.setattr(attention, "how_to_add", lambda *args, how=how, **options: how)
+        monkeypatch.setattr(implementations, "KEPT", kept)
         leaf = x.clone().requires_grad_()
         y = block(leaf, mask)
         results.append((y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])))
-    assert seen == [True, False]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    for other in results[1:]:
+        for one, same in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, same, rtol=0, atol=1e-11)
     assert results[0][-1].abs().max() > 0
 
 
@@ -99,12 +102,15 @@ def test_a_conditional_position_is_convolved_once_a_map():
         assert len(seen) == maps
 
 
-def test_the_form_is_chosen_by_the_keys_of_a_group():
-    for pattern, size, folded in (("full", (16, 16), False), ("full", (13, 20), True), (va.Window(8), (64, 64), False)):
-        block, seen = va.Attention2d(16, 2, position=va.RelPosDecomposed(8), pattern=pattern), []
-        block.position.register_forward_hook(lambda *call, seen=seen: seen.append(call[2][3] is None))
-        block(torch.randn(1, 16, *size))
-        assert seen == [folded]
+def test_the_form_is_chosen_by_the_keys_of_a_group_and_where_it_runs():
+    q = torch.randn(2, 2, 300, 4)
+    assert choices.how_to_add(q, (16, 16), watched=False) == "mask"
+    assert choices.how_to_add(q, (13, 20), watched=False) == "blocks"
+    assert choices.how_to_add(q, (13, 20), watched=True) == "folded"
+    assert choices.how_to_add(q.to("meta"), (13, 20), watched=False) == "folded"
+    assert choices.how_to_add(q.to("meta"), (16, 16), watched=False) == "mask"
+    seen = torch.func.vmap(lambda one: torch.tensor(choices.how_to_add(one, (13, 20), watched=False) == "folded"))(q)
+    assert seen.all()
 
 
 # --- maps of another size ---------------------------------------------------------------------------------------------

@@ -17,19 +17,23 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+from vision_attn.attention.choices import KEPT, fused_is_faster, maps_at_once, queries_at_once, runs_in_parts
 from vision_attn.attention.masks import (
+    AxisBias,
     Mask,
     add_mask,
     causal_mask,
     check_mask,
     combine_masks,
+    mask_of,
     open_rows,
     upcast,
     with_four_axes,
@@ -58,6 +62,7 @@ class Given(NamedTuple):
     mask: Mask  # (b or 1, groups or 1, n or 1, i, j), in which each row has a key to attend to
     reachable: Mask  # (b or 1, groups or 1, n or 1, i, 1): the rows that had one before; None: all
     causal: bool  # whether the kernel is to hide later keys
+    bias: AxisBias | None = None  # what is added to the logits beside the mask
 
 
 # --- einx: every axis by its name -------------------------------------------------------------------------------------
@@ -189,13 +194,18 @@ def kernels_for_masks(q: Tensor) -> AbstractContextManager[None]:
 
 
 def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """By ``"sdpa"``, except on the CPU with dropout, or with a mask that needs gradients, as a table's bias does.
-
-    Torch has no fused kernel for these: it writes attention out, in more steps than bmm.
-    """
-    needs_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    chosen = attend_bmm if q.device.type == "cpu" and (dropout or needs_gradient) else attend_sdpa
-    return chosen(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+    """By the fused kernel or by bmm, whichever is faster; by bmm for so many maps at once as fit into the caches."""
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
+    if fused_is_faster(q, k.shape[2], mask, dropout):
+        return attend_sdpa(q, k, v, mask=mask, **options)
+    groups = 1 if mask is None else mask.shape[1]
+    size = groups * maps_at_once(q, k.shape[2], groups) if runs_in_parts(q) else q.shape[0]
+    if size >= q.shape[0]:
+        return attend_bmm(q, k, v, mask=mask, **options)
+    parts = [x.split(size) for x in (q, k, v)]
+    own = mask is not None and mask.shape[0] > 1
+    masks = mask.split(size // groups) if mask is not None and own else [mask] * len(parts[0])
+    return torch.cat([attend_bmm(*part, mask=seen, **options) for *part, seen in zip(*parts, masks, strict=True)])
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -326,11 +336,38 @@ def attend(
 
 def attend_groups(impl: Implementation, given: Given, dropout: float) -> Tensor:
     """Attention in the groups of a pattern, ``(b·groups, n, i, e)``; zeros for rows that may attend to nothing."""
-    q, k, v, scale, mask, reachable, causal = given
+    q, k, v, scale, mask, reachable, causal, bias = given
     if k.shape[1] != q.shape[1]:
         k, v = repeat_kv(q, k), repeat_kv(q, v)
     with without_autocast(q):
-        return zero_rows(impl.attend(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout), reachable)
+        if bias is None:
+            y = impl.attend(q, k, v, scale=scale, mask=mask, causal=causal, dropout=dropout)
+        else:
+            y = attend_in_blocks(impl, given._replace(k=k, v=v), bias, dropout)
+        return zero_rows(y, reachable)
+
+
+def attend_in_blocks(impl: Implementation, given: Given, bias: AxisBias, dropout: float) -> Tensor:
+    """Attention with a bias that is made for a block of queries at a time; of many, again for the gradients."""
+    q, k, v, scale, mask = given[:5]
+    count, rows = q.shape[2], queries_at_once(q, k.shape[2])
+    again = torch.is_grad_enabled() and q.shape[:3].numel() * k.shape[2] > KEPT
+
+    def attend_block(q: Tensor, mask: Mask, *along: Tensor) -> Tensor:
+        mask = combine_masks(mask_of(along, bias.groups), mask)
+        return impl.attend(q, k, v, scale=scale, mask=mask, causal=False, dropout=dropout)
+
+    along = bias.along(q)
+    blocks = []
+    for start in range(0, count, rows):
+        at = slice(start, start + rows)
+        seen = mask if mask is None or mask.shape[3] == 1 else mask[:, :, :, at]
+        given_block: Any = q[:, :, at], seen, *[logits[:, :, at] for logits in along]
+        if again:
+            blocks.append(checkpoint(attend_block, *given_block, use_reentrant=False, preserve_rng_state=dropout > 0))
+        else:
+            blocks.append(attend_block(*given_block))
+    return torch.cat(blocks, dim=2)
 
 
 def repeat_kv(q: Tensor, k: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ float.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,6 +18,51 @@ from vision_attn.checks import product
 
 #: None is for a mask that hides nothing.
 Mask = Tensor | None
+
+
+@dataclass(frozen=True)
+class AxisBias:
+    """What each query adds to its logits for where a key lies along each axis: for its row, and for its column.
+
+    It is added to the logits as a mask, or folded into queries and keys.
+    """
+
+    #: of queries ``(b·groups, n, i, d)``, by axis: ``(b·groups, n, i, keys along the axis)``
+    logits: Callable[[Tensor], dict[int, Tensor]]
+    #: how many keys a group has along each axis
+    keys_shape: Sequence[int]
+    groups: int
+
+    def along(self, q: Tensor) -> list[Tensor]:
+        """The logits of each axis, to be broadcast along the others, ``(b·groups, n, i, <keys of each axis, or 1>)``.
+
+        They may be beyond float16.
+        """
+        return [
+            one.unflatten(3, [length if other == axis else 1 for other, length in enumerate(self.keys_shape)])
+            for axis, one in self.logits(upcast(q)).items()
+        ]
+
+    def fold(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scaled queries with these logits behind them, and keys with a one for the row and the column they are in.
+
+        Memory grows with the tokens, whatever kernel runs; but queries and keys are so much wider.
+        """
+        logits = self.logits(q)
+        one_hot = [one_hot_along(self.keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
+        return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1)
+
+
+def one_hot_along(shape: Sequence[int], axis: int, k: Tensor) -> Tensor:
+    """Where each key lies along an axis, ``(keys, length of the axis)``."""
+    number = torch.arange(product(shape), device=k.device)
+    index = number // product(shape[axis + 1 :]) % shape[axis]
+    return (index[:, None] == torch.arange(shape[axis], device=k.device)).to(k.dtype)
+
+
+def mask_of(along: Sequence[Tensor], groups: int) -> Tensor:
+    """The mask ``(b, groups, n, i, j)`` that the logits along each axis sum to."""
+    return reduce(torch.add, along).flatten(3).unflatten(0, (-1, groups))
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -65,12 +112,15 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return (torch.arange(keys, device=device) <= torch.arange(queries, device=device)[:, None])[None, None, None]
 
 
-def masks_of_groups(part: Partition, mask: Mask, bias: Mask, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+def masks_of_groups(
+    part: Partition, mask: Mask, bias: Tensor | AxisBias | None, causal: bool
+) -> tuple[Tensor | None, Tensor | None, bool]:
     """All that masks the groups of a map, in one mask ``(b or 1, groups or 1, n or 1, i, j)``.
 
     ``mask`` is that of the user, on the map, broadcastable to ``(b, n, tokens, key tokens)``; ``bias`` that of the
-    position term, in the groups. With the one mask come the rows that may attend to anything (None: all), and whether
-    the kernel is to hide later keys, as it can where there is no mask.
+    position term, in the groups, which an :class:`AxisBias` is not part of the mask yet. With the one mask come the
+    rows that may attend to anything (None: all), and whether the kernel is to hide later keys, as it can where there is
+    no mask.
     """
     own, reachable = part.mask, None
     by_kernel = causal and part.is_global and mask is None and bias is None
@@ -79,7 +129,7 @@ def masks_of_groups(part: Partition, mask: Mask, bias: Mask, causal: bool) -> tu
     if mask is not None:
         mask = part.cut_mask(with_four_axes(mask))
         own, reachable = open_rows(combine_masks(mask, own))
-    return own if bias is None else combine_masks(bias, own), reachable, by_kernel
+    return combine_masks(bias, own) if isinstance(bias, Tensor) else own, reachable, by_kernel
 
 
 def with_four_axes(mask: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.projection import POINTWISE, UnitLength, check_map, in_format_of, on_maps, qk_norms
 from vision_attn.attention.blocks.specified import Specified, blocks_with_impl
 from vision_attn.attention.blocks.weights import Look, check_queries, looking, weights_on_map
-from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, attend_groups, check_impl
-from vision_attn.attention.masks import check_mask, masks_of_groups, upcast
+from vision_attn.attention.choices import how_to_add
+from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, Implementation, attend_groups, check_impl
+from vision_attn.attention.masks import AxisBias, check_mask, mask_of, masks_of_groups, upcast
 from vision_attn.attention.patterns import AnyPattern, Neighborhood, resolve_pattern
-from vision_attn.attention.patterns.partition import Partition, Partitions, Side
+from vision_attn.attention.patterns.line import Cut
+from vision_attn.attention.patterns.partition import Partition, Partitions
 from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable, new_term
 from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
@@ -148,10 +150,11 @@ class Attention(Specified):
         if 0 in x.shape:  # not every implementation and pattern can tell the sizes of nothing
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         impl, part = IMPLEMENTATIONS[self.impl], self.partitions.of(x, keys_size)
+        in_groups = part.groups > 1 and context is None and self.projects_groups and part.keys is part.queries
 
         apart: list[Tensor] = []
-        for side, y, heads in self.project(x, context, part):
-            apart += impl.heads_apart(side.cut, y, sum(heads)).split(heads, dim=1)
+        for cut, y, heads in self.project_groups(impl, x, part) if in_groups else self.project(x, context, part):
+            apart += impl.heads_apart(cut, y, sum(heads)).split(heads, dim=1)
         q, k, v = apart  # (b·groups, n, i, d), (b·groups, m, j, d), (b·groups, m, j, e)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the normalisation gives float32: the values' type is the one that the kernel gets.
@@ -159,21 +162,45 @@ class Attention(Specified):
         scale, bias = self.scale, None
         if self.position is not None:
             q, k, scale, bias = self.position(q, k, scale, part)
+        if isinstance(bias, AxisBias):
+            how = how_to_add(q, bias.keys_shape, watched=bool(self.lookers))
+            if how == "mask":
+                bias = mask_of(bias.along(q), part.groups)
+            elif how == "folded":
+                (q, k), scale, bias = bias.fold(q, k, scale), 1.0, None
 
-        given = Given(q, k, v, scale, *masks_of_groups(part, mask, bias, self.causal))
+        in_blocks = bias if isinstance(bias, AxisBias) else None
+        given = Given(q, k, v, scale, *masks_of_groups(part, mask, bias, self.causal), in_blocks)
         for look in self.lookers:
             look(part, given)
         y = attend_groups(impl, given, dropout=self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
 
-        y = part.queries.take_back(impl.heads_together(part.queries.cut, y))  # (b, n·e, h, w)
-        if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x))
-        return in_format_of(x, self.proj_drop(self.proj(y)))
+        if in_groups:
+            y = self.proj(impl.heads_together(part.queries.cut_of_group, y)).movedim(1, -1)
+            y = part.queries.take_back(impl.heads_together(part.queries.cut, y.flatten(1, -2)[:, None]))
+        else:
+            y = part.queries.take_back(impl.heads_together(part.queries.cut, y))  # (b, n·e, h, w)
+            y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
+        return in_format_of(x, self.proj_drop(y))
 
-    def project(self, x: Tensor, context: Tensor | None, part: Partition) -> list[tuple[Side, Tensor, list[int]]]:
+    @property
+    def projects_groups(self) -> bool:
+        """Whether a group can be projected by itself: the map is copied into groups, and not the three made of it."""
+        return self.key_dim == self.value_dim and self.groups == 1 and self.gate is None
+
+    def project_groups(self, impl: Implementation, x: Tensor, part: Partition) -> list[tuple[Cut, Tensor, list[int]]]:
+        """As :meth:`project`, of groups as small maps with their tokens along the last axis, ``(b·groups, …, 1, i)``."""
+        if self.position is not None:
+            x = self.position.add_to_map(x)
+        groups = impl.heads_apart(part.queries.cut, part.queries.lay_out(x), 1)  # (b·groups, 1, i, c)
+        cut = part.queries.cut_of_group
+        maps = groups.view(len(groups), *cut.shape, -1).movedim(-1, 1)
+        return [(cut, self.qkv(maps), [self.num_heads, self.num_kv_heads, self.num_kv_heads])]
+
+    def project(self, x: Tensor, context: Tensor | None, part: Partition) -> list[tuple[Cut, Tensor, list[int]]]:
         """Maps of queries ``(b, n·d, h, w)``, keys ``(b, m·d, …)`` and values ``(b, m·e, …)``; or one of all of them.
 
-        They are laid out for the pattern's line. With each come the side of the partition that it is of, and its heads.
+        They are laid out for the pattern's line. With each come how it is cut, and its heads.
         """
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
         if self.position is not None:
@@ -186,12 +213,12 @@ class Attention(Specified):
             q, (k, v) = self.q(x), self.kv(context).split([m * d, m * e], dim=1)
         else:
             if context is None and part.keys is part.queries and d == e:  # heads of one width, laid out alike
-                return [(part.queries, self.qkv(part.queries.lay_out(x)), [n, m, m])]
+                return [(part.queries.cut, self.qkv(part.queries.lay_out(x)), [n, m, m])]
             q, k, v = self.qkv(x).split([n * d, m * d, m * e], dim=1)
             if context is not None:
                 _, k, v = self.qkv(context).split([n * d, m * d, m * e], dim=1)
         sides = ((part.queries, q, [n]), (part.keys, self.averaged(k), [m]), (part.keys, self.averaged(v), [m]))
-        return [(side, side.lay_out(y), heads) for side, y, heads in sides]
+        return [(side.cut, side.lay_out(y), heads) for side, y, heads in sides]
 
     def averaged(self, y: Tensor) -> Tensor:
         """A projected map averaged over squares of ``kv_stride``: as if the map had been averaged before."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.choices import runs_in_parts
 from vision_attn.attention.masks import upcast
 
 #: How messages call the axes of a map, by how many there are.
@@ -45,12 +46,15 @@ class Pointwise:
     The library behind a convolution may reorder its weights in every call, which costs as much as the product.
     """
 
-    def forward(self: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # type: ignore[misc]
+    def forward(self: Any, x: Tensor) -> Tensor:
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
         last = x.dim() - 1
-        channels = last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
-        y = F.linear(x.movedim(channels, last).contiguous(), self.weight.flatten(1), self.bias)
+        weight, channels = self.weight.flatten(1), last + 2 - self.weight.dim()  # of maps (b, c, *size) or (c, *size)
+        if channels == 1 and self.bias is not None and x.is_contiguous() and spares_a_copy(x, weight):
+            y = torch.baddbmm(self.bias, x.flatten(2).mT, weight.t().expand(len(x), -1, -1))
+            return y.mT.unflatten(2, x.shape[2:])
+        y = F.linear(x.movedim(channels, last).contiguous(), weight, self.bias)
         return y.movedim(last, channels)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -79,6 +83,16 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 
 #: The pointwise convolution for maps with one, two and three axes.
 POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
+
+
+def spares_a_copy(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product for each map, which reads it as it lies, is faster than one for all.
+
+    It is where maps have many. For training it is not: gradients of weights would be made for each map, and summed.
+    """
+    if x.dtype != torch.float32 or 8 * x.shape[2:].numel() < len(weight):
+        return False
+    return runs_in_parts(x) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:

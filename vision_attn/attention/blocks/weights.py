@@ -36,7 +36,7 @@ def weights_on_map(
 
     Of chosen queries (indices of tokens) and heads: the others take no memory.
     """
-    q, k, _, scale, mask, reachable, causal = given
+    q, k, _, scale, mask, reachable, causal = given[:7]
     if heads is not None:
         k = repeat_kv(q, k)[:, heads]
         q = q[:, heads]

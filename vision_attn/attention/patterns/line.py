@@ -155,5 +155,11 @@ def line_by_axis(form: str, sides: Sequence[int]) -> Line:
     return Line.parse(text, dict(zip(axes, sides, strict=True)))
 
 
+def uncut(rank: int) -> Line:
+    """The line that leaves a map whole."""
+    names = AXES[-rank:]
+    return Line(tuple((name,) for name in names), (), names)
+
+
 def bracketed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_attn.attention.patterns.line import Cut, Line
+from vision_attn.attention.patterns.line import Cut, Line, uncut
 from vision_attn.checks import product
 
 #: Sizes of maps whose partitions a block keeps.
@@ -81,6 +81,8 @@ class Side:
         self.size = tuple(size)
         self.lays = lays
         self.cut = Cut(line, [lay.lengths for lay in lays])
+        #: cuts a group that has become a small map, its tokens along the last axis: it is one group itself
+        self.cut_of_group = Cut(uncut(len(lays)), [*[(1,)] * (len(lays) - 1), (self.cut.tokens,)])
         self.pad = [side for lay in reversed(lays) for side in (lay.before, lay.after)]
         self.roll = [lay.roll for lay in lays]
         self.is_padded, self.is_rolled = any(self.pad), any(self.roll)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.masks import upcast
+from vision_attn.attention.masks import AxisBias
 from vision_attn.attention.patterns import Partition
 from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
 from vision_attn.checks import product
-
-#: Keys in a group up to which the term is added to the logits, as a bias of queries by keys. Beyond, it is folded into
-#: queries and keys, which grow by as many channels as a group has rows and columns: dearer than the bias in small
-#: groups, cheaper in large ones, where the bias takes memory for every pair of tokens.
-DENSE_KEYS = 256
 
 
 @dataclass(frozen=True)
@@ -115,9 +109,10 @@ class RelPosDecomposed(RelativePosition):
     """The logit of query ``i`` and key ``j`` grows by ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]``, as in BoTNet.
 
     ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
-    are shared by the heads. In groups of more than 256 tokens they are folded into the dot product: the query is
-    extended by its logits against each row and column, the key by the one-hot vector of its own, so that any fused
-    kernel runs it and memory grows with tokens. On a map of another size the tables are stretched linearly.
+    are shared by the heads. In groups of more than 256 tokens memory grows with tokens: on the CPU they are added for
+    a block of queries at a time; elsewhere they are folded into the dot product, so that any fused kernel runs it: the
+    query is extended by its logits against each row and column, the key by the one-hot vector of its own. On a map of
+    another size the tables are stretched linearly.
 
     Args:
         feat_size: size of the map that the tables are learned on, in positions; of the window, in a windowed pattern,
@@ -152,21 +147,11 @@ class DecomposedTerm(PositionTerm):
 
     def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         offsets = part.steps()
-        keys_shape = [offset.shape[2] for offset in offsets]
-        # A symbol stands for any size: what is exported with it is folded.
-        dense = set(map(type, keys_shape)) == {int} and product(keys_shape) <= DENSE_KEYS
-        # Logits may be beyond float16. Folded they are channels of the query, in its type.
-        queries = upcast(q) if dense else q
-        logits = {axis: self.logits(queries, axis, offsets) for axis in self.tables}
-        if dense:
-            along = [  # b·groups n i (keys of one axis), to be broadcast along the others
-                part_of_bias.unflatten(3, [n if other == axis else 1 for other, n in enumerate(keys_shape)])
-                for axis, part_of_bias in logits.items()
-            ]
-            bias = reduce(torch.add, along).expand(*q.shape[:3], *keys_shape).flatten(3)
-            return q, k, scale, bias.unflatten(0, (-1, part.groups))
-        one_hot = [key_one_hot(keys_shape, axis, k).expand(*k.shape[:2], -1, -1) for axis in logits]
-        return torch.cat([scale * q, *logits.values()], dim=-1), torch.cat([k, *one_hot], dim=-1), 1.0, None
+
+        def logits(queries: Tensor) -> dict[int, Tensor]:
+            return {axis: self.logits(queries, axis, offsets) for axis in self.tables}
+
+        return q, k, scale, AxisBias(logits, [offset.shape[2] for offset in offsets], part.groups)
 
     def logits(self, q: Tensor, axis: int, offsets: list[Tensor]) -> Tensor:
         """Each query's logit against each of its keys' rows (or columns), ``(b·groups, n, i, keys along the axis)``."""
@@ -190,13 +175,6 @@ class DecomposedTerm(PositionTerm):
         if saved.dim() != 2 or saved.shape[1] != table.shape[1] or saved.shape[0] % 2 == 0:
             return None
         return resample(saved, table.shape[0])
-
-
-def key_one_hot(shape: list[int], axis: int, k: Tensor) -> Tensor:
-    """Where each key lies along an axis, ``(keys, length of the axis)``."""
-    number = torch.arange(product(shape), device=k.device)
-    index = number // product(shape[axis + 1 :]) % shape[axis]
-    return (index[:, None] == torch.arange(shape[axis], device=k.device)).to(k.dtype)
 
 
 def table_lengths(specification: RelativePosition, shape: BlockShape) -> tuple[int, ...]:

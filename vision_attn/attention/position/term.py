@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from vision_attn.attention.masks import AxisBias
 from vision_attn.attention.patterns import Partition, Partitioner
 from vision_attn.checks import MOST
 
 #: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
-#: ``(b or 1, groups or 1, n, i, j)`` or None.
-Placed = tuple[Tensor, Tensor, float, Tensor | None]
+#: ``(b or 1, groups or 1, n, i, j)``, by axis, or None.
+Placed = tuple[Tensor, Tensor, float, Tensor | AxisBias | None]
 
 #: Names of a map's axes in state dicts; a map with fewer axes has the last ones.
 AXIS_NAMES = ("depth", "height", "width")
@@ -66,8 +67,8 @@ class PositionTerm(nn.Module):
     def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         """Queries ``(b·groups, n, i, d)`` and keys ``(b·groups, m, j, d)`` with their positions in them.
 
-        With them come the factor on their logits, and what is added to the logits, ``(b or 1, groups or 1, n, i, j)``
-        or None.
+        With them come the factor on their logits, and what is added to the logits, ``(b or 1, groups or 1, n, i, j)``,
+        by axis, or None.
         """
         return q, k, scale, None
 
