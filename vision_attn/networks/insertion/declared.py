@@ -205,16 +205,16 @@ class DryRun:
         #: how maps lie, where the user says it
         self.layout = layout
         #: what the model declares
-        self.said = declaration(model)
+        self.said: Declared = declaration(model)
         known = dict(model.named_modules(remove_duplicate=False))
         stages = [(path, channels) for path, channels in self.said.stages if path in known]
         #: the channels that are declared, by the module that ends a stage
-        self.channels = {end_of_sequential(model, path): channels for path, channels in stages}
+        self.channels: dict[str, int | None] = {end_of_sequential(model, path): channels for path, channels in stages}
         #: by path of the module, in the order in which they end
         self.calls: dict[str, list[Call]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
         #: what the model gives
-        self.output = run_quietly(model, example, hooks)
+        self.output: object = run_quietly(model, example, hooks)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Keep the shapes of a call."""
