@@ -61,7 +61,8 @@ assert by_column[3:8].sum() < 0.15
 assert by_column[8:].sum() > 0.45
 
 # %%
-chosen = torch.cat([torch.nonzero(labels == label)[:3, 0] for label in (1, 0)])
+sure = torch.where(answers == labels, model(images).softmax(1).amax(1), 0)  # of what it gets right
+chosen = torch.cat([torch.where(labels == label, sure, 0).topk(3).indices for label in (1, 0)])
 titles = [f"{CLASSES[labels[i]]}; the network says {CLASSES[answers[i]]}" for i in chosen]
 six = replace(attention, weights=attention.weights[chosen])
 figure = attention_figure(images[chosen], six, titles=titles, width=9)

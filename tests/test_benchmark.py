@@ -20,6 +20,8 @@ QUICK = {"heads": 2, "device": "cpu", "rounds": 1, "say": lambda text: None}
 SHAPES = {
     "attention": (1, 16, 4, 4), "backbone": (1, 3, 32, 32), "positions": (1, 16, 3, 4),
     "windows": (1, 16, 14, 14), "shifted-windows": (1, 16, 14, 14), "einx": (1, 16, 4, 4), "memory": (1, 16, 7, 7),
+    "choices": (1, 16, 4, 4), "position-choices": (1, 16, 3, 4), "compiled": (1, 16, 4, 4),
+    "compiled-backbone": (1, 3, 32, 32),
 }  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def test_a_table_is_what_was_measured_in_all_forms(tmp_path):
     for one, written, text in zip(found, held["tables"], said[1:], strict=True):
         assert list(written["timings"]) == list(one.timings) == [*ROWS["implementations"].contestants]
         for what in ("forward", "gradients"):
-            ours = np.array(one.timings["ours sdpa"].seconds[what])
+            ours = np.array(one.timings["ours"].seconds[what])
             for name, timing in one.timings.items():
                 assert written["timings"][name]["seconds"][what] == timing.seconds[what]
                 assert len(timing.seconds[what]) == 3
@@ -60,7 +62,12 @@ def test_a_table_is_what_was_measured_in_all_forms(tmp_path):
 
 @pytest.mark.usefixtures("small_backbone")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in ROWS if name != "implementations"), ("positions", "bfloat16")]
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in ROWS if name != "implementations" and not name.startswith("compiled")),
+        ("positions", "bfloat16"),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in ("compiled", "compiled-backbone")),
+    ],
 )
 def test_everybody_in_a_row_runs_and_computes_the_same(name, dtype):
     found = run_benchmark([name], shapes=[SHAPES[name]], dtype=dtype, **QUICK)

@@ -20,7 +20,7 @@ from vision_attn.networks.models import create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
 from vision_attn.tools.cli.commands import settings_from
-from vision_attn.tools.cli.looking import named
+from vision_attn.tools.cli.looking import Looked, named
 from vision_attn.tools.training.settings import Settings, write_settings
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -283,7 +283,8 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'}, " in out
-    assert all(word in page for word in ("layer3.2.inserted.attn", "resnet20_attention", '"title": "0.png"'))
+    words = "layer3.2.inserted.attn", "resnet20_attention", '"title": "0.png"', '"note": ""'
+    assert all(word in page for word in words)
     where = "--query", "4,4", "31,0", "--heads", 0, 2, "--sites", "layer3", "-o", tmp_path / "maps"
     assert run(capsys, "maps", *images, *model, *where)[::2] == (0, "")
     pictures = {*(f"layer3.{block}.inserted.attn.png" for block in range(3)), "summary.png"}
@@ -303,7 +304,12 @@ def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention
     assert found.transform(Image.new("RGB", (40, 40))).shape == (3, 24, 24)
     out = run(capsys, "explore", image_folder / "val" / "red", "--model", "test_vit", "-o", tmp_path / "page.html")[1]
     assert "6 modules swapped" in out
-    assert "blocks.5.attn" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "blocks.5.attn" in page
+    warning = "The weights of test_vit are random: --pretrained fetches those that were trained."
+    assert (warning in out, f'"note": "{warning}"' in page) == (True, True)
+    assert Looked((), "resnet20", adapter=adapter).warning.startswith("The weights of resnet20 are random, but for")
+    assert Looked((), "test_vit", pretrained=True).warning == ""
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):

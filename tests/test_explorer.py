@@ -1,20 +1,28 @@
 """The explorer's page: what it holds, and what it does in a browser."""
 
 import base64
+import io
 import json
 import re
 import shutil
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.models import create_model
 from timm.models.maxxvit import Attention2d as TimmAttention2d
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.contributions import disabled
+from vision_attn.networks.figures import OPAQUE, attention_figure
+from vision_attn.networks.maps import AttentionMap
+from vision_attn.tools.cli.looking import finer
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "bird")
 
@@ -43,10 +51,10 @@ def content(page):
 
 
 def unpacked(part):
-    """Maps as the page reads them, ``(heads, queries, cells)``."""
-    queries, keys = np.prod(part["map"]), np.prod(part["keys"])
-    maps = np.frombuffer(zlib.decompress(base64.b64decode(part["maps"])), np.uint8).reshape(-1, queries, keys)
-    peaks = np.frombuffer(base64.b64decode(part["peaks"]), "<f4").reshape(-1, queries, 1)
+    """Maps as the page reads them, ``(heads, queries, cells)``; tokens beside the map are the last of the queries."""
+    peaks = np.frombuffer(base64.b64decode(part["peaks"]), "<f4").reshape(len(part["names"]), -1, 1)
+    maps = np.frombuffer(zlib.decompress(base64.b64decode(part["maps"])), np.uint8)
+    maps = maps.reshape(*peaks.shape[:2], np.prod(part["keys"]))
     return maps * (peaks / part["levels"]), peaks / (2 * part["levels"])  # and how far they may be off
 
 
@@ -76,6 +84,12 @@ def test_the_page_has_the_maps_within_their_rounding(page):
                 found, error = unpacked(block[kind])
                 assert block[kind]["levels"] == 255
                 assert (np.abs(found - seen.weights[0].flatten(2).numpy()) <= error + 1e-7).all()
+        for block, seen in zip(one["blocks"], maps.values(), strict=True):
+            assert block["far"] == pytest.approx(seen.distance()[0].mean(1).tolist())
+            assert block["wide"] == pytest.approx(
+                (seen.entropy()[0].exp().mean(1) / seen.weights[0, 0, 0].numel()).tolist()
+            )
+            assert block["tokens"] == []
     assert [one["title"] for one in held["images"]] == ["a", "<b>"]
     assert "</script><script>alert" not in path.read_text()
     assert not re.search(r"https?://", path.read_text())
@@ -125,6 +139,41 @@ def test_swapped_attention_is_disabled_by_zeros(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "tokens"),
+    [
+        ("test_vit", {"reg_tokens": 2}, ["the class token", "register 1", "register 2"]),
+        ("test_vit", {"class_token": False, "reg_tokens": 1, "global_pool": "avg"}, ["register 1"]),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1}, ["the class token", "the distillation token"]),
+    ],
+)
+def test_tokens_beside_the_map_are_looked_from_as_well(tmp_path, name, options, tokens):
+    model, image = create_model(name, img_size=32, **options).eval(), torch.rand(1, 3, 32, 32)
+    va.swap_(model)
+    seen = captured(model, image)
+    (one,) = content(va.explore(model, image, tmp_path / "page.html"))["images"]
+    for block in one["blocks"]:
+        assert block["tokens"] == tokens
+        found, error = unpacked(block["heads"])
+        expected = seen[block["path"]].prefix[0].flatten(2).numpy()
+        assert (np.abs(found[:, 4:] - expected) <= error[:, 4:] + 1e-7).all()
+
+
+def test_a_picture_has_its_own_pixels_and_shows_what_the_network_sees(tmp_path):
+    # A smooth picture of 60×90, of which a network of 16×16 sees the square in the middle.
+    pixels = np.stack([*np.meshgrid(np.arange(90) * 2, np.arange(60) * 4), np.full((60, 90), 50)], -1)
+    image, transform = Image.fromarray(pixels.astype(np.uint8)), create_transform((3, 16, 16), crop_pct=1.0)
+    pictures = [finer(image, transform), image.resize((3000, 2000))]
+    np.testing.assert_allclose(np.asarray(pictures[0]), pixels[:, 15:75], atol=1)
+    assert finer(image.resize((9, 6)), transform).size == (16, 16)
+    page = va.explore(network(), torch.rand(2, 3, 16, 24), tmp_path / "page.html", pictures=pictures)
+    sources = [one["source"].split(",") for one in content(page)["images"]]
+    small, large = (Image.open(io.BytesIO(base64.b64decode(packed))) for _, packed in sources)
+    np.testing.assert_array_equal(small, pictures[0])
+    assert (large.format, large.size) == ("JPEG", (1024, 683))
+    assert content(page)["images"][1]["size"] == [16, 24]
+
+
 def test_large_maps_are_taken_together(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), va.AttentionBlock2d(4, 1, pattern="rows"))
     (one,) = content(va.explore(model, torch.rand(1, 3, 30, 33), tmp_path / "page.html"))["images"]
@@ -147,6 +196,8 @@ def test_what_cannot_be_explored_is_refused(tmp_path):
             r"images must be \(b, 1 or 3, height, width\), of one at least; got \(3, 16, 24\)",
         ),
         (model, {"images": image, "titles": ["a", "b"]}, "titles must be as many as the images, 1; got 2"),
+        (model, {"images": image, "pictures": [None] * 3}, "pictures must be as many as the images, 1; got 3"),
+        (model, {"images": image, "pictures": [image]}, "pictures must be Pillow's images; got "),
         (flat.append(va.Attention1d(8, 2)), {"images": image}, "has maps of 1 axes"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -185,14 +236,14 @@ def opened(browser, page):
     """Opens the page at a width; nothing may go wrong on it."""
     contexts, wrong = [], []
 
-    def open_at(width, **options):
+    def open_at(width, address="", path=page[2], **options):
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(message.text))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
-        tab.goto(page[2].as_uri())
+        tab.goto(path.as_uri() + address)
         tab.wait_for_selector("#grid button[aria-pressed=true]")
         return tab
 
@@ -226,25 +277,153 @@ def test_a_pointer_move_shows_what_was_captured(opened, page):
         ("mean", seen.weights[0, :, query].mean(0), peaks.mean() / 510),
         ("rollout", maps.rollout()["1.attn"].weights[0, 0, query], 1 / 510),
     ):
-        found = tab.evaluate(f"[...weightsOf(0, {json.dumps(head)}, {query})]")
+        found = tab.evaluate(f"[...weightsOf(blocksOf(0)[0], {json.dumps(head)}, {query})]")
         np.testing.assert_allclose(found, expected.flatten(), rtol=0, atol=error.item() if head != "rollout" else error)
 
 
-def test_keys_fingers_blocks_heads_and_images_work_on_a_phone(opened):
-    tab = opened(390, has_touch=True, color_scheme="dark")
+def place(tab):
+    """Where it is looked from, as the page says it."""
+    return re.search(r"from (row \d+, column \d+|register 1)", said(tab))[1]
+
+
+def test_a_click_holds_the_place_until_another_or_escape(opened):
+    tab = opened(1000)
+    box = tab.locator("#view").bounding_box()
+
+    def at(column, act=tab.mouse.move):
+        act(box["x"] + (column - 0.5) / 6 * box["width"], box["y"] + 1)
+        return place(tab)
+
+    assert at(2) == "row 1, column 2"
+    keys = [partial(tab.keyboard.press, key) for key in ("Escape", "Enter")]
+    for release in (lambda: at(5, tab.mouse.click), *keys):
+        assert at(3, tab.mouse.click) == "row 1, column 3"
+        assert said(tab).endswith("Held.")
+        assert at(4) == "row 1, column 3"
+        release()
+        assert not said(tab).endswith("Held.")
+        assert at(6) == "row 1, column 6"
+
+
+def test_keys_lead_to_every_cell_and_are_read_out(opened):
+    tab = opened(1000, color_scheme="dark")
+    tab.focus("#view")
+    steps = {"ArrowLeft": (3, 3), "ArrowUp": (2, 3), "Home": (2, 1), "End": (2, 6), "ArrowRight": (2, 6)}
+    steps |= {"ArrowDown": (3, 6), "Control+Home": (1, 1), "Control+End": (4, 6)}
+    for key, (row, column) in steps.items():
+        tab.keyboard.press(key)
+        assert place(tab) == f"row {row}, column {column}"
+    assert tab.get_attribute("#said", "aria-live") == "polite"
+    assert "from row 4, column 6 of 4×6" in tab.get_attribute("#view", "aria-label")
+
+
+def test_fingers_scroll_tap_and_choose_on_a_phone(opened):
+    tab = opened(390, has_touch=True)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     box = tab.locator("#view").bounding_box()
     tab.touchscreen.tap(box["x"] + 0.1 * box["width"], box["y"] + 0.9 * box["height"])
-    tab.focus("#view")
-    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "ArrowDown", "ArrowDown"):  # the last stays inside
-        tab.keyboard.press(key)
-    assert "3.attn, mean, from row 4, column 3 of 4×6" in said(tab)
-    tab.click("#grid button[data-block='0'][data-head='2']")
-    assert "1.attn, head 2, from row 8, column 6 of 8×12" in said(tab)
+    assert place(tab) == "row 4, column 1"
+    session, x, y = tab.context.new_cdp_session(tab), box["x"] + 90, box["y"] + 150
+    for kind, up in (("touchStart", 0), *(("touchMove", up) for up in range(30, 301, 30)), ("touchEnd", None)):
+        points = [] if up is None else [{"x": x, "y": y - up}]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    tab.wait_for_timeout(100)
+    assert tab.evaluate("scrollY") > 200
+    assert place(tab) == "row 4, column 1"
+    button = tab.locator("#grid button[data-block='0'][data-head='2']")
+    button.scroll_into_view_if_needed()
+    button.tap()
+    assert "1.attn, head 2, from row 8, column 2 of 8×12" in said(tab)
+    box = tab.locator("#view").bounding_box()
+    assert 0 <= box["y"] < box["y"] + box["height"] < button.bounding_box()["y"]  # the map is in view, above the head
     answers = tab.inner_text("#closings")
     tab.click("#images button >> nth=1")
     tab.wait_for_selector("#images button:nth-child(2)[aria-pressed=true]")
     assert tab.inner_text("#closings") != answers
+
+
+def test_the_page_and_figures_have_one_scale_on_which_uniform_maps_look_uniform(opened):
+    tab, shares = opened(1000), np.array([0, 0.5, 1, 1.1, 1.5, 2, 4, 9, 16, 22])
+    found = np.array(tab.evaluate(f"{shares.tolist()}.map(colourOf)"))
+    seen = AttentionMap(torch.tensor(shares).view(1, 1, 1, 2, 5) / 10, ((0, 0),), (20, 50))
+    shown = attention_figure(torch.zeros(1, 3, 20, 50), seen).axes[1].images[1]
+    expected = shown.to_rgba(shown.get_array()).reshape(10, 4)
+    assert np.abs(found[:, :3] - 255 * expected[:, :3]).max() < 4  # of which between the colours that the page has
+    np.testing.assert_allclose(found[:, 3] / 255, shown.get_alpha().flatten(), atol=0.003)
+    assert (found[:3, 3] == 0).all()
+    assert found[3, 3] < 0.15 * 255  # a tenth above the even share is hardly to be seen
+    assert (found[5:, 3] == round(255 * OPAQUE)).all()
+
+
+@pytest.mark.parametrize(("order", "unit"), [("far", "px"), ("wide", "%")])
+def test_heads_are_sorted_by_how_far_and_how_sharply_they_look(opened, page, order, unit):
+    model, images, _ = page
+    tab, expected = opened(1000), {}
+    tab.select_option("#order", order)
+    for path, one in captured(model, images[:1] - 0.5).items():
+        found = one.distance() if order == "far" else 100 * one.entropy().exp() / one.weights[0, 0, 0].numel()
+        expected |= {f"{path}, head {head}": value for head, value in enumerate(found[0].mean(1).tolist())}
+    labels = tab.eval_on_selector_all("#grid button", "buttons => buttons.map((one) => one.ariaLabel)")
+    assert labels == sorted(expected, key=expected.get, reverse=order == "far")
+    number = tab.inner_text("#grid button >> nth=0").split(": ")[1].removesuffix(unit)
+    assert float(number) == pytest.approx(expected[labels[0]], abs=0.051)
+
+
+def test_two_maps_stand_side_by_side_and_the_address_brings_them_back(opened):
+    tab = opened(1000)
+    tab.click("#split")
+    tab.click("#images button >> nth=1")  # on the right
+    tab.wait_for_selector("#images button:nth-child(2)[aria-pressed=true]")
+    tab.select_option("#head", "1")
+    tab.select_option("#active", "0")
+    tab.select_option("#head", "rollout")
+    tab.select_option("#top", "64")
+    box, other = (tab.locator(one).bounding_box() for one in ("#view", "#view2"))
+    assert other["x"] > box["x"] + box["width"]
+    assert other["y"] == box["y"]
+    tab.mouse.click(other["x"] + 0.9 * other["width"], other["y"] + 0.1 * other["height"])
+    texts = said(tab), tab.inner_text("#said2")
+    assert texts[0].startswith("3.attn, rollout, from row 1, column 6 of 4×6")
+    assert texts[1].startswith("1.attn, head 1, from row 1, column 11 of 8×12")
+    assert [tab.inner_text(one) for one in ("#caption", "#caption2")] == ["a: 3.attn, rollout", "<b>: 1.attn, head 1"]
+    sent = opened(390, tab.evaluate("address()"))
+    tab.wait_for_url(re.compile("held=1"))
+    assert (said(sent), sent.inner_text("#said2"), sent.input_value("#top")) == (*texts, "64")
+    for nonsense in ("#image=9&block=%00&head=x&y=2&x=NaN&top=5&cover=-1&order=__proto__&token=7", "#%"):
+        assert said(opened(390, nonsense)).startswith("3.attn, mean, from row 3, column 4 of 4×6")
+
+
+def test_a_button_saves_what_is_shown_as_png(opened):
+    tab = opened(1000)
+    for panes in (1, 2):
+        with tab.expect_download() as download:
+            tab.click("#save")
+        assert download.value.suggested_filename.startswith("a_3.attn_mean")
+        saved = Image.open(download.value.path()).convert("RGB")
+        assert saved.width == 24 + panes * (560 + 24)
+        assert tuple(tab.evaluate("colourOf(1e9).slice(0, 3)")) in {color for _, color in saved.getcolors(10**6)}
+        tab.click("#split")
+
+
+def test_tokens_are_chosen_and_a_note_is_shown(opened, tmp_path):
+    model, image = create_model("test_vit", img_size=32, reg_tokens=1).eval(), torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(30)
+    va.swap_(model)
+    path = va.explore(model, image, tmp_path / "page.html", note="The weights are <random>.")
+    tab, (name, seen) = opened(1000, path=path), list(captured(model, image).items())[-1]
+    assert tab.inner_text("#note") == "The weights are <random>."
+    tab.select_option("#from", label="register 1")
+    tab.select_option("#head", "1")
+    tab.hover("#view")
+    row, column = divmod(int(seen.prefix[0, 1, 1].argmax()), 2)
+    assert said(tab).startswith(f"{name}, head 1, from register 1: most at row {row + 1}, column {column + 1} of 2×2")
+    tab.select_option("#head", "rollout")
+    assert "not to be had" in said(tab)
+    assert "rollout, from register 1" in said(opened(390, tab.evaluate("address()"), path=path))
+    tab.click("#view", position={"x": 300, "y": 300})  # lets go
+    assert place(tab) == "row 2, column 2"
 
 
 def test_the_page_of_the_documentation_is_as_pages_are_now():
@@ -254,4 +433,7 @@ def test_the_page_of_the_documentation_is_as_pages_are_now():
     held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
     remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/digits.html"
     assert made.replace(held, "/* DATA */") == template, remedy
+    assert (
+        json.loads(held)["images"][0]["title"] == "same; the network says same"
+    )  # it opens on an answer that is right
     assert len(made) < 300_000

@@ -80,9 +80,13 @@ def test_what_is_near_an_even_share_does_not_cover_the_picture():
     for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too
         figure = figures.attention_figure(image, AttentionMap(weights, ((0, 0),), (32, 32)))
         assert (overlays(figure)[0][1] == 0).all()
-    even[..., 0, :3] += torch.tensor([0.002, 0.001, -0.003])
-    figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)))
-    np.testing.assert_allclose(overlays(figure)[0][1][0], [0.8, 0.4, 0, 0], atol=1e-3)
+    even[..., 0, :] *= torch.tensor([1.1, 1.5, 0.2, 2.0])
+    for brightest, top in ((16.0, 0.25), (2.0, 1.0)):  # the scale is not that of the largest weight
+        figure = figures.attention_figure(image, AttentionMap(even, ((0, 0),), (32, 32)), brightest=brightest)
+        np.testing.assert_allclose(overlays(figure)[0][1][0], [0.11, 0.468, 0, 0.8], atol=1e-3)
+        shown = figure.axes[1].images[1]
+        assert shown.norm(2.0) == pytest.approx(top)
+        assert figure.axes[-1].get_ylim() == pytest.approx((1, brightest))
 
 
 def test_it_is_written_as_png_svg_or_pdf(tmp_path):
@@ -102,6 +106,7 @@ def test_it_is_written_as_png_svg_or_pdf(tmp_path):
         ({"query": 2}, "query must be from 0 to 1; got 2"),
         ({"query": [0, -1]}, r"query must be from 0 to 1; got \[0, -1\]"),
         ({"query": []}, "query must be from 0 to 1; got "),
+        ({"brightest": 1}, "brightest must be a finite number above 1; got 1"),
         ({"reduction": "sum"}, "reduction must be among 'mean', 'max', 'none'; got 'sum'"),
     ],
 )

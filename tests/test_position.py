@@ -9,7 +9,6 @@ from torch import nn
 
 import vision_attn as va
 from vision_attn.attention import choices, implementations
-from vision_attn.attention.blocks import attention
 from vision_attn.attention.position.relative import resample
 
 #: What code that prints a specification may name.
@@ -82,7 +81,7 @@ def test_a_mask_blocks_of_queries_and_the_folded_form_are_equal(options, feat_si
     monkeypatch.setattr(choices, "AT_ONCE", 1)
     results = []
     for how, kept in (("mask", 0), ("blocks", 0), ("blocks", 10**9), ("folded", 0)):
-        monkeypatch.setattr(attention, "how_to_add", lambda *args, how=how, **options: how)
+        block.how_to_add = lambda *given, how=how: how
         monkeypatch.setattr(implementations, "KEPT", kept)
         leaf = x.clone().requires_grad_()
         y = block(leaf, mask)
@@ -104,11 +103,11 @@ def test_a_conditional_position_is_convolved_once_a_map():
 
 def test_the_form_is_chosen_by_the_keys_of_a_group_and_where_it_runs():
     q = torch.randn(2, 2, 300, 4)
-    assert choices.how_to_add(q, (16, 16), watched=False) == "mask"
     assert choices.how_to_add(q, (13, 20), watched=False) == "blocks"
     assert choices.how_to_add(q, (13, 20), watched=True) == "folded"
     assert choices.how_to_add(q.to("meta"), (13, 20), watched=False) == "folded"
     assert choices.how_to_add(q.to("meta"), (16, 16), watched=False) == "mask"
+    assert choices.how_to_add(q, (16, 16), watched=True) == "mask"
     seen = torch.func.vmap(lambda one: torch.tensor(choices.how_to_add(one, (13, 20), watched=False) == "folded"))(q)
     assert seen.all()
 

@@ -18,8 +18,8 @@ AT_ONCE = 2**19
 #: The fewest queries that are taken at once: products of fewer rows are slow.
 FEWEST_QUERIES = 192
 #: Logits up to which training keeps all weights; of more they are made again for the gradients.
-KEPT = 2**24
-#: Keys in a group up to which one mask is made for all queries.
+KEPT = 2**25
+#: Keys in a group up to which a GPU is given a mask for all queries.
 FEW_KEYS = 256
 
 
@@ -44,16 +44,16 @@ def fused_is_faster(q: Tensor, keys: int, mask: Tensor | None, dropout: float) -
 
 
 def how_to_add(q: Tensor, keys_shape: Sequence[int], watched: bool) -> str:
-    """How what queries add to their logits by axis is added: as a ``"mask"``, in ``"blocks"`` of them, or ``"folded"``.
+    """How what queries add to their logits by axis is added: in ``"blocks"``, as a ``"mask"``, or ``"folded"``.
 
-    Few keys have one mask for all queries. For many it would take memory for every pair of tokens. On the CPU, where
-    kernels read any mask, it is made for a block of queries at a time. On a GPU it is folded into queries and keys,
-    which are wider then, so that any fused kernel runs it. So it is in what is compiled, exported or transformed, which
-    runs no blocks, and in what is watched, to which queries and keys are all there is.
+    On the CPU, where kernels read any mask, one is made for a block of queries at a time. On a GPU a mask of many keys
+    takes memory for every pair of tokens: what is added is folded into queries and keys, which are wider then, so that
+    any fused kernel runs it. So it is in what is compiled, exported or transformed, which runs no blocks, and in what
+    is watched, to which queries and keys are all there is.
     """
-    if set(map(type, keys_shape)) == {int} and product(keys_shape) <= FEW_KEYS:
-        return "mask"
-    return "blocks" if runs_in_parts(q) and not watched else "folded"
+    if runs_in_parts(q) and not watched:
+        return "blocks"
+    return "mask" if set(map(type, keys_shape)) == {int} and product(keys_shape) <= FEW_KEYS else "folded"
 
 
 def runs_in_parts(q: Tensor) -> bool:
@@ -68,6 +68,6 @@ def maps_at_once(q: Tensor, keys: int, groups: int) -> int:
     return max(1, AT_ONCE // (groups * q.shape[1] * q.shape[2] * keys))
 
 
-def queries_at_once(q: Tensor, keys: int) -> int:
-    """How many queries of each group there are in a block."""
-    return max(FEWEST_QUERIES, AT_ONCE // (q.shape[0] * q.shape[1] * keys))
+def queries_at_once(q: Tensor, keys: int, groups: int) -> int:
+    """How many queries of each group of a map there are in a part."""
+    return max(FEWEST_QUERIES, AT_ONCE // (groups * q.shape[1] * keys))

@@ -14,9 +14,11 @@ row has a key to attend to; with ``causal`` it is None. Logits and softmax are c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +89,8 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def heads_together_einx(cut: Cut, y: Tensor) -> Tensor:
     import einx
 
-    return einx.id(f"{cut.line.group_text} -> b (n d) {cut.line.map_text}", y, **cut.lengths)
+    y = einx.id(f"{cut.line.group_text} -> b {cut.line.map_text} (n d)", y, **cut.lengths)
+    return y.movedim(y.dim() - 1, 1)  # channels lie beside each other, as the projection reads them
 
 
 # --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
@@ -202,10 +205,10 @@ def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     size = groups * maps_at_once(q, k.shape[2], groups) if runs_in_parts(q) else q.shape[0]
     if size >= q.shape[0]:
         return attend_bmm(q, k, v, mask=mask, **options)
-    parts = [x.split(size) for x in (q, k, v)]
-    own = mask is not None and mask.shape[0] > 1
-    masks = mask.split(size // groups) if mask is not None and own else [mask] * len(parts[0])
-    return torch.cat([attend_bmm(*part, mask=seen, **options) for *part, seen in zip(*parts, masks, strict=True)])
+    parts: Any = zip(
+        split_mask(mask, size // groups, axis=0), q.split(size), k.split(size), v.split(size), strict=False
+    )
+    return torch.cat([attend_bmm(*part, mask=seen, **options) for seen, *part in parts])
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -350,24 +353,32 @@ def attend_groups(impl: Implementation, given: Given, dropout: float) -> Tensor:
 def attend_in_blocks(impl: Implementation, given: Given, bias: AxisBias, dropout: float) -> Tensor:
     """Attention with a bias that is made for a block of queries at a time; of many, again for the gradients."""
     q, k, v, scale, mask = given[:5]
-    count, rows = q.shape[2], queries_at_once(q, k.shape[2])
-    again = torch.is_grad_enabled() and q.shape[:3].numel() * k.shape[2] > KEPT
+    keys, groups = k.shape[2], bias.groups
+    maps, rows = maps_at_once(q, keys, groups), queries_at_once(q, keys, groups)
 
-    def attend_block(q: Tensor, mask: Mask, *along: Tensor) -> Tensor:
-        mask = combine_masks(mask_of(along, bias.groups), mask)
+    def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *along: Tensor) -> Tensor:
+        mask = combine_masks(mask_of(along, groups), mask)
         return impl.attend(q, k, v, scale=scale, mask=mask, causal=False, dropout=dropout)
 
-    along = bias.along(q)
-    blocks = []
-    for start in range(0, count, rows):
-        at = slice(start, start + rows)
-        seen = mask if mask is None or mask.shape[3] == 1 else mask[:, :, :, at]
-        given_block: Any = q[:, :, at], seen, *[logits[:, :, at] for logits in along]
-        if again:
-            blocks.append(checkpoint(attend_block, *given_block, use_reentrant=False, preserve_rng_state=dropout > 0))
-        else:
-            blocks.append(attend_block(*given_block))
-    return torch.cat(blocks, dim=2)
+    run: Callable[..., Tensor] = attend_block
+    if torch.is_grad_enabled() and q.shape[:3].numel() * keys > KEPT:
+        run = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=dropout > 0)
+    of_maps: Any = [x.split(maps * groups) for x in (q, k, v, *bias.along(q))]
+    done = []
+    for seen, queries, keys_of, values, *along in zip(split_mask(mask, maps, axis=0), *of_maps, strict=False):
+        of_rows: Any = [x.split(rows, dim=2) for x in (queries, *along)]
+        blocks = zip(split_mask(seen, rows, axis=3), *of_rows, strict=False)
+        done.append(joined([run(block, keys_of, values, own, *logits) for own, block, *logits in blocks], dim=2))
+    return joined(done, dim=0)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def split_mask(mask: Mask, size: int, axis: int) -> Iterable[Mask]:
+    """The mask of each part of that size; the same for every part where it is one along the axis."""
+    return repeat(mask) if mask is None or mask.shape[axis] == 1 else mask.split(size, dim=axis)
 
 
 def repeat_kv(q: Tensor, k: Tensor) -> Tensor:

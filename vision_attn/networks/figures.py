@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
-from vision_attn.checks import check_type
+from vision_attn.checks import check_number, check_type
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import numbers
 from vision_attn.networks.safe import write_atomically
 
 try:
-    from matplotlib import figure as matplotlib_figure
+    from matplotlib import figure as matplotlib_figure, ticker
     from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 except ImportError as error:
@@ -26,7 +28,7 @@ __all__ = ["Figure", "attention_figure", "save_figure", "summary_figure"]
 
 #: In inches: between panels, for a line of text above them, and for the scale on the right with its numbers.
 GAP, LINE, SCALE = 0.08, 0.24, 0.95
-#: How much of the picture the largest weight covers.
+#: How much of the picture is covered where a cell gets two even shares or more.
 OPAQUE = 0.8
 REDUCTIONS = ("mean", "max", "none")
 
@@ -50,14 +52,15 @@ def attention_figure(
     *,
     query: int | Iterable[int] = 0,
     reduction: str = "mean",
+    brightest: float = 16.0,
     titles: Sequence[str] = (),
     width: float = 7.0,
 ) -> Figure:
     """One row an image and query: the image with the query marked, and on it where the query looks.
 
-    What gets no more than an even share of the attention stays as it is; above that, colour and opacity grow with the
-    weight, up to the largest in the figure. The scale says how many times an even share that is: where it ends near 1,
-    the network looks at everything alike.
+    What gets no more than an even share of the attention stays as it is; from two shares on it is covered, in a colour
+    that changes with each doubling, up to sixteen shares. The scale is the same for every map, and that of
+    :func:`explore`: a network that looks at everything alike leaves the image as it is.
 
     Args:
         images: what the network was given, ``(b, 1 or 3, height, width)``, in 0…1.
@@ -66,6 +69,7 @@ def attention_figure(
             their numbers on the images.
         reduction: of its heads, which :func:`vision_attn.capture` chooses: ``"mean"``, ``"max"`` (the largest of their
             weights), or ``"none"``, a panel for each.
+        brightest: times an even share from which on a cell is brightest.
         titles: a line above each image.
         width: of the figure, in inches.
 
@@ -73,8 +77,8 @@ def attention_figure(
         The figure, for a notebook or :func:`save_figure`.
 
     Raises:
-        ValueError: there are not as many maps, or titles, as images, there is no such query, or the reduction is
-            another.
+        ValueError: there are not as many maps, or titles, as images, there is no such query, the reduction is
+            another, or ``brightest`` is not above 1.
 
     >>> import torch
     >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
@@ -89,11 +93,12 @@ def attention_figure(
         raise ValueError(
             f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
         )
+    check_number("brightest", brightest, above=1)
     queries = numbers("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # in even shares
-    most = max(float(panels.max()), 1.0 + 1e-6)
+    norm = LogNorm(1, brightest, clip=True)
     if len(queries) > 1:
         above = titles or ["query"] * len(images)
         titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
@@ -122,8 +127,8 @@ def attention_figure(
             axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=extent)
             if column:
                 share = panels[row, column - 1].numpy()
-                opacity = OPAQUE * ((share - 1) / (most - 1)).clip(0, 1)
-                shown = axis.imshow(share, "plasma", alpha=opacity, vmin=1, vmax=most, extent=extent)
+                opacity = OPAQUE * np.log2(share.clip(1, 2))
+                shown = axis.imshow(share, "plasma", norm, alpha=opacity, extent=extent)
                 shown.set_interpolation("nearest")
             elif len(queries) > 1:
                 for number in queries:
@@ -138,6 +143,7 @@ def attention_figure(
         top += high + GAP
     length = height - LINE - GAP
     scale = figure.colorbar(shown, cax=panel(width - SCALE + GAP, LINE, 0.12, length))
+    scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
     scale.set_label("times an even share" if length > 1.4 else "", fontsize=8)  # of which the words are as high
     return figure
 

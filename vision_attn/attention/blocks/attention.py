@@ -170,7 +170,7 @@ class Attention(Specified):
         if self.position is not None:
             q, k, scale, bias = self.position(q, k, scale, part)
         if isinstance(bias, AxisBias):
-            how = how_to_add(q, bias.keys_shape, watched=bool(self.lookers))
+            how = self.how_to_add(q, bias)
             if how == "mask":
                 bias = mask_of(bias.along(q), part.groups)
             elif how == "folded":
@@ -190,13 +190,17 @@ class Attention(Specified):
             y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
         return in_format_of(x, self.proj_drop(y))
 
+    def how_to_add(self, q: Tensor, bias: AxisBias) -> str:
+        """How positions by axis are added to the logits."""
+        return how_to_add(q, bias.keys_shape, watched=bool(self.lookers))
+
     @property
     def projects_groups(self) -> bool:
         """Whether a group can be projected by itself: the map is copied into groups, and not the three made of it."""
         return self.key_dim == self.value_dim and self.groups == 1 and self.gate is None
 
     def project_groups(self, impl: Implementation, x: Tensor, part: Partition) -> list[tuple[Cut, Tensor, list[int]]]:
-        """As :meth:`project`, of groups as small maps, their tokens along the last axis, ``(b·groups, …, 1, i)``."""
+        """As :meth:`project`, of groups as small maps with their tokens along the last axis."""
         if self.position is not None:
             x = self.position.add_to_map(x)
         groups = impl.heads_apart(part.queries.cut, part.queries.lay_out(x), 1)  # (b·groups, 1, i, c)
@@ -362,9 +366,9 @@ class Attention2d(Attention):
         channels: channels of the map; divisible by ``num_heads``, unless ``key_dim`` and ``value_dim`` are given.
         num_heads: number of heads.
         impl: the implementation, one of :data:`vision_attn.IMPLS`, ``"auto"`` or a registered one. They give the same
-            result. ``"sdpa"`` is the fastest where torch has a fused kernel, and needs memory for the tokens only; the
-            others hold every attention weight. ``"auto"`` is ``"sdpa"``, and ``"bmm"`` where torch has no such kernel:
-            on the CPU, with dropout of weights or gradients of a bias.
+            result. ``"sdpa"`` needs memory for the tokens only where torch has a fused kernel; the others hold every
+            attention weight. ``"auto"`` is the faster of ``"sdpa"`` and ``"bmm"``, by device, type, tokens, gradients,
+            dropout and mask.
         pattern: which positions attend to each other: ``"full"``, ``"rows"``, ``"columns"``, a :class:`Window`,
             :class:`Grid`, :class:`Halo`, :class:`Neighborhood` or :class:`Pattern`, or a line of einx.
         position: how attention is told where things are: a :class:`RelPosDecomposed`, :class:`RelPosTable`,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vision_attn.attention.blocks import Attention2d, AttentionBlock2d
-from vision_attn.attention.implementations import IMPLS
+from vision_attn.attention.blocks.weights import looking
+from vision_attn.attention.implementations import IMPLS, Given, groups_as_heads
 from vision_attn.attention.patterns import Neighborhood, Window
 from vision_attn.attention.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
 from vision_attn.networks.convert import from_layer
@@ -64,35 +65,34 @@ class FusedTorchOnMaps(TorchOnMaps):
 
 
 class Floor(nn.Module):
-    """What any attention has to do, projection, fused kernel, projection: each on contiguous inputs of its own."""
+    """What attention of a block has to do, projection, fused kernel, projection: each on contiguous inputs of its own.
+
+    The kernel is given queries, keys, values and the mask that the block gives its own, but no positions folded into
+    them.
+    """
 
     def __init__(self, ours: Attention2d, x: Tensor) -> None:
         super().__init__()
-        self.size = x.shape[2:]
-        with torch.no_grad():
-            state = {key: value.flatten(1) if value.dim() > 1 else value for key, value in ours.state_dict().items()}
-            tokens = x.flatten(2).mT
-            qkv = F.linear(tokens, state["qkv.weight"], state["qkv.bias"])
-            q, k, v = qkv.unflatten(2, (3, ours.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            joined = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        leaves = (
-            tokens,
-            state["qkv.weight"],
-            state["qkv.bias"],
-            q,
-            k,
-            v,
-            joined,
-            state["proj.weight"],
-            state["proj.bias"],
-        )
+        seen: list[Given] = []
+        with torch.no_grad(), looking(ours, lambda part, given: seen.append(given)):
+            ours(x)
+        q, k, v, _, mask = seen[0][:5]
+        self.scale, self.size = ours.scale, x.shape[2:]
+        if q.shape[3] != ours.key_dim:  # what comes first in it is scaled
+            q, k = q[..., : ours.key_dim] / self.scale, k[..., : ours.key_dim]
+        if mask is not None:
+            q, k, v, mask = groups_as_heads(q, k, v, mask)
+        state = {key: value.detach() for key, value in ours.state_dict().items()}
+        maps = x.detach().movedim(1, -1), torch.randn_like(x).movedim(1, -1)
+        weights = [state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")]
+        leaves = (*maps, q, k, v, *(weight.flatten(1) if weight.dim() > 1 else weight for weight in weights))
         self.leaves = nn.ParameterList(leaf.contiguous() for leaf in leaves)
+        self.mask = mask if mask is None or mask.dtype == torch.bool else mask.detach().to(q.dtype).contiguous()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        tokens, weight, bias, q, k, v, joined, proj_weight, proj_bias = self.leaves
-        projected = F.linear(tokens, weight, bias)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        return projected, attended, F.linear(joined, proj_weight, proj_bias).mT.unflatten(2, self.size)
+        y, joined, q, k, v, weight, bias, proj_weight, proj_bias = self.leaves
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale)
+        return F.linear(y, weight, bias), attended, F.linear(joined, proj_weight, proj_bias)
 
 
 class ByHand(nn.Module):
@@ -117,9 +117,37 @@ def with_position(kind: Callable[..., Any]) -> Maker:
     return lambda x, n: Attention2d(x.shape[1], n, position=kind(feat_size=tuple(x.shape[2:])))
 
 
-def floor(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
-    twin = Attention2d(x.shape[1], n).to(x.device, x.dtype)
-    return Floor(twin, x), twin
+def floor(make: Maker) -> Maker:
+    """The floor of a block of ours."""
+
+    def made(x: Tensor, n: int) -> nn.Module:
+        block: Any = make(x, n)
+        return Floor(block.to(x.device, x.dtype), x)
+
+    return made
+
+
+def added_as(how: str) -> Maker:
+    """Positions by axis, added in a way that is not chosen."""
+
+    def made(x: Tensor, n: int) -> nn.Module:
+        block: Any = with_position(RelPosDecomposed)(x, n)
+        block.how_to_add = lambda *given: how
+        return block
+
+    return made
+
+
+def compiled(make: Maker) -> Maker:
+    """What torch makes of a module without a break in its graph; its twin is the module itself."""
+
+    def made(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
+        given = make(x, n)
+        module: nn.Module = (given[0] if isinstance(given, tuple) else given).to(x.device, x.dtype).eval()
+        compiled_one: Any = torch.compile(module, fullgraph=True)
+        return compiled_one, module
+
+    return made
 
 
 def theirs(make_layer: Callable[[int, int], nn.Module], wrapped: Callable[..., nn.Module] = lambda y: y) -> Maker:
@@ -180,13 +208,14 @@ def resnet_by_hand(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
 
 #: Everybody, by name.
 CONTESTANTS: dict[str, Maker] = {
+    "ours": ours(),
     **{f"ours {impl}": ours(impl=impl) for impl in IMPLS},
-    "floor": floor,
     "timm layers Attention2d": theirs(lambda c, n: TimmAttention2d(c, num_heads=n)),
     "timm maxxvit Attention2d": theirs(lambda c, n: MaxxVitAttention2d(c, dim_head=c // n)),
     "torch MHA": theirs(torch_layer, TorchOnMaps),
     "torch MHA, training mode": theirs(torch_layer, FusedTorchOnMaps),
     "ours RelPosDecomposed": with_position(RelPosDecomposed),
+    **{f"ours RelPosDecomposed, {how}": added_as(how) for how in ("mask", "blocks", "folded")},
     "timm BottleneckAttn": bottleneck,
     "ours window": ours(pattern=Window(7), position=RelPosTable()),
     "torchvision window": theirs(windows(0), OnMaps),
@@ -216,28 +245,50 @@ def among(*names: str) -> dict[str, Maker]:
     return {name: CONTESTANTS[name] for name in names}
 
 
+def beside_floor(*names: str) -> dict[str, Maker]:
+    """The first of them with its floor."""
+    return {**among(names[0]), "floor": floor(CONTESTANTS[names[0]]), **among(*names[1:])}
+
+
+def also_compiled(*names: str) -> dict[str, Maker]:
+    """Each of them compiled, then as it is."""
+    return {**{f"{name}, compiled": compiled(CONTESTANTS[name]) for name in names}, **among(*names)}
+
+
 SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
-LIBRARIES = ("floor", "timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
-IMPLEMENTATIONS = ("ours sdpa", *(f"ours {impl}" for impl in IMPLS if impl != "sdpa"))
+BACKBONES: dict[Shape, int] = {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8}
+WINDOWED: dict[Shape, int] = {(8, 96, 56, 56): 3}
+LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
+OURS = ("ours", *(f"ours {impl}" for impl in IMPLS))
 VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope2d", "ConditionalPos", "window", "shifted window", "neighbourhood")
 BOTH = tuple(LAYOUTS)
 
 ROWS = {
-    "implementations": Row(among(*IMPLEMENTATIONS, *LIBRARIES), {(1, 128, side, side): 4 for side in (8, 16, 32, 64)}),
+    "implementations": Row(
+        {**among(*OURS), **beside_floor("ours", *LIBRARIES)}, {(1, 128, side, side): 4 for side in (8, 16, 32, 64)}
+    ),
     "attention": Row(
-        among("ours sdpa", *LIBRARIES), {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8}, BOTH
+        beside_floor("ours", *LIBRARIES), {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8}, BOTH
     ),
-    "backbone": Row(
-        among("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"),
-        {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8},
-    ),
+    "backbone": Row(among("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"), BACKBONES),
     "positions": Row(
-        among("ours RelPosDecomposed", "timm BottleneckAttn"),
-        {(8, 256, 14, 14): 8, (2, 256, 28, 28): 8, (1, 256, 56, 56): 8},
+        beside_floor("ours RelPosDecomposed", "timm BottleneckAttn"),
+        {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
     ),
-    "windows": Row(among("ours window", "torchvision window"), {(2, 96, 56, 56): 3}, BOTH),
-    "shifted-windows": Row(among("ours shifted window", "torchvision shifted window"), {(2, 96, 56, 56): 3}, BOTH),
+    "windows": Row(beside_floor("ours window", "torchvision window"), WINDOWED, BOTH),
+    "shifted-windows": Row(beside_floor("ours shifted window", "torchvision shifted window"), WINDOWED, BOTH),
     "einx": Row(among("ours einx", "ours bmm"), SIZES),
+    # what impl="auto" and relative positions choose among
+    "choices": Row(
+        among("ours", "ours sdpa", "ours bmm"),
+        {(2048 // side**2 or 1, channels, side, side): 8 for channels in (64, 256, 512) for side in (4, 7, 10, 14, 24)},
+    ),
+    "position-choices": Row(
+        among("ours RelPosDecomposed", *(f"ours RelPosDecomposed, {how}" for how in ("mask", "blocks", "folded"))),
+        {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
+    ),
+    "compiled": Row(also_compiled("ours", "ours einx", "ours bmm"), {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8}),
+    "compiled-backbone": Row(also_compiled("resnet50, ours inserted"), {(4, 3, 224, 224): 8}),
     # with four times the tokens
-    "memory": Row(among("ours sdpa", *(f"ours {name}" for name in VARIANTS)), {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}),
+    "memory": Row(among("ours", *(f"ours {name}" for name in VARIANTS)), {(1, 64, 28, 28): 4, (1, 64, 56, 56): 4}),
 }

@@ -40,7 +40,7 @@ OF_IMAGES: dict[Shape, int] = {(4, 3, 224, 224): 1}
 HEADER = """\
 Medians of {rounds} rounds in which the contestants take turns. ÷: the first one's time over this one's, the median of
 the rounds. gradients: forward and backward. MiB: peak beyond what was held before. floor: projection, fused kernel,
-projection, each on contiguous inputs of its own."""
+projection of the first one, each on contiguous inputs of its own."""
 
 
 @dataclass(frozen=True)

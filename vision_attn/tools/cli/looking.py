@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +14,7 @@ from tyro.conf import Positional, arg
 from vision_attn.text import escaped
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor
 
 Output = Annotated[Path, arg(aliases=["-o"])]
@@ -59,6 +61,18 @@ def opened(paths: Sequence[Path], model: Any) -> Tensor:
     return torch.stack(found)
 
 
+def finer(image: Image.Image, transform: Any) -> Image.Image:
+    """What a network sees of an image, in the image's own pixels where these are smaller than the network's."""
+    import numpy as np
+
+    steps = [copy(step) for step in transform.transforms if hasattr(step, "size")]  # what resizes and crops
+    times = max(1.0, min(image.size) / max(np.max(step.size) for step in steps))
+    for step in steps:
+        step.size = (times * np.array(step.size)).round().astype(int).tolist()
+        image = step(image)
+    return image
+
+
 def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
     """A network by the folder of its run or by its name, with its classes and the transform of its images."""
     from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_data_config
@@ -100,11 +114,20 @@ class Looked:
     adapter: Path | None = None  # of a name: adapter.safetensors, to go into the network
     sites: tuple[str, ...] = ()  # modules with attention at or in them (default: all)
 
+    @property
+    def warning(self) -> str:
+        """What is to be said of weights that nobody has trained."""
+        but = ", but for those of the adapter" if self.adapter else ""
+        random = f"The weights of {self.model} are random{but}: --pretrained fetches those that were trained."
+        return "" if self.pretrained or Path(self.model).exists() else random
+
     def open(self) -> tuple[Any, Tensor, Any, list[Path]]:
         """The network, images in 0…1 as it sees them, what normalises these, and their files."""
         from torchvision.transforms.v2 import Normalize
 
         paths, network = images_in(self.images), named(self.model, self.pretrained, self.adapter)
+        if self.warning:
+            print(self.warning)
         mean, std = (network.pretrained_cfg[name] for name in ("mean", "std"))
         back = Normalize([-m / s for m, s in zip(mean, std, strict=True)], [1 / s for s in std])
         return network, back(opened(paths, network)).clamp(0, 1), Normalize(list(mean), list(std)), paths
@@ -123,11 +146,13 @@ def explore(look: Look, output: Output = Path("report.html"), top: int = 5) -> N
         top: classes of each image
     """
     from vision_attn.tools import explorer
+    from vision_attn.tools.training.data import open_image
 
     network, pixels, normalize, paths = look.open()
     page = explorer.explore(
         network, pixels, output, normalize=normalize, classes=network.classes or (), sites=look.sites or None, top=top,
-        titles=[path.name for path in paths], title=f"Where {Path(look.model).name} looks",
+        titles=[path.name for path in paths], title=f"Where {Path(look.model).name} looks", note=look.warning,
+        pictures=[finer(open_image(path), network.transform) for path in paths],
     )  # fmt: skip
     print(f"wrote {page}, {page.stat().st_size / 1e3:,.0f} kB: open it in a browser")
 

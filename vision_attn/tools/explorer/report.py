@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,13 @@ from vision_attn.networks.safe import write_atomically
 
 #: Cells along a side of a map that the page has: of a larger one several are taken together.
 CELLS = 28
+#: Pixels along a side of a picture at most, and those above which it is packed as photographs are.
+PICTURE, PHOTOGRAPH = 1024, 256
+#: What tokens beside the map are called, by their parameters and in their order; all others are registers.
+TOKENS = {
+    "the class token": {"cls_token", "class_token", "class_embedding"},
+    "the distillation token": {"dist_token", "distillation_token"},
+}
 #: Steps that weights are rounded to, of a row's largest; the finest that keep an image's maps below so many characters.
 LEVELS, LARGEST = (255, 127, 63, 31, 15, 7), 14_000_000
 
@@ -38,14 +45,17 @@ def explore(
     normalize: Callable[[Tensor], Tensor] | None = None,
     classes: Sequence[str] = (),
     titles: Sequence[str] = (),
+    pictures: Sequence[Image.Image] = (),
     sites: Names | Iterable[Names] | None = None,
     top: int = 5,
     title: str = "Where it looks",
+    note: str = "",
 ) -> Path:
     """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
 
     The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and
-    rollout, what the network says, and what becomes of that with each block disabled. Weights are rounded to a
+    rollout, what the network says, and what becomes of that with each block disabled. Class and register tokens can be
+    looked from as well. Weights are rounded to a
     255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page says which.
     Maps with more than 28 cells along a side are looked from at one cell of several, and their weights added up.
 
@@ -56,15 +66,18 @@ def explore(
         normalize: makes of images what the network is given; nothing when None.
         classes: name of each class.
         titles: name of each image.
+        pictures: what is shown of each image in its stead, Pillow's, of any size: the same part, in finer pixels.
         sites: only attention at or in these modules, as in :func:`capture`.
         top: classes to show of each image.
         title: of the page.
+        note: a line below the title, such as that the weights are random.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no image, the titles are not as many, the maps are not of images, or as :func:`capture`.
+        ValueError: there is no image, titles or pictures are not as many, the maps are not of images, or as in
+            :func:`capture`.
 
     >>> import tempfile
     >>> from vision_attn.attention.blocks import AttentionBlock2d
@@ -74,23 +87,24 @@ def explore(
     '<!doctype html>'
     """
     check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
-    check_type("title", title, str, "a text")
+    for name, text in (("title", title), ("note", note)):
+        check_type(name, text, str, "a text")
     check_count("top", top)
     check_type("normalize", len if normalize is None else normalize, Callable, "a function of images")
-    for name, given in (("titles", titles), ("classes", classes)):
-        check_type(name, given, (list, tuple), "a list of texts")
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
-    if titles and len(titles) != len(images):
-        raise ValueError(f"titles must be as many as the images, {len(images)}; got {len(titles)}")
+    for name, given in (("titles", titles), ("classes", classes), ("pictures", pictures)):
+        check_type(name, given, (list, tuple), f"a list of {'images' if name == 'pictures' else 'texts'}")
+        if given and name != "classes" and len(given) != len(images):
+            raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
     names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     place = next(plain_network(model).parameters())
     shown = []
     with quiet_eval(model):
-        for image, name in zip(images.split(1), names, strict=True):
+        for image, name, picture in zip(images.split(1), names, pictures or map(drawn, images), strict=True):
             x = (image if normalize is None else normalize(image)).to(place)
-            shown.append({"title": name, **looked_at(model, x, sites, classes, top), **picture_of(image)})
-    content = {"title": title, "about": about(model), "images": shown, "exact": exact(shown)}
+            shown.append({"title": name, **looked_at(model, x, sites, classes, top), "source": as_source(picture)})
+    content = {"title": title, "note": note, "about": about(model), "images": shown}
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no tag ends the script
     write_atomically(Path(output), page.replace("/* DATA */", text).encode())
@@ -107,33 +121,44 @@ def looked_at(
         if len(one.map_size) != 2:
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
     rolled = maps.rollout()
-    blocks: list[dict[str, Any]] = []
-    parts = [(path, coarse(one), coarse(rolled[path])) for path, one in maps.items()]
+    parts = [(path, measures(model, one), coarse(one), coarse(rolled[path])) for path, one in maps.items()]
     for levels in LEVELS:
         blocks = [
-            {"path": path, "heads": packed(*heads, levels), "rollout": packed(*rolled_out, levels)}
-            for path, heads, rolled_out in parts
+            {"path": path, **said, "heads": packed(*heads, levels), "rollout": packed(*rolled_out, levels)}
+            for path, said, heads, rolled_out in parts
         ]
         if len(json.dumps(blocks)) < LARGEST:
             break
+    shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "closings": []}
     if scores is None:
-        return {"blocks": blocks, "prediction": [], "closings": []}
+        return shown
 
     def name(label: int) -> str:
         return classes[label] if label < len(classes) else f"class {label}"
 
     best = scores.topk(min(top, len(scores))).indices.tolist()
-    closings = []
+    shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
     paths = switches(model, maps)
     for what, shut in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
         with without(model, shut):
-            others = scores_of(model, x)
-        assert others is not None
+            others: Any = scores_of(model, x)
         share = round(found[what].share, 6) if what in found else None
         probability = round(others[best[0]].item(), 6)
-        closings.append({"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability})
-    prediction = [[name(label), round(scores[label].item(), 6)] for label in best]
-    return {"blocks": blocks, "prediction": prediction, "closings": closings}
+        answer = {"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability}
+        shown["closings"].append(answer)
+    return shown
+
+
+def measures(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
+    """How far each head looks, in pixels, and how widely, as a share of the map; and the tokens beside the map."""
+    known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    count = 0 if one.prefix is None else one.prefix.shape[2]
+    tokens = [called for called, names in TOKENS.items() if names & known][:count]
+    return {
+        "far": one.distance()[0].mean(1).tolist(),
+        "wide": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
+        "tokens": tokens + [f"register {number}" for number in range(1, count - len(tokens) + 1)],
+    }
 
 
 def scores_of(model: nn.Module, x: Tensor) -> Tensor | None:
@@ -174,7 +199,10 @@ def without(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
 
 
 def coarse(one: AttentionMap) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int, tuple[str, ...]]:
-    """Weights ``(heads, queries, h, w)`` with no more than so many cells, the sizes of both maps, and the step."""
+    """Weights ``(heads, queries, h, w)`` with no more than so many cells, the sizes of both maps, and the step.
+
+    After the queries on the map come the tokens beside it.
+    """
     weights = one.weights[0].float().cpu()
     (step, queries), (key_step, keys) = (coarse_size(size) for size in (one.map_size, tuple(weights.shape[2:])))
     if step > 1:
@@ -183,6 +211,8 @@ def coarse(one: AttentionMap) -> tuple[Tensor, tuple[int, ...], tuple[int, ...],
             for n, length in zip(queries, one.map_size, strict=True)
         )
         weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
+    if one.prefix is not None:
+        weights = torch.cat([weights, one.prefix[0].float().cpu()], dim=1)
     if key_step > 1:
         height, width = (n * key_step - length for n, length in zip(keys, weights.shape[2:], strict=True))
         weights = F.avg_pool2d(F.pad(weights, (0, width, 0, height)), key_step) * key_step**2
@@ -213,12 +243,19 @@ def packed(
     }
 
 
-def picture_of(image: Tensor) -> dict[str, Any]:
-    pixels = (image[0].detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
-    picture = Image.fromarray(pixels.movedim(0, -1).expand(-1, -1, 3).numpy())
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return {"size": list(image.shape[2:]), "source": f"data:image/png;base64,{as_text(file.getvalue())}"}
+def drawn(image: Tensor) -> Image.Image:
+    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels.movedim(0, -1).expand(-1, -1, 3).numpy())
+
+
+def as_source(picture: Image.Image) -> str:
+    """A picture as the address of itself: small ones exactly, large ones as photographs are packed."""
+    check_type("pictures", picture, Image.Image, "Pillow's images")
+    picture, file = picture.convert("RGB"), io.BytesIO()
+    picture.thumbnail((PICTURE, PICTURE))
+    form = "PNG" if max(picture.size) <= PHOTOGRAPH else "JPEG"
+    picture.save(file, form, quality=90)
+    return f"data:image/{form.lower()};base64,{as_text(file.getvalue())}"
 
 
 def as_text(content: bytes) -> str:
@@ -230,11 +267,3 @@ def about(model: nn.Module) -> str:
     count = sum(parameter.numel() for parameter in plain.parameters())
     name = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture")
     return f"{name or type(plain).__name__}, {count:,} parameters"
-
-
-def exact(shown: Sequence[Mapping[str, Any]]) -> str:
-    coarsest = min(block["heads"]["levels"] for image in shown for block in image["blocks"])
-    return (
-        f"The weights on this page are rounded to 1/{coarsest} of the largest in their row. It was written by "
-        "vision_attn, holds all that it shows, and fetches nothing."
-    )
