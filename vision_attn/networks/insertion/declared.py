@@ -62,8 +62,6 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "torchvision.models.video.swin_transformer.SwinTransformer3d": tuple(f"features.{index}" for index in (0, 2, 4, 6)),
     "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
     "transformers.models.convnext.modeling_convnext.ConvNextEncoder": ("stages.{i}",),
-    "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2Encoder": ("stages.{i}",),
-    "transformers.models.dinov2.modeling_dinov2.Dinov2Encoder": ("layer.{i}",),
     "transformers.models.regnet.modeling_regnet.RegNetEncoder": ("stages.{i}",),
     "transformers.models.resnet.modeling_resnet.ResNetEncoder": ("stages.{i}",),
     "transformers.models.segformer.modeling_segformer.SegformerModel": ("stages.{i}",),

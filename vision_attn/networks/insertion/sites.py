@@ -179,15 +179,18 @@ def stages_of(run: DryRun) -> list[str]:
     if said.stages:
         return [path for path, _ in said.stages]
     every = units_in(run, said.trunk or "")
-    units = without_tokens(every)
-    if not said.trunk:  # what a whole network pools to one cell is no stage
-        units = [one for one in units if product(one.size) > 1]
+    tokens = sum("(" in one.layout for one in every)  # which have the shape of many things
+    # What a whole network pools to one cell is no stage.
+    units = [one for one in every if "(" not in one.layout and (said.trunk or product(one.size) > 1)]
     rows = last_of_each_size(units)
     cells = [product(one.size) for one in rows]
-    if not units or len(units) < len(every) - len(without_tokens(every)):
+    if not units or len(units) < tokens:
         why, rows = "most of its modules give tokens or no map", last_of_each_size(every)
     elif cells != sorted(cells, reverse=True):
-        why, rows = "its maps become larger again", last_of_each_size(without_tokens(units_in(run, "", 1)))
+        why, rows = (
+            "its maps become larger again",
+            last_of_each_size(one for one in units_in(run, "", 1) if "(" not in one.layout),
+        )
     elif not said.trunk and product(every[-1].size) == 1 and max(rows[-1].size) <= 2:
         why = "on an image so small nothing tells a stage of one cell from pooling: give a larger example_input="
     else:
@@ -195,11 +198,6 @@ def stages_of(run: DryRun) -> list[str]:
     choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
     what = f"{type(run.model).__name__} declares none, and {why}"
     raise SiteError(f"stages: {what}: choose sites by names=, as among {choice or 'those of model.named_modules()'}")
-
-
-def without_tokens(units: Iterable[Map]) -> list[Map]:
-    """Those that are maps by their shape; tokens have the shape of many things."""
-    return [one for one in units if "(" not in one.layout]
 
 
 def last_of_each_size(units: Iterable[Map]) -> list[Map]:
