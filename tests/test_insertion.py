@@ -253,7 +253,11 @@ class Alike(nn.Module):
 REFUSALS = {
     "unknown stage": (resnet18, {"stages": 9}, "stages: there is no stage 9; the stages are 0 'relu', 1 'layer1'"),
     "unknown stage name": (resnet18, {"stages": "layer9"}, "there is no stage 'layer9'"),
-    "no stages": (lambda: nn.Sequential(nn.Flatten()), {"stages": -1}, "the stages are none: use names="),
+    "no stages": (
+        lambda: nn.Sequential(nn.Flatten()),
+        {"stages": -1},
+        r"most of its modules give tokens or no map: choose .* those of model.named_modules\(\)",
+    ),
     "unknown name": (resnet18, {"names": "layr*"}, r"'layr\*' matches no module; at the top .*layer1"),
     "nowhere": (resnet18, {"where": lambda name, module: False}, "where is true for none"),
     "called twice": (Twice, {"names": "conv"}, "'conv' is called 2 times"),

@@ -17,6 +17,9 @@ import vision_attn as va
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import PATTERNS, Partition, resolve_pattern
 
+#: What code that prints a specification may name.
+PUBLIC = {name: getattr(va, name) for name in va.__all__}
+
 EXAMPLES = {
     **{name: name for name in PATTERNS},
     "window": va.Window(3),
@@ -251,9 +254,9 @@ def test_several_threads_share_what_is_kept():
     ],
 )
 def test_a_pattern_prints_as_code_compares_and_pickles(code):
-    pattern = eval(code, vars(va))
+    pattern = eval(code, PUBLIC)
     assert repr(pattern) == code
-    for other in (eval(code, vars(va)), pickle.loads(pickle.dumps(pattern))):
+    for other in (eval(code, PUBLIC), pickle.loads(pickle.dumps(pattern))):
         assert other == pattern
         assert hash(other) == hash(pattern)
         assert other.partitioner(2) == pattern.partitioner(2)

@@ -330,6 +330,14 @@ NETWORKS = {
 }
 
 
+#: Before, ``model_args=`` of ``save_model`` has to say it.
+notes_arguments = pytest.mark.skipif(
+    tuple(map(int, timm.__version__.split(".")[:3])) < (1, 0, 31),
+    reason="timm does not note what a network is made with",
+)
+
+
+@notes_arguments
 @pytest.mark.parametrize("case", NETWORKS)
 def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     name, given, insert = NETWORKS[case]
@@ -375,7 +383,7 @@ def test_images_are_prepared_as_the_configuration_of_the_network_says(change, si
     model = timm.create_model("resnet20", num_classes=3, in_chans=size[0])
     model.pretrained_cfg |= {**change, "input_size": size}
     (tmp_path / "run").mkdir()
-    va.save_model(model, tmp_path / "run" / "model")
+    va.save_model(model, tmp_path / "run" / "model", model_args={"in_chans": size[0]})
     again = va.load_model(tmp_path / "run")  # as a run keeps its best network
     assert again.classes is None
     assert {name: again.pretrained_cfg[name] for name in change} == change
@@ -396,6 +404,7 @@ def test_a_type_is_kept_and_other_files_in_the_folder_too(tmp_path):
     assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
+@notes_arguments
 @pytest.mark.parametrize("dies", range(4))
 def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(dies, tmp_path):
     """Each renaming in turn is one that the process does not live to see; before, weights were of the one and more."""
@@ -529,7 +538,8 @@ def test_what_was_written_before_still_loads(name, tmp_path):
         torch.testing.assert_close(model(images), expected)
         if make is None:
             assert model.classes == ("a", "b", "c")
-            va.save_model(model, tmp_path / "again")
+            made_with = json.loads((OLD / name / "config.json").read_text()).get("model_args")
+            va.save_model(model, tmp_path / "again", model_args=made_with)
             again = va.load_model(tmp_path / "again", **how)
         else:
             path = va.save_adapter(model, tmp_path / "again.safetensors", also="7.*" if name == "adapter" else ())

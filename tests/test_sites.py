@@ -280,15 +280,6 @@ STAGES = {
         lambda: nn.Sequential(timm.create_model("convnext_atto"), nn.Identity()),
         ["0.stages.0", "0.stages.1", "0.stages.2", "0.stages.3"],
     ),
-    "torchvision mobilenet_v2": (
-        lambda: torchvision.models.mobilenet_v2(),
-        ["features.1", "features.3", "features.6", "features.13", "features"],
-    ),
-    "torchvision swin_t": (lambda: torchvision.models.swin_t(), ["features.1", "features.3", "features.5", "permute"]),
-    "torchvision shufflenet": (
-        lambda: torchvision.models.shufflenet_v2_x0_5(),
-        ["conv1", "maxpool", "stage2", "stage3", "conv5"],
-    ),
     "pooled keys inside of the first stage": (
         lambda: timm.create_model("pvt_v2_b0"),
         ["stages.0", "stages.1", "stages.2", "stages.3"],
@@ -304,13 +295,107 @@ def test_stages_are_those_declared_or_the_last_of_each_size(case):
     assert va.stage_names(model) == stages
 
 
-def test_where_stages_cannot_be_told_modules_are_named_to_choose_from():
-    layers = [nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1)]
-    with pytest.raises(
-        va.SiteError, match=r"become larger again.*names=, as among '0' \(16×16\), '1' \(8×8\), '3' \(16"
-    ):
-        va.stage_names(nn.Sequential(*layers), (1, 3, 32, 32))
+def diffusers_encoder(name):
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return getattr(pytest.importorskip("diffusers"), name)(block_out_channels=(32, 32), **kinds)
 
+
+def of_transformers(name, **options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**options)
+    return getattr(transformers, f"{name}ForImageClassification")(config)
+
+
+def odd(last):
+    return [f"features.{index}" for index in range(1, last + 1, 2)]
+
+
+#: A network, two sizes of its images, the smaller one pooled to a cell before the head, and its stages for both.
+TRUNKS = {
+    "vgg11": (32, 64, [f"features.{index}" for index in (1, 4, 9, 14, 19, 20)]),
+    "mobilenet_v2": (32, 64, [f"features.{index}" for index in (1, 3, 6, 13, 18)]),
+    "mobilenet_v3_large": (32, 64, [f"features.{index}" for index in (1, 3, 6, 12, 16)]),
+    "efficientnet_v2_s": (32, 64, [f"features.{index}" for index in (1, 2, 3, 5, 7)]),
+    "convnext_tiny": (32, 64, odd(7)),
+    "swin_t": (32, 64, odd(7)),
+    "shufflenet_v2_x0_5": (32, 64, ["conv1", "maxpool", "stage2", "stage3", "conv5"]),
+    "mnasnet0_5": (32, 64, [f"layers.{index}" for index in (7, 8, 9, 11, 16)]),
+    "r2plus1d_18": ((4, 16, 16), (4, 32, 32), [f"layer{index}" for index in range(1, 5)]),
+    "swin3d_t": ((2, 32, 32), (4, 64, 64), [f"features.{index}" for index in (0, 2, 4, 6)]),
+    "mvit_v2_s": ((16, 224, 224), (16, 224, 224), [f"blocks.{index}" for index in range(16)]),
+    "AutoencoderKL": (8, 32, ["encoder.down_blocks.0", "encoder.down_blocks.1", "encoder.mid_block"]),
+    "VQModel": (8, 32, ["encoder.down_blocks.0", "encoder.down_blocks.1", "encoder.mid_block"]),
+    "ResNet": (32, 224, [f"resnet.encoder.stages.{index}" for index in range(4)]),
+    "ConvNext": (32, 224, [f"convnext.encoder.stages.{index}" for index in range(4)]),
+    "Segformer": (32, 224, [f"segformer.stages.{index}" for index in range(4)]),
+    "ViT": (224, 224, [f"vit.layers.{index}" for index in range(2)]),
+}
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+def test_stages_of_networks_that_declare_none_are_in_a_table_and_the_same_for_all_sizes(name):
+    small, large, stages = TRUNKS[name]
+    with torch.device("meta"):
+        if name in ("AutoencoderKL", "VQModel"):
+            model = diffusers_encoder(name)
+        elif name[0].isupper():
+            model = of_transformers(name, **{"num_hidden_layers": 2} if name == "ViT" else {})
+        else:
+            model = torchvision.models.get_model(name)
+    for size in (small, large):
+        shape = (1, 3, *(size if isinstance(size, tuple) else (size, size)))
+        assert va.stage_names(model, shape) == stages
+
+
+@pytest.mark.skipif(not timm.is_model("gemma4_vit_167m"), reason="this timm has none")
+def test_a_declaration_that_names_no_modules_is_replaced_by_the_table():
+    with torch.device("meta"):
+        gemma = timm.create_model("gemma4_vit_167m")
+    assert va.stage_names(gemma, (1, 3, 128, 128)) == [f"encoder.blocks.{index}" for index in range(16)]
+
+
+def test_the_last_stage_takes_a_block_before_it_and_not_before_the_network():
+    model = torchvision.models.vgg11().eval()
+    (block,) = va.insert_(model, stages=-1, at="before", example_input=(1, 3, 64, 64)).blocks
+    assert (block.site, block.size) == ("features.20", "4×4")
+
+
+#: What no stage can be told in, and what the message says and names.
+WITHOUT_STAGES = {
+    "maps that become larger again": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1)
+        ),
+        32,
+        r"become larger again.*names=, as among '0' \(16×16\), '1' \(8×8\), '3' \(16",
+    ),
+    "a way down and up inside of one module": (
+        lambda: pytest.importorskip("monai.networks.nets").UNet(2, 3, 2, (8, 16, 32), (2, 2), num_res_units=1),
+        32,
+        r"larger again.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)",
+    ),
+    "a stage of one cell, or pooling": (
+        lambda: nn.Sequential(*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgPool2d(1)),
+        32,
+        r"so small nothing tells a stage of one cell from pooling: give a larger .* as among '0' .*, '3' \(2×2\)$",
+    ),
+    "tokens": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), *(nn.Linear(64, 64) for _ in range(3))),
+        32,
+        r"most of its modules give tokens or no map: choose .* '0' \(8×8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_STAGES)
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_where_stages_cannot_be_told_modules_are_named_to_choose_from(case):
+    make, size, message = WITHOUT_STAGES[case]
+    with pytest.raises(va.SiteError, match=message):
+        va.stage_names(make(), (1, 3, size, size))
+
+
+def test_of_several_parts_that_declare_stages_none_is_chosen():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -464,12 +549,11 @@ def test_a_network_says_the_size_of_its_images():
 
 def test_one_bad_entry_of_a_declaration_spoils_no_other():
     with torch.device("meta"):
-        model, gemma = timm.create_model("resnet18"), timm.create_model("gemma4_vit_167m")
+        model = timm.create_model("resnet18")
     model.feature_info[2]["module"] = "nowhere"
     assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
     with pytest.raises(va.SiteError, match="declares 'nowhere' as a stage and has no such module"):
         va.insert_(model, stages=2)
-    assert va.stage_names(gemma, (1, 3, 128, 128)) == [f"encoder.blocks.{index}" for index in range(16)]
 
 
 def test_what_only_features_are_given_of_is_read_by_a_detector():

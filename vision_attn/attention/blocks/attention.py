@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -16,20 +17,23 @@ from vision_attn.attention.blocks.weights import Look, check_queries, looking, w
 from vision_attn.attention.choices import how_to_add
 from vision_attn.attention.implementations import IMPLEMENTATIONS, Given, Implementation, attend_groups, check_impl
 from vision_attn.attention.masks import AxisBias, check_mask, mask_of, masks_of_groups, upcast
-from vision_attn.attention.patterns import AnyPattern, Neighborhood, resolve_pattern
+from vision_attn.attention.patterns import AnyPattern, Neighborhood, Partitioner, resolve_pattern
 from vision_attn.attention.patterns.line import Cut
 from vision_attn.attention.patterns.partition import Partition, Partitions
 from vision_attn.attention.position import AbsPos, AnyPosition, BlockShape, RelPosDecomposed, RelPosTable, new_term
+from vision_attn.attention.position.term import PositionTerm
 from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
 #: By how many axes a map has.
-AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 class Attention(Specified):
     """:class:`Attention1d`, :class:`Attention2d` and :class:`Attention3d`, for maps with ``rank`` axes."""
 
     rank: int
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(
         self,
@@ -74,10 +78,11 @@ class Attention(Specified):
             check_divides("num_heads", num_heads, "channels", channels)
         self.channels = channels
         self.num_heads = n = num_heads
-        self.num_kv_heads = m = num_heads if num_kv_heads is None else num_kv_heads
-        self.key_dim = d = channels // num_heads if key_dim is None else key_dim
-        self.value_dim = e = channels // num_heads if value_dim is None else value_dim
-        self.out_channels = channels if out_channels is None else out_channels
+        self.num_kv_heads: int = num_heads if num_kv_heads is None else num_kv_heads
+        self.key_dim: int = channels // num_heads if key_dim is None else key_dim
+        self.value_dim: int = channels // num_heads if value_dim is None else value_dim
+        m, d, e = self.num_kv_heads, self.key_dim, self.value_dim
+        self.out_channels: int = channels if out_channels is None else out_channels
         self.context_channels = context_channels
         self.groups = groups
         check_divides("num_kv_heads", m, "num_heads", n)
@@ -101,32 +106,34 @@ class Attention(Specified):
             )
         self.impl = impl
         self.pattern = pattern
-        self.partitioner = resolve_pattern(pattern).partitioner(self.rank)
+        self.partitioner: Partitioner = resolve_pattern(pattern).partitioner(self.rank)
         if kv_stride > 1 and not self.partitioner.is_global:
             raise ValueError(f"pattern must be 'full' with kv_stride={kv_stride}; got {pattern!r}")
         self.kv_stride = kv_stride
         self.causal = causal
-        self.partitions = Partitions(self.partitioner)
+        self.partitions: Partitions = Partitions(self.partitioner)
         #: called with what the kernel gets, in each forward pass
         self.lookers: tuple[Look, ...] = ()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
         if groups > 1:  # of a map that is there three times, so that the rows stay in their order
-            self.qkv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
+            self.qkv: nn.modules.conv._ConvNd = conv(
+                3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory
+            )
         elif context_channels is None:
             self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
         else:
-            self.q = conv(channels, n * d, 1, bias=qkv_bias, **factory)
-            self.kv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
-        self.proj = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+            self.q: nn.modules.conv._ConvNd = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv: nn.modules.conv._ConvNd = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj: nn.modules.conv._ConvNd = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
-        self.scale = self.usual_scale if scale is None else scale
-        self.gate = conv(channels, n * e, 1, **factory) if output_gate else None
+        self.scale: float = self.usual_scale if scale is None else scale
+        self.gate: nn.modules.conv._ConvNd | None = conv(channels, n * e, 1, **factory) if output_gate else None
         elsewhere = kv_stride > 1 or context_channels is not None
         shape = BlockShape(channels, num_heads, d, self.partitioner, elsewhere, context_channels)
-        self.position = None if position is None else new_term(position, shape, **factory)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.position: PositionTerm | None = None if position is None else new_term(position, shape, **factory)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:

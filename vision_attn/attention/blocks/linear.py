@@ -188,9 +188,9 @@ class LinearAttention2d(Specified):
         self.num_heads = num_heads
         self.impl = impl
         self.feature_map = feature_map
-        self.qkv = Pointwise2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qkv: Pointwise2d = Pointwise2d(channels, 3 * channels, 1, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: Pointwise2d = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ class UnitLength(nn.Module):
     def __init__(self, num_heads: int | None = None, **factory: Any) -> None:
         super().__init__()
         scale = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(10), **factory)
-        self.logit_scale = None if scale is None else nn.Parameter(scale)
+        self.logit_scale: nn.Parameter | None = None if scale is None else nn.Parameter(scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.normalize(upcast(x), dim=-1)  # half precision has no number as small as what its length is at least

@@ -39,7 +39,7 @@ class LayerNorm3d(LayerNorm2d):
 
 
 #: By how many axes a map has.
-LAYER_NORMS = {1: LayerNorm1d, 2: LayerNorm2d, 3: LayerNorm3d}
+LAYER_NORMS: dict[int, type[LayerNorm2d]] = {1: LayerNorm1d, 2: LayerNorm2d, 3: LayerNorm3d}
 
 
 def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
@@ -72,9 +72,9 @@ class GatedResidual(nn.Module):
         check_new(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
-        self.begins_open = gate_init is None
-        self.norm = LAYER_NORMS[self.rank](channels, device=device, dtype=dtype)
-        self.gate = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
+        self.begins_open: bool = gate_init is None
+        self.norm: nn.Module = LAYER_NORMS[self.rank](channels, device=device, dtype=dtype)
+        self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
 
     def last_projection(self) -> nn.Module:
         """What the branch ends in."""
@@ -121,7 +121,7 @@ class AttentionBlock(GatedResidual):
         check_count("channels", channels)
         refuse_other_channels(type(self).__name__, channels, attention)
         super().__init__(channels, gate_init, device, dtype)
-        self.attn = ATTENTION[self.rank](channels, num_heads, device=device, dtype=dtype, **attention)
+        self.attn: Attention = ATTENTION[self.rank](channels, num_heads, device=device, dtype=dtype, **attention)
         self.zero_init_last()
 
     def last_projection(self) -> nn.Module:
@@ -261,12 +261,12 @@ class TransformerBlock2d(Specified):
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
         self.norm_first = norm_first
         self.activation = activation
-        self.norm1 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
-        self.attn = Attention2d(channels, num_heads, **factory, **attention)
-        self.norm2 = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
-        self.fc1 = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
-        self.fc2 = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
-        self.mlp_drop = nn.Dropout(mlp_drop)
+        self.norm1: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.attn: Attention2d = Attention2d(channels, num_heads, **factory, **attention)
+        self.norm2: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.fc1: Pointwise2d = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
+        self.fc2: Pointwise2d = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
+        self.mlp_drop: nn.Dropout = nn.Dropout(mlp_drop)
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:

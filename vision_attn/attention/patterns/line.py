@@ -131,13 +131,14 @@ class Cut:
 
     def __init__(self, line: Line, lengths: Sequence[Sequence[int]]) -> None:
         self.line = line
-        self.lengths = dict(zip(line.names, (length for axis in lengths for length in axis), strict=True))
+        every = (length for axis in lengths for length in axis)
+        self.lengths: dict[str, int] = dict(zip(line.names, every, strict=True))
         #: of the map
-        self.shape = tuple([product(axis) for axis in lengths])
+        self.shape: tuple[int, ...] = tuple([product(axis) for axis in lengths])
         #: of the map that is cut: the groups, then the tokens
-        self.group_lengths = [self.lengths[name] for name in (*line.groups, *line.tokens)]
-        self.groups = product([self.lengths[name] for name in line.groups])
-        self.tokens = product([self.lengths[name] for name in line.tokens])
+        self.group_lengths: list[int] = [self.lengths[name] for name in (*line.groups, *line.tokens)]
+        self.groups: int = product([self.lengths[name] for name in line.groups])
+        self.tokens: int = product([self.lengths[name] for name in line.tokens])
 
 
 def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:

@@ -78,16 +78,17 @@ class Side:
     """The map of the queries, or that of the keys."""
 
     def __init__(self, line: Line, size: Sequence[int], lays: Sequence[Lay]) -> None:
-        self.size = tuple(size)
+        self.size: tuple[int, ...] = tuple(size)
         self.lays = lays
-        self.cut = Cut(line, [lay.lengths for lay in lays])
+        self.cut: Cut = Cut(line, [lay.lengths for lay in lays])
         #: cuts a group that has become a small map, its tokens along the last axis: it is one group itself
-        self.cut_of_group = Cut(uncut(len(lays)), [*[(1,)] * (len(lays) - 1), (self.cut.tokens,)])
-        self.pad = [side for lay in reversed(lays) for side in (lay.before, lay.after)]
-        self.roll = [lay.roll for lay in lays]
-        self.is_padded, self.is_rolled = any(self.pad), any(self.roll)
-        self.as_it_is = not self.is_padded and not self.is_rolled and all(lay.pick is None for lay in lays)
-        self.axes = list(range(1, 1 + len(lays)))  # of a map with its channels last
+        self.cut_of_group: Cut = Cut(uncut(len(lays)), [*[(1,)] * (len(lays) - 1), (self.cut.tokens,)])
+        self.pad: list[int] = [side for lay in reversed(lays) for side in (lay.before, lay.after)]
+        self.roll: list[int] = [lay.roll for lay in lays]
+        self.is_padded: bool = any(self.pad)
+        self.is_rolled: bool = any(self.roll)
+        self.as_it_is: bool = not self.is_padded and not self.is_rolled and all(lay.pick is None for lay in lays)
+        self.axes: list[int] = list(range(1, 1 + len(lays)))  # of a map with its channels last
 
     def lay_out(self, x: Tensor) -> Tensor:
         """A map ``(b, c, *size)`` as the line cuts it."""
@@ -133,16 +134,16 @@ class Partition:
         self, partitioner: Partitioner, size: Sequence[int], keys_size: Sequence[int], device: torch.device
     ) -> None:
         axes = [partitioner.along(axis, length, device) for axis, length in enumerate(size)]
-        self.is_global = partitioner.is_global
-        self.window_shape = partitioner.window_shape
-        self.queries = Side(partitioner.line, size, [axis.queries for axis in axes])
+        self.is_global: bool = partitioner.is_global
+        self.window_shape: tuple[int | None, ...] = partitioner.window_shape
+        self.queries: Side = Side(partitioner.line, size, [axis.queries for axis in axes])
         if tuple(keys_size) != self.queries.size:  # of a pattern with one group
             others = [partitioner.along(axis, length, device) for axis, length in enumerate(keys_size)]
-            self.keys = Side(partitioner.line, keys_size, [axis.keys for axis in others])
+            self.keys: Side = Side(partitioner.line, keys_size, [axis.keys for axis in others])
         else:
             same = all(axis.queries is axis.keys for axis in axes)
             self.keys = self.queries if same else Side(partitioner.line, size, [axis.keys for axis in axes])
-        self.groups = self.queries.cut.groups
+        self.groups: int = self.queries.cut.groups
         #: (1, groups, 1, queries, keys) bool, which keys a query may attend to; None: all of its group
         self.mask: Tensor | None = None
         if any(axis.allowed is not None for axis in axes):

@@ -143,7 +143,7 @@ class AbsTerm(PositionTerm):
         lengths = size if isinstance(size, tuple) else (size,) * shape.rank
         if len(lengths) != shape.rank:
             raise ValueError(f"AbsPos: feat_size must be a size for each of {shape.rank} axes; got {size!r}")
-        self.names = AXIS_NAMES[-shape.rank :]
+        self.names: tuple[str, ...] = AXIS_NAMES[-shape.rank :]
         for name, length in zip(self.names, lengths, strict=True):
             table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
             self.register_parameter(name, nn.Parameter(table))

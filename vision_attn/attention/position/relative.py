@@ -58,11 +58,11 @@ class TableTerm(PositionTerm):
 
     def __init__(self, specification: RelPosTable, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
-        self.lengths = table_lengths(specification, shape)
-        self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
+        self.lengths: tuple[int, ...] = table_lengths(specification, shape)
+        self.fixed: tuple[bool, ...] = tuple(side is not None for side in shape.partitioner.window_shape)
         rows = product([2 * length - 1 for length in self.lengths])
         table = torch.randn(rows, shape.num_heads, device=device, dtype=dtype) * 0.02
-        self.relative_position_bias_table = nn.Parameter(table)
+        self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
 
     def forward(self, q: Tensor, k: Tensor, scale: float, part: Partition) -> Placed:
         table = (
@@ -137,7 +137,7 @@ class DecomposedTerm(PositionTerm):
     def __init__(self, specification: RelPosDecomposed, shape: BlockShape, device: Any, dtype: Any) -> None:
         super().__init__(specification)
         lengths = table_lengths(specification, shape)
-        self.fixed = tuple(side is not None for side in shape.partitioner.window_shape)
+        self.fixed: tuple[bool, ...] = tuple(side is not None for side in shape.partitioner.window_shape)
         self.tables: dict[int, str] = {}  # by axis
         for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
             if shape.partitioner.attended[axis]:

@@ -37,7 +37,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 #: By the number of axes of a map.
 BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
-RESIDUAL = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
+RESIDUAL: dict[int, type[AttentionBlock]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 #: What a row's ``call`` returns for a call that the layer has to serve itself.
 OWN: Any = object()
@@ -187,7 +187,7 @@ def residual(attn: Attention, norm: Any = None) -> AttentionBlock:
     """``x + attn(norm(x))`` with a group norm as the layer's, or none; the gate of ones is not trained."""
     block = RESIDUAL[attn.rank](attn.channels, 1, device="meta")
     block.attn, block.begins_open = attn, False
-    block.norm = nn.Identity() if norm is None else deepcopy(norm)  # type: ignore[assignment]
+    block.norm = nn.Identity() if norm is None else deepcopy(norm)
     block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
     return block.train(attn.training)
 

@@ -6,6 +6,7 @@ no weights: each forward lends it those that the module has then. What a block d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -88,7 +89,7 @@ class Swapped(nn.Module):
         if proxy is not None:  # one node of the graph, as of a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
         swap: Swap = vars(self)[SWAPPED]
-        if traits_of(self) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if traits_of(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
             y = swap.row.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not OWN:
                 return y
@@ -118,14 +119,18 @@ def empty(kind: Any) -> Any:
     return made.__new__(made)
 
 
-def traits_of(module: nn.Module) -> tuple[Any, ...]:
-    """What a block was made by: parts and their hooks, dropouts and their modes, and settings."""
+def traits_of(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
+    """What a block was made by: parts and their hooks, dropouts and their modes, and settings, of these names or all.
+
+    A compiler of an older torch can ask for an attribute, and not look through all of them.
+    """
     parts = [*module.modules()][1:]
     hooked = any(getattr(part, hooks) for part in parts for hooks in HOOKS)
     drops = [(part.p, part.training == module.training) for part in parts if isinstance(part, nn.Dropout)]
-    public = {name for name in vars(module) if not name.startswith("_")} - {"training"}
-    settings = [x for name, x in vars(module).items() if isinstance(x, (int, float, list, tuple)) and name in public]
-    return parts, hooked, drops, settings
+    if not names:
+        public = (item for item in vars(module).items() if not item[0].startswith("_") and item[0] != "training")
+        names = [name for name, x in public if isinstance(x, (int, float, list, tuple))]
+    return parts, hooked, drops, {name: getattr(module, name, None) for name in names}
 
 
 # --- where a module's groups or tokens lie on the map -----------------------------------------------------------------

@@ -25,10 +25,14 @@ from vision_attn.networks.insertion.record import Element, change, map_shape, pr
 #: The children of torchvision's residual networks that are stages, one after the other.
 RESNET = ("relu", "layer1", "layer2", "layer3", "layer4")
 
+#: The blocks of torchvision's networks that alternate with what makes maps smaller.
+ODD = ("features.1", "features.3", "features.5", "features.7")
+
 #: Stages by class, or the one part of a network in which the last module of each size of map is a stage. In a path {i}
 #: counts from 0 and {j} from 1, as far as there are modules. Paths that a network does not have are left out; where it
 #: has none of them, it is such a part itself.
 STAGES: dict[str, tuple[str, ...] | str] = {
+    "diffusers.models.autoencoders.vae.Encoder": ("down_blocks.{i}", "mid_block"),
     "timm.models.coat.CoaT": ("serial_blocks{j}",),
     "timm.models.gemma4_vit.Gemma4VitClassifier": ("encoder.blocks.{i}",),
     "timm.models.hrnet.HighResolutionNet": ("act1", *(f"incre_modules.{index}" for index in range(4))),
@@ -36,19 +40,42 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
     "timm.models.twins.Twins": ("blocks.{i}",),
     "torchvision.models._utils.IntermediateLayerGetter": RESNET,
-    "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
-    "torchvision.models.resnet.ResNet": RESNET,
-    "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
-    "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
+    "torchvision.models.alexnet.AlexNet": "features",
+    "torchvision.models.convnext.ConvNeXt": ODD,
+    "torchvision.models.densenet.DenseNet": "features",
     "torchvision.models.detection.ssd.SSDFeatureExtractorVGG": "features",
     "torchvision.models.detection.ssdlite.SSDLiteFeatureExtractorMobileNet": "features",
-    "torchvision.models.alexnet.AlexNet": "features",
+    "torchvision.models.efficientnet.EfficientNet": "features",
+    "torchvision.models.googlenet.GoogLeNet": ("conv1", "conv3", "inception3b", "inception4e", "inception5b"),
+    "torchvision.models.inception.Inception3": ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c"),
+    "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
+    "torchvision.models.mnasnet.MNASNet": "layers",
+    "torchvision.models.mobilenetv2.MobileNetV2": "features",
+    "torchvision.models.mobilenetv3.MobileNetV3": "features",
+    "torchvision.models.regnet.RegNet": ("stem", "trunk_output.block{j}"),
+    "torchvision.models.resnet.ResNet": RESNET,
+    "torchvision.models.shufflenetv2.ShuffleNetV2": ("conv1", "maxpool", "stage2", "stage3", "conv5"),
     "torchvision.models.squeezenet.SqueezeNet": "features",
+    "torchvision.models.swin_transformer.SwinTransformer": ODD,
     "torchvision.models.vgg.VGG": "features",
+    "torchvision.models.video.mvit.MViT": ("blocks.{i}",),
+    "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
+    "torchvision.models.video.s3d.S3D": "features",
+    "torchvision.models.video.swin_transformer.SwinTransformer3d": tuple(f"features.{index}" for index in (0, 2, 4, 6)),
+    "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
+    "transformers.models.convnext.modeling_convnext.ConvNextEncoder": ("stages.{i}",),
+    "transformers.models.regnet.modeling_regnet.RegNetEncoder": ("stages.{i}",),
+    "transformers.models.resnet.modeling_resnet.ResNetEncoder": ("stages.{i}",),
+    "transformers.models.segformer.modeling_segformer.SegformerModel": ("stages.{i}",),
+    "transformers.models.swin.modeling_swin.SwinEncoder": ("layers.{i}.blocks",),
+    "transformers.models.vit.modeling_vit.ViTModel": ("layers.{i}",),
 }
 
 #: Networks whose tokens are in an order that no shape tells, and which.
-SCRAMBLED = {"timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units"}
+SCRAMBLED = {
+    "timm.models.hiera.Hiera": "the tokens of Hiera are in the order of its mask units",
+    "torchvision.models.video.mvit.MViT": "the tokens of MViT are those of a video",
+}
 
 #: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
 #: four registers without and with the first.
@@ -98,9 +125,10 @@ def said_by(module: nn.Module, path: str) -> Declared:
         # features_only=True flattens the paths of timm's networks.
         paths = [name if (name := entry["module"]) in known else name.replace(".", "_") for entry in entries]
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
+    stages = dict(zip((before + name for name in paths), channels, strict=False))  # crossvit says each one twice
     prefix = getattr(module, "num_prefix_tokens", None)
     return Declared(
-        stages=tuple((before + name, number) for name, number in zip(paths, channels, strict=False)),
+        stages=tuple(stages.items()),
         trunk=None if paths else path,
         prefix=prefix if isinstance(prefix, int) else None,
         channels_last="NHWC" in str(getattr(module, "output_fmt", "")),
@@ -177,11 +205,11 @@ class DryRun:
         #: how maps lie, where the user says it
         self.layout = layout
         #: what the model declares
-        self.said = declaration(model)
+        self.said: Declared = declaration(model)
         known = dict(model.named_modules(remove_duplicate=False))
         stages = [(path, channels) for path, channels in self.said.stages if path in known]
         #: the channels that are declared, by the module that ends a stage
-        self.channels = {end_of_sequential(model, path): channels for path, channels in stages}
+        self.channels: dict[str, int | None] = {end_of_sequential(model, path): channels for path, channels in stages}
         #: by path of the module, in the order in which they end
         self.calls: dict[str, list[Call]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]

@@ -178,31 +178,53 @@ def stages_of(run: DryRun) -> list[str]:
         raise SiteError(f"stages: several parts declare them, {shorten(said.parts)}: choose sites by names=")
     if said.stages:
         return [path for path, _ in said.stages]
-    units = units_in(run, said.trunk or "")
-    units = [one for one in units if "(" not in one.layout] or units  # tokens have the shape of many things
-    rows = [list(row)[-1] for _, row in groupby(units, key=lambda one: one.size)]
+    every = units_in(run, said.trunk or "")
+    tokens = sum("(" in one.layout for one in every)  # which have the shape of many things
+    # What a whole network pools to one cell is no stage.
+    units = [one for one in every if "(" not in one.layout and (said.trunk or product(one.size) > 1)]
+    rows = last_of_each_size(units)
     cells = [product(one.size) for one in rows]
-    if cells != sorted(cells, reverse=True):
-        choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
-        why = f"{type(run.model).__name__} declares none, and its maps become larger again"
-        raise SiteError(f"stages: {why}: choose sites by names=, as among {choice}")
-    around = ([*modules_around(one.target), one.target] for one in rows)
-    return [next(name for name in names if end_of_sequential(run.model, name) == names[-1]) for names in around]
+    if not units or len(units) < tokens:
+        why, rows = "most of its modules give tokens or no map", last_of_each_size(every)
+    elif cells != sorted(cells, reverse=True):
+        why, rows = (
+            "its maps become larger again",
+            last_of_each_size(one for one in units_in(run, "", 1) if "(" not in one.layout),
+        )
+    elif not said.trunk and product(every[-1].size) == 1 and max(rows[-1].size) <= 2:
+        why = "on an image so small nothing tells a stage of one cell from pooling: give a larger example_input="
+    else:
+        return [stage_path(run, one, units) for one in rows]
+    choice = shorten([f"{one.target!r} ({'×'.join(map(str, one.size))})" for one in rows], limit=12)
+    what = f"{type(run.model).__name__} declares none, and {why}"
+    raise SiteError(f"stages: {what}: choose sites by names=, as among {choice or 'those of model.named_modules()'}")
 
 
-def units_in(run: DryRun, path: str) -> list[Map]:
+def last_of_each_size(units: Iterable[Map]) -> list[Map]:
+    """Of modules in a row whose maps have one size, the last."""
+    return [list(row)[-1] for _, row in groupby(units, key=lambda one: one.size)]
+
+
+def stage_path(run: DryRun, one: Map, units: Iterable[Map]) -> str:
+    """The outermost row that ends with a module and has maps of its size only."""
+    others = [other.target for other in units if other.size != one.size]
+    around = [name for name in modules_around(one.target) if not any(x.startswith(f"{name}.") for x in others)]
+    return next(name for name in (*around, one.target) if end_of_sequential(run.model, name) == one.target)
+
+
+def units_in(run: DryRun, path: str, sizes: int = 2) -> list[Map]:
     """The maps of the modules in a part of a network that are no row of others, in the order of their calls.
 
-    A module with maps of three sizes in it is a row of others.
+    A module with maps of more sizes in it is a row of others.
     """
     found = []
     for name, module in run.model.get_submodule(path).named_children():
         child = f"{path}.{name}" if path else name
         inner = (one for other in run.calls if other.startswith(f"{child}.") for one in run.maps(other))
         is_row = isinstance(module, CONTAINERS) or child not in run.calls
-        if is_row or len({one.size for one in inner if product(one.size) > 1}) > 2:
-            found += units_in(run, child)
-        elif len(maps := [one for one in run.maps(child) if product(one.size) > 1]) == 1:
+        if is_row or len({one.size for one in inner if product(one.size) > 1}) > sizes:
+            found += units_in(run, child, sizes)
+        elif len(maps := run.maps(child)) == 1:
             found += maps
     order = list(run.calls)
     return sorted(found, key=lambda one: order.index(one.target))

@@ -111,18 +111,18 @@ def with_attention(base: str, insertion: Insertion, trained: tuple[str, ...] = (
     return registered(__name__, name, about, network, insertion.features, pretrained_filter_fn=with_new_blocks)
 
 
-resnet18_attention = with_attention("resnet18", RESNET)
-resnet50_attention = with_attention("resnet50", RESNET)
-convnext_atto_attention = with_attention("convnext_atto", CONVNEXT)
-convnext_tiny_attention = with_attention("convnext_tiny", CONVNEXT)
-efficientnet_b0_attention = with_attention("efficientnet_b0", EFFICIENTNET)
-resnet20_attention = with_attention("resnet20", CIFAR, trained=("cifar100",))
-resnet32_attention = with_attention("resnet32", CIFAR)
-resnet44_attention = with_attention("resnet44", CIFAR)
-resnet56_attention = with_attention("resnet56", CIFAR)
-wrn16_4_attention = with_attention("wrn16_4", CIFAR)
-wrn28_10_attention = with_attention("wrn28_10", CIFAR)
-wrn40_2_attention = with_attention("wrn40_2", CIFAR)
+resnet18_attention: Callable[..., nn.Module] = with_attention("resnet18", RESNET)
+resnet50_attention: Callable[..., nn.Module] = with_attention("resnet50", RESNET)
+convnext_atto_attention: Callable[..., nn.Module] = with_attention("convnext_atto", CONVNEXT)
+convnext_tiny_attention: Callable[..., nn.Module] = with_attention("convnext_tiny", CONVNEXT)
+efficientnet_b0_attention: Callable[..., nn.Module] = with_attention("efficientnet_b0", EFFICIENTNET)
+resnet20_attention: Callable[..., nn.Module] = with_attention("resnet20", CIFAR, trained=("cifar100",))
+resnet32_attention: Callable[..., nn.Module] = with_attention("resnet32", CIFAR)
+resnet44_attention: Callable[..., nn.Module] = with_attention("resnet44", CIFAR)
+resnet56_attention: Callable[..., nn.Module] = with_attention("resnet56", CIFAR)
+wrn16_4_attention: Callable[..., nn.Module] = with_attention("wrn16_4", CIFAR)
+wrn28_10_attention: Callable[..., nn.Module] = with_attention("wrn28_10", CIFAR)
+wrn40_2_attention: Callable[..., nn.Module] = with_attention("wrn40_2", CIFAR)
 
 
 # --- of papers --------------------------------------------------------------------------------------------------------

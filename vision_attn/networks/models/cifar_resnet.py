@@ -64,7 +64,7 @@ class CifarNetwork(StagedNetwork):
         super().__init__(widths, (1, 2, 4), "layer")
         self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         if not norm_first:
-            self.bn1 = nn.BatchNorm2d(16)
+            self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
         rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
         for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
@@ -73,7 +73,7 @@ class CifarNetwork(StagedNetwork):
             layers = [block(*shape, drop_path=drop) for shape, drop in zip(shapes, drops, strict=False)]
             self.add_module(f"layer{stage}", nn.Sequential(*layers))
         if norm_first:
-            self.bn = nn.BatchNorm2d(widths[-1])
+            self.bn: nn.BatchNorm2d = nn.BatchNorm2d(widths[-1])
         self.add_head(num_classes, **head)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -220,7 +220,7 @@ CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.20
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 CIFAR10_OF_A = cifar_cfg(10, classifier="linear")
 
-default_cfgs = generate_default_cfgs(
+default_cfgs: dict[str, Any] = generate_default_cfgs(
     {f"{name}.cifar10": CIFAR10_OF_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}
     | {
         f"{name}.{tag}": cfg
@@ -240,14 +240,14 @@ def wide(depth: int, width: int, about: str) -> Callable[..., WideResNet]:
     return registered(__name__, f"wrn{depth}_{width}", about, WideResNet, FEATURES, depth=depth, width=width)
 
 
-resnet20 = resnet(20, "B", "0.27")
-resnet32 = resnet(32, "B", "0.47")
-resnet44 = resnet(44, "B", "0.66")
-resnet56 = resnet(56, "B", "0.86")
-resnet20_a = resnet(20, "A", "0.27")
-resnet32_a = resnet(32, "A", "0.46")
-resnet44_a = resnet(44, "A", "0.66")
-resnet56_a = resnet(56, "A", "0.85")
-wrn16_4 = wide(16, 4, "Wide ResNet-16, four times as wide, 2.7 M parameters.")
-wrn28_10 = wide(28, 10, "Wide ResNet-28, ten times as wide, 36.5 M parameters.")
-wrn40_2 = wide(40, 2, "Wide ResNet-40, twice as wide, 2.2 M parameters.")
+resnet20: Callable[..., CifarResNet] = resnet(20, "B", "0.27")
+resnet32: Callable[..., CifarResNet] = resnet(32, "B", "0.47")
+resnet44: Callable[..., CifarResNet] = resnet(44, "B", "0.66")
+resnet56: Callable[..., CifarResNet] = resnet(56, "B", "0.86")
+resnet20_a: Callable[..., CifarResNet] = resnet(20, "A", "0.27")
+resnet32_a: Callable[..., CifarResNet] = resnet(32, "A", "0.46")
+resnet44_a: Callable[..., CifarResNet] = resnet(44, "A", "0.66")
+resnet56_a: Callable[..., CifarResNet] = resnet(56, "A", "0.85")
+wrn16_4: Callable[..., WideResNet] = wide(16, 4, "Wide ResNet-16, four times as wide, 2.7 M parameters.")
+wrn28_10: Callable[..., WideResNet] = wide(28, 10, "Wide ResNet-28, ten times as wide, 36.5 M parameters.")
+wrn40_2: Callable[..., WideResNet] = wide(40, 2, "Wide ResNet-40, twice as wide, 2.2 M parameters.")

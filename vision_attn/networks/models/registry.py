@@ -29,8 +29,8 @@ class StagedNetwork(nn.Module):
 
     def __init__(self, widths: Sequence[int], reductions: Sequence[int], stage: str) -> None:
         super().__init__()
-        self.num_features = widths[-1]
-        self.grad_checkpointing = False
+        self.num_features: int = widths[-1]
+        self.grad_checkpointing: bool = False
         self.feature_info: list[dict[str, Any]] = [
             {"num_chs": width, "reduction": reduction, "module": f"{stage}{number}"}
             for number, (width, reduction) in enumerate(zip(widths, reductions, strict=True), start=1)
@@ -46,7 +46,7 @@ class StagedNetwork(nn.Module):
                 map.
         """
         self.drop_rate = drop_rate
-        self.head_drop = nn.Dropout(drop_rate)
+        self.head_drop: nn.Dropout = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes, global_pool)
 
     def stem(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class StagedNetwork(nn.Module):
         pool, classifier = create_classifier(self.num_features, num_classes, pool_type=global_pool)
         self.global_pool = pool.train(self.training)
         self.add_module(self.classifier_name, classifier.to(weight).train(self.training))
-        self.head_hidden_size = self.num_features * pool.feat_mult()
+        self.head_hidden_size: int = self.num_features * pool.feat_mult()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute what is inside of the stages anew in the backward pass, instead of keeping it."""

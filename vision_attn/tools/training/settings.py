@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -36,11 +36,12 @@ Words = Annotated[tuple[str, ...], BeforeValidator(as_words)]
 DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$")]
 Crop = Literal["pad", "resized"]
 Output = Annotated[Path | None, arg(aliases=("-o",))]
+Kind = TypeVar("Kind")
 
 
-def with_plain_errors(settings: type) -> type:
+def with_plain_errors(settings: type[Kind]) -> type[Kind]:
     """Let a class of pydantic's raise a ``ValueError`` of one line, which names each setting that is wrong."""
-    validate = settings.__init__  # type: ignore[misc]
+    validate: Any = settings.__init__
 
     def init(self: object, *args: Any, **values: Any) -> None:
         try:
@@ -52,7 +53,7 @@ def with_plain_errors(settings: type) -> type:
                 lines.append(f"{where}: {message}; got {one['input']!r}" if where else message)
             raise ValueError("; ".join(lines)) from None
 
-    settings.__init__ = init  # type: ignore[misc]
+    settings.__init__ = init  # type: ignore[method-assign]
     return settings
 
 
