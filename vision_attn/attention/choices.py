@@ -27,8 +27,8 @@ def fused_is_faster(q: Tensor, keys: int, mask: Tensor | None, dropout: float) -
     """Whether torch's fused kernel is faster than products of matrices.
 
     On a GPU it is. On the CPU it is with many tokens, and not with few in bfloat16, for which that kernel is slow, nor
-    with gradients in many groups of few tokens and narrow heads. With dropout, or a mask that needs gradients as a table's bias does, torch
-    has no such kernel: it would write attention out, in more steps than bmm.
+    with gradients in many groups of few tokens and narrow heads. With dropout, or a mask that needs gradients as a
+    table's bias does, torch has no such kernel: it would write attention out, in more steps than bmm.
     """
     if q.device.type != "cpu":
         return True
