@@ -121,9 +121,8 @@ class Recording:
         for point in self.points or ():
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != self.axes or not all(inside):
-                raise ValueError(
-                    f"queries must be points, as (y, x), in pixels of an image of {self.image_size}; got {tuple(point)}"
-                )
+                pixels = f"in pixels of an image of {self.image_size}"
+                raise ValueError(f"queries must be points, as (y, x), {pixels}; got {tuple(point)}")
 
     def record(
         self, path: str, kept: Any, heads: list[int], seen: deque[tuple[Partition, Given]], *called: Any
@@ -152,10 +151,8 @@ class Recording:
         elements = len(given.q) // part.groups * together * len(cells) * product(keys)
         self.taken += elements * max(4, given.q.element_size())
         if self.taken > self.limit:
-            raise ValueError(
-                f"queries: the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB: choose points, sites or "
-                "heads, a reduction, or allow_large=True"
-            )
+            size_of = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
+            raise ValueError(f"queries: {size_of}: choose points, sites, heads, a reduction, or allow_large=True")
         merged = self.reduce and len(heads) > 1
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
@@ -199,13 +196,11 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
     hidden = [path for path, one in kept.items() if one is not None and one.sees == "unknown"]
     modules = {path: module for path, module in modules.items() if path not in hidden}
     if hidden and not modules:
-        what = f"model attends at {shorten(hidden)} to tokens in a row, of which nobody says where they lie on an image"
+        where = shorten(path or "its root" for path in hidden)
+        what = f"model attends at {where} to tokens in a row, of which nobody says where they lie on an image"
         raise ValueError(f"{what}: capture is for attention on maps")
     if not modules:
-        raise ValueError(
-            "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) take over what "
-            "attention it has"
-        )
+        raise ValueError("model has no Attention2d to capture: insert_ one, or let swap_ take over the attention it has")
     if sites is None:
         return modules
     chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
@@ -225,9 +220,7 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     except (TypeError, ValueError, OverflowError):
         points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
-        raise ValueError(
-            f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
-        )
+        raise ValueError(f"queries must be points (y, x), or 'all' or None for every cell; got {queries!r}")
     return points
 
 
