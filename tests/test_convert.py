@@ -514,28 +514,12 @@ def test_keras_layers_that_are_refused(keras):
             convert.from_layer(layer)
 
 
-def halving(layer):
-    call = layer.call
-    layer.call = lambda *args, **kwargs: (call(*args, **kwargs)[0] / 2, None)
-
-
-CHANGES = {
-    "call": halving,
-    "scale": lambda layer: setattr(layer, "_inverse_sqrt_key_dim", 1.0),
-    "activation": lambda layer: setattr(layer._output_dense, "activation", torch.tanh),
-    "order": lambda layer: None,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, monkeypatch, change, dtype):
+def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, dtype):
     layer = built(keras.layers.MultiHeadAttention(2, 9, use_bias=False, dtype=dtype), (3, 5, 6))
     layer._output_dense.set_weights([torch.zeros(2, 9, 6)])  # its own numbers would hide any difference
     assert isinstance(convert.from_layer(layer), va.Attention2d)
-    CHANGES[change](layer)
-    if change == "order":
-        turn_rows(monkeypatch, layer)
+    layer._output_dense.activation = torch.tanh
     with pytest.raises(ConversionError, match="what was made of this MultiHeadAttention does not compute"):
         convert.from_layer(layer)
 
@@ -749,14 +733,3 @@ def test_what_the_other_layer_does_not_do_is_refused():
                 there(va.Attention2d(8, 2, **{name: value}))
         with pytest.raises(ValueError, match="block must be an Attention1d"):
             there(nn.Linear(8, 8))
-
-
-def test_a_wrong_way_back_is_found_out(monkeypatch):
-    def turned(layer, tensors, **options):
-        return filled(layer, {key: x.flip(0) for key, x in tensors.items()}, **options)
-
-    filled = inspect.getmodule(convert.to_torch_mha).filled
-    monkeypatch.setattr(inspect.getmodule(convert.to_torch_mha), "filled", turned)
-    for there in (TORCH, TIMM):
-        with pytest.raises(ConversionError, match="does not compute what it does"):
-            there(va.Attention2d(8, 2))

@@ -236,6 +236,5 @@ def cells_of(points: list[Point] | None, size: Sequence[int], image_size: Sequen
     """The cells of a map that points of the image lie in; all of them when None."""
     if points is None:
         return list(pairs(*map(range, size)))
-    return [
-        tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
-    ]
+    sizes = list(zip(size, image_size, strict=True))
+    return [tuple(int(at * n / whole) for at, (n, whole) in zip(point, sizes, strict=True)) for point in points]

@@ -170,12 +170,11 @@ def parameters_of(weights: Weights, rank: int) -> dict[str, Tensor]:
 
 def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
     """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are."""
-    copies = {
-        name: nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format)) for name, x in tensors.items()
-    }
+    copies = {}
+    for name, x in tensors.items():
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        copies[name] = nn.Parameter(copy, x.requires_grad)
     block.load_state_dict(copies, assign=True)
-    for name, parameter in block.named_parameters():
-        parameter.requires_grad_(tensors[name].requires_grad)
     return block.train(training)
 
 
