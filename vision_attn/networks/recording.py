@@ -200,7 +200,7 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
         what = f"model attends at {where} to tokens in a row, of which nobody says where they lie on an image"
         raise ValueError(f"{what}: capture is for attention on maps")
     if not modules:
-        raise ValueError("model has no Attention2d to capture: insert_ one, or let swap_ take over the attention it has")
+        raise ValueError("model has no Attention2d to capture: insert_ one, or let swap_ run the attention it has")
     if sites is None:
         return modules
     chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
@@ -236,5 +236,6 @@ def cells_of(points: list[Point] | None, size: Sequence[int], image_size: Sequen
     """The cells of a map that points of the image lie in; all of them when None."""
     if points is None:
         return list(pairs(*map(range, size)))
-    sizes = list(zip(size, image_size, strict=True))
-    return [tuple(int(at * n / whole) for at, (n, whole) in zip(point, sizes, strict=True)) for point in points]
+    return [
+        tuple(int(at * n / whole) for at, n, whole in zip(point, size, image_size, strict=True)) for point in points
+    ]

@@ -9,7 +9,7 @@ weight                                      found in                            
 ``((qkv n d), c)``                          torch, timm, torchvision                             :func:`rows_of`
 ``((n qkv d), c)``                          timm's MaxxViT and CoAtNet, unless they say          :func:`heads_first`
 ``((n d), c)``, ``((m d), c)``, …           transformers, diffusers                              :func:`side_by_side`
-``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`kernel_rows`
+``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`dense_rows`
 ==========================================  ===================================================  ======================
 
 Nothing is detached before :func:`filled` copies it: whether a parameter is trained is seen by whether what it is made
@@ -170,11 +170,10 @@ def parameters_of(weights: Weights, rank: int) -> dict[str, Tensor]:
 
 def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
     """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are."""
-    copies = {}
-    for name, x in tensors.items():
-        copy = x.detach().clone(memory_format=torch.contiguous_format)
-        copies[name] = nn.Parameter(copy, x.requires_grad)
+    copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     block.load_state_dict(copies, assign=True)
+    for name, parameter in block.named_parameters():
+        parameter.requires_grad_(tensors[name].requires_grad)
     return block.train(training)
 
 
