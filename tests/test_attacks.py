@@ -28,7 +28,7 @@ def test_flipped_bits_never_change_what_is_read(tmp_path):
         if path.stem not in ("zip", "adapter"):
             continue
         whole, original = path.read_bytes(), attack_files.known(read(path))
-        for bit in random.Random(0).sample(range(8 * len(whole)), 300):
+        for bit in random.Random(0).sample(range(8 * len(whole)), 150):
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
@@ -36,7 +36,7 @@ def test_flipped_bits_never_change_what_is_read(tmp_path):
                 assert attack_files.known(read(path)) == original
             except va.CheckpointError:
                 refused += 1
-    assert refused > 350
+    assert refused > 150
 
 
 def test_random_attention_is_that_of_float64():

@@ -82,17 +82,16 @@ def capture(
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
     points, model = points_of(queries), plain_network(model)
     modules = modules_at(model, sites)
-    swapped = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
-    axes = max(2 if swapped[path] else module.rank for path, module in modules.items())
+    axes = max(2 if swap else module.rank for module, swap in modules.values())
     recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
-        for path, module in modules.items():
+        for path, (module, swap) in modules.items():
             seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
             stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
             wanted = numbers("heads", heads, module.num_heads)
-            hook = partial(recording.record, path, swapped[path], wanted, seen)
+            hook = partial(recording.record, path, swap, wanted, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
 
@@ -190,11 +189,11 @@ def in_groups_of(given: Given, groups: int) -> Given:
     return given._replace(mask=mask, reachable=reachable)
 
 
-def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
-    modules = attention_modules(model)
-    kept = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
-    hidden = [path for path, one in kept.items() if one is not None and one.sees == "unknown"]
-    modules = {path: module for path, module in modules.items() if path not in hidden}
+def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Any]]:
+    """The attention on maps at some sites, and what the module that it was swapped into keeps; None where none was."""
+    swaps = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in attention_modules(model)}
+    hidden = [path for path, swap in swaps.items() if swap is not None and swap.sees == "unknown"]
+    modules = {path: (one, swaps[path]) for path, one in attention_modules(model).items() if path not in hidden}
     if hidden and not modules:
         where = shorten(path or "its root" for path in hidden)
         what = f"model attends at {where} to tokens in a row, of which nobody says where they lie on an image"
