@@ -29,6 +29,8 @@ from vision_attn.networks.insertion import insert_
 Shape = tuple[int, int, int, int]
 #: Makes a module for a map and a number of heads; beside it, if it is not ours, one of ours with the same weights.
 Maker = Callable[[Tensor, int], nn.Module | tuple[nn.Module, nn.Module]]
+#: As wide as the map, which an inserted block is not where that has many channels.
+ALL_CHANNELS: dict[str, Any] = {"key_dim": None, "value_dim": None}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
@@ -189,16 +191,21 @@ def resnet(x: Tensor, n: int) -> nn.Module:
     return network
 
 
-def resnet_with_ours(x: Tensor, n: int) -> nn.Module:
-    network = resnet(x, n)
-    insert_(network, stages=(-2, -1), num_heads=n, gate_init=0.1)
-    return network
+def resnet_with(**options: Any) -> Maker:
+    """With our blocks after its last two stages."""
+
+    def made(x: Tensor, n: int) -> nn.Module:
+        network = resnet(x, n)
+        insert_(network, stages=(-2, -1), num_heads=n, gate_init=0.1, **options)
+        return network
+
+    return made
 
 
 def resnet_by_hand(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
     network: Any = resnet(x, n)
     twin = copy.deepcopy(network)
-    insert_(twin, stages=(-2, -1), num_heads=n, gate_init=0.1)
+    insert_(twin, stages=(-2, -1), num_heads=n, gate_init=0.1, **ALL_CHANNELS)
     blocks: list[Any] = [module for module in twin.modules() if isinstance(module, AttentionBlock2d)]
     for block, stage in zip(blocks, (network.layer3, network.layer4), strict=True):
         stage.append(ByHand(block.attn.channels, n))
@@ -226,7 +233,8 @@ CONTESTANTS: dict[str, Maker] = {
     "ours ConditionalPos": ours(position=ConditionalPos(3)),
     "ours neighbourhood": ours(pattern=Neighborhood(7)),
     "resnet50": resnet,
-    "resnet50, ours inserted": resnet_with_ours,
+    "resnet50, ours inserted": resnet_with(),
+    "resnet50, ours in all channels": resnet_with(**ALL_CHANNELS),
     "resnet50, timm's by hand": resnet_by_hand,
 }
 
@@ -270,7 +278,10 @@ ROWS = {
     "attention": Row(
         beside_floor("ours", *LIBRARIES), {(8, 64, 8, 8): 8, (32, 512, 7, 7): 8, **SIZES, (1, 256, 56, 56): 8}, BOTH
     ),
-    "backbone": Row(among("resnet50, ours inserted", "resnet50, timm's by hand", "resnet50"), BACKBONES),
+    "backbone": Row(
+        among("resnet50, ours in all channels", "resnet50, timm's by hand", "resnet50, ours inserted", "resnet50"),
+        BACKBONES,
+    ),
     "positions": Row(
         beside_floor("ours RelPosDecomposed", "timm BottleneckAttn"),
         {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
