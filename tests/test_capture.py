@@ -12,7 +12,7 @@ from torch import nn
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks import recording
-from vision_attn.networks.maps import AttentionMap, Maps, overlaps
+from vision_attn.networks.maps import AttentionMap, Maps
 
 
 def network():
@@ -245,9 +245,3 @@ def test_rollout_goes_through_blocks_and_sizes_of_map():
     assert Maps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
     with pytest.raises(ValueError, match="'a' is of 1 of 2: capture without queries"):
         Maps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()
-
-
-def test_cells_of_one_map_overlap_those_of_another_by_area():
-    thirds = torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
-    torch.testing.assert_close(overlaps((1, 2), (2, 3)), torch.cat([thirds, thirds], 1) / 2)
-    torch.testing.assert_close(overlaps((7, 5), (14, 3)).sum(1), torch.ones(35))

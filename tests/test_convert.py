@@ -514,28 +514,12 @@ def test_keras_layers_that_are_refused(keras):
             convert.from_layer(layer)
 
 
-def halving(layer):
-    call = layer.call
-    layer.call = lambda *args, **kwargs: (call(*args, **kwargs)[0] / 2, None)
-
-
-CHANGES = {
-    "call": halving,
-    "scale": lambda layer: setattr(layer, "_inverse_sqrt_key_dim", 1.0),
-    "activation": lambda layer: setattr(layer._output_dense, "activation", torch.tanh),
-    "order": lambda layer: None,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, monkeypatch, change, dtype):
+def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, dtype):
     layer = built(keras.layers.MultiHeadAttention(2, 9, use_bias=False, dtype=dtype), (3, 5, 6))
     layer._output_dense.set_weights([torch.zeros(2, 9, 6)])  # its own numbers would hide any difference
     assert isinstance(convert.from_layer(layer), va.Attention2d)
-    CHANGES[change](layer)
-    if change == "order":
-        turn_rows(monkeypatch, layer)
+    layer._output_dense.activation = torch.tanh
     with pytest.raises(ConversionError, match="what was made of this MultiHeadAttention does not compute"):
         convert.from_layer(layer)
 
@@ -674,44 +658,31 @@ def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("change", "message"),
     [
-        (
-            nn.MultiheadAttention,
-            lambda y: ((1 + 1e-8) * y[0], None),
-            "Altered does not compute what it does, outputs have",
-        ),
-        (nn.MultiheadAttention, lambda y: (float("nan") * y[0], None), "outputs have a difference of nan"),
-        (nn.MultiheadAttention, lambda y: (torch.cat([y[0], y[0]], -1), None), r"not \(5, 2, 16\)"),
-        (TimmAttention, lambda y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),
+        (lambda layer, x, y: (1 + 1e-8) * y, "Altered does not compute what it does, outputs have a difference of"),
+        (lambda layer, x, y: float("nan") * y, "outputs have a difference of nan"),
+        (lambda layer, x, y: torch.cat([y, y], -1), r"not \(2, 8, 16\)"),
+        (lambda layer, x, y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),
+        # What shows in small inputs alone: another eps of a norm, and a branch.
+        (lambda layer, x, y: other_eps(layer, x), "outputs have a difference of"),
+        (lambda layer, x, y: y * (1 if x.abs().max() > 0.1 else 2), "outputs have a difference of"),
     ],
 )
-def test_a_subclass_that_computes_something_else_is_found_out(kind, change, message):
-    def forward(self, *args, **kwargs):
-        return change(kind.forward(self, *args, **kwargs))
+def test_a_subclass_that_computes_something_else_is_found_out(change, message):
+    def forward(self, x, *others):
+        return change(self, x, TimmAttention.forward(self, x, *others))
 
+    kind = type("Altered", (TimmAttention,), {"forward": forward})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
-        convert.from_layer(type("Altered", (kind,), {"forward": forward})(8, num_heads=2))
+        convert.from_layer(kind(8, 2, qk_norm=True, norm_layer=nn.LayerNorm))
 
 
-def other_eps(layer, run, *args):
+def other_eps(layer, x):
     layer.q_norm.eps *= 1.1
-    y = run(layer, *args)
+    y = TimmAttention.forward(layer, x)
     layer.q_norm.eps /= 1.1
     return y
-
-
-def only_large(layer, run, x, *others):
-    return run(layer, x, *others) * (1 if x.abs().max() > 0.1 else 2)
-
-
-@pytest.mark.parametrize("change", [other_eps, only_large])
-def test_what_shows_in_small_inputs_alone_is_found_out(change):
-    kind = type(
-        "Changed", (TimmAttention,), {"forward": lambda self, *args: change(self, TimmAttention.forward, *args)}
-    )
-    with pytest.raises(ConversionError, match="outputs have a difference of"):
-        convert.from_layer(kind(8, 2, qk_norm=True, norm_layer=nn.LayerNorm))
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------
@@ -749,14 +720,3 @@ def test_what_the_other_layer_does_not_do_is_refused():
                 there(va.Attention2d(8, 2, **{name: value}))
         with pytest.raises(ValueError, match="block must be an Attention1d"):
             there(nn.Linear(8, 8))
-
-
-def test_a_wrong_way_back_is_found_out(monkeypatch):
-    def turned(layer, tensors, **options):
-        return filled(layer, {key: x.flip(0) for key, x in tensors.items()}, **options)
-
-    filled = inspect.getmodule(convert.to_torch_mha).filled
-    monkeypatch.setattr(inspect.getmodule(convert.to_torch_mha), "filled", turned)
-    for there in (TORCH, TIMM):
-        with pytest.raises(ConversionError, match="does not compute what it does"):
-            there(va.Attention2d(8, 2))

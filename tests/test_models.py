@@ -263,16 +263,6 @@ def test_its_configurations_are_those_of_its_base(name):
     assert (default.tag, default.num_classes) == (expected.tag, expected.num_classes)
 
 
-@pytest.mark.parametrize("name", ["resnet20_attention", "convnext_atto_attention"])
-def test_it_is_saved_as_a_folder_that_timm_reads(name, tmp_path):
-    model = timm.create_model(name, num_classes=4).eval()
-    open_gates(model)
-    folder = va.save_model(model, tmp_path / "saved")
-    x, again = torch.randn(1, 3, 32, 32), timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    with torch.no_grad():
-        assert torch.equal(again(x), model(x))
-
-
 def test_weights_asked_for_without_a_tag_are_those_that_there_are():
     model = timm.create_model("resnet20_attention", pretrained=True)
     assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")

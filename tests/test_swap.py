@@ -284,7 +284,7 @@ def test_maps_of_tokens(name, prefix):
         proj = attention.out_proj if "torch" in name else attention.proj
         torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
     va.swap_(attention := TimmAttention(8, 2))  # of which nobody says what tokens it takes
-    with pytest.raises(ValueError, match="no Attention2d to capture"), va.capture(attention):
+    with pytest.raises(ValueError, match="attends at its root to tokens in a row"), va.capture(attention):
         pass
 
 

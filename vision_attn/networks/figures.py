@@ -90,9 +90,8 @@ def attention_figure(
     """
     check_type("images", images, Tensor, "a tensor (b, channels, height, width)")
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
-        raise ValueError(
-            f"images, maps and titles must be as many; got {len(images)}, {len(attention.weights)} and {len(titles)}"
-        )
+        counts = f"{len(images)}, {len(attention.weights)} and {len(titles)}"
+        raise ValueError(f"images, maps and titles must be as many; got {counts}")
     check_number("brightest", brightest, above=1)
     queries = numbers("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)

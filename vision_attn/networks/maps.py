@@ -109,9 +109,8 @@ class Maps(dict[str, AttentionMap]):
     """
 
     def __missing__(self, path: str) -> AttentionMap:
-        raise KeyError(
-            f"no map of {path!r}: captured are {', '.join(map(repr, self)) or 'none'}; did the model run it?"
-        )
+        captured = ", ".join(map(repr, self)) or "none"
+        raise KeyError(f"no map of {path!r}: captured are {captured}; did the model run it?")
 
     def rollout(self, *, residual: float = 0.5) -> Maps:
         """Attention rolled out through the blocks of a residual network, from each back to the map of the first.
@@ -151,17 +150,14 @@ class Maps(dict[str, AttentionMap]):
         for path, one in self.items():
             cells = product(one.map_size)
             if len(one.cells) != cells:
-                raise ValueError(
-                    f"maps must be of all cells; {path!r} is of {len(one.cells)} of {cells}: capture without queries"
-                )
+                found_here = f"{path!r} is of {len(one.cells)} of {cells}"
+                raise ValueError(f"maps must be of all cells; {found_here}: capture without queries")
             heads = one.shares().mean(1) @ overlaps(one.weights.shape[3:], one.map_size).to(one.weights.device)
             step = residual * torch.eye(cells, device=heads.device) + (1 - residual) * heads
             step = step / step.sum(2, keepdim=True).clamp(min=torch.finfo(step.dtype).tiny)
-            if rolled is None:
-                rolled, first = step, one.map_size
-            else:
-                rolled = step @ overlaps(one.map_size, before).to(step.device) @ rolled
-            before = one.map_size
+            if rolled is not None:
+                step = step @ overlaps(one.map_size, before).to(step.device) @ rolled
+            rolled, first, before = step, first or one.map_size, one.map_size
             weights = rolled.unflatten(2, first)[:, None]
             found[path] = AttentionMap(weights, one.cells, one.image_size, one.map_size, ("rollout",))
         return found

@@ -82,17 +82,16 @@ def capture(
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
     points, model = points_of(queries), plain_network(model)
     modules = modules_at(model, sites)
-    swapped = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
-    axes = max(2 if swapped[path] else module.rank for path, module in modules.items())
+    axes = max(2 if swap else module.rank for module, swap in modules.values())
     recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
-        for path, module in modules.items():
+        for path, (module, swap) in modules.items():
             seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
             stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
             wanted = numbers("heads", heads, module.num_heads)
-            hook = partial(recording.record, path, swapped[path], wanted, seen)
+            hook = partial(recording.record, path, swap, wanted, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield recording.maps
 
@@ -121,9 +120,8 @@ class Recording:
         for point in self.points or ():
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
             if len(point) != self.axes or not all(inside):
-                raise ValueError(
-                    f"queries must be points, as (y, x), in pixels of an image of {self.image_size}; got {tuple(point)}"
-                )
+                pixels = f"in pixels of an image of {self.image_size}"
+                raise ValueError(f"queries must be points, as (y, x), {pixels}; got {tuple(point)}")
 
     def record(
         self, path: str, kept: Any, heads: list[int], seen: deque[tuple[Partition, Given]], *called: Any
@@ -152,10 +150,8 @@ class Recording:
         elements = len(given.q) // part.groups * together * len(cells) * product(keys)
         self.taken += elements * max(4, given.q.element_size())
         if self.taken > self.limit:
-            raise ValueError(
-                f"queries: the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB: choose points, sites or "
-                "heads, a reduction, or allow_large=True"
-            )
+            size_of = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
+            raise ValueError(f"queries: {size_of}: choose points, sites, heads, a reduction, or allow_large=True")
         merged = self.reduce and len(heads) > 1
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
@@ -193,19 +189,17 @@ def in_groups_of(given: Given, groups: int) -> Given:
     return given._replace(mask=mask, reachable=reachable)
 
 
-def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, Attention]:
-    modules = attention_modules(model)
-    kept = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in modules}
-    hidden = [path for path, one in kept.items() if one is not None and one.sees == "unknown"]
-    modules = {path: module for path, module in modules.items() if path not in hidden}
+def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Any]]:
+    """The attention on maps at some sites, and what the module that it was swapped into keeps; None where none was."""
+    swaps = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in attention_modules(model)}
+    hidden = [path for path, swap in swaps.items() if swap is not None and swap.sees == "unknown"]
+    modules = {path: (one, swaps[path]) for path, one in attention_modules(model).items() if path not in hidden}
     if hidden and not modules:
-        what = f"model attends at {shorten(hidden)} to tokens in a row, of which nobody says where they lie on an image"
+        where = shorten(path or "its root" for path in hidden)
+        what = f"model attends at {where} to tokens in a row, of which nobody says where they lie on an image"
         raise ValueError(f"{what}: capture is for attention on maps")
     if not modules:
-        raise ValueError(
-            "model has no Attention2d to capture: insert one by insert_(model, …), or let swap_(model) take over what "
-            "attention it has"
-        )
+        raise ValueError("model has no Attention2d to capture: insert_ one, or let swap_ run the attention it has")
     if sites is None:
         return modules
     chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
@@ -225,9 +219,7 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     except (TypeError, ValueError, OverflowError):
         points = []
     if not points or not all(math.isfinite(at) for point in points for at in point):
-        raise ValueError(
-            f"queries must be points (y, x) of the image, or 'all' or None for every cell; got {queries!r}"
-        )
+        raise ValueError(f"queries must be points (y, x), or 'all' or None for every cell; got {queries!r}")
     return points
 
 

@@ -112,10 +112,8 @@ def load_checkpoint(
         **found,
     )
     if not fitting:
-        raise CheckpointError(
-            f"{file.path} is of another architecture; the model has {shorten(own)}; the checkpoint has "
-            f'{shorten(weights)}. If the network is a part of it, prefix="backbone." reads what begins with its name'
-        )
+        what = f"is of another architecture; the model has {shorten(own)}; the checkpoint has {shorten(weights)}"
+        raise CheckpointError(f'{file.path} {what}. If the network is a part of it, name the part: prefix="backbone."')
     if strict and (report.missing or report.unexpected or report.mismatched or report.differing):
         raise CheckpointError(
             f"{file.path} does not fit the model {type(model).__name__}, nothing was loaded.",
@@ -159,9 +157,8 @@ def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> 
 def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that were replaced, under every name that they had and will have again."""
     kept = {id(model.get_submodule(site)): module for site, module in replaced(model).items()}
-    return {
-        path: kept[id(module)] for path, module in model.named_modules(remove_duplicate=False) if id(module) in kept
-    }
+    paths = model.named_modules(remove_duplicate=False)
+    return {path: kept[id(module)] for path, module in paths if id(module) in kept}
 
 
 def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -39,10 +39,9 @@ def to_code(name: str, value: object) -> str:
     except ValueError:
         again = NotImplemented
     if type(again) is not type(value) or repr(again) != code:
-        raise ValueError(
-            f"{name}={code} cannot be written down: options must be numbers, texts, True, False, None, tuples, lists "
-            f"and dictionaries of them, or one of {', '.join(SPECIFICATIONS)}"
-        )
+        plain = "numbers, texts, True, False, None, tuples, lists and dictionaries of them"
+        one = ", ".join(SPECIFICATIONS)
+        raise ValueError(f"{name}={code} cannot be written down: options must be {plain}, or one of {one}")
     return code
 
 

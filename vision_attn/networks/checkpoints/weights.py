@@ -80,10 +80,8 @@ def find_entry(file: CheckpointFile, *, ema: bool) -> str:
     if not ema and is_state_dict(file.content):
         return ""
     what = "averaged weights for ema=True" if ema else "weights"
-    raise CheckpointError(
-        f"{file.path} holds no {what}: expected tensors by name, alone or under {', '.join(entries)}; the file has "
-        f"{shorten(map(str, file.content))}"
-    )
+    expected = f"expected tensors by name, alone or under {', '.join(entries)}"
+    raise CheckpointError(f"{file.path} holds no {what}: {expected}; the file has {shorten(map(str, file.content))}")
 
 
 def is_state_dict(value: object) -> bool:

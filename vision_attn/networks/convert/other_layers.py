@@ -151,23 +151,15 @@ MASKFORMER_SWIN = replace(
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 
 
-def inner_bias(layer: Any, x: Tensor) -> Any:
-    """Of MaxViT, as vit-pytorch has it."""
-    return layer.rel_pos_bias(layer.rel_pos_indices).permute(2, 0, 1)[None]
-
-
 def attend_inner_windows(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """On a grid of windows, ``b y x h w c``."""
-    return attend(layer.norm(x).flatten(0, 2).flatten(1, 2).mT, inner_bias(layer, x)).mT.reshape(x.shape)
+    """Of MaxViT, as vit-pytorch has it, on a grid of windows ``b y x h w c``."""
+    bias = layer.rel_pos_bias(layer.rel_pos_indices).permute(2, 0, 1)[None]
+    return attend(layer.norm(x).flatten(0, 2).flatten(1, 2).mT, bias).mT.reshape(x.shape)
 
 
 def example_inner_windows(layer: Any) -> tuple[Any, ...]:
     side = math.isqrt(len(layer.rel_pos_indices))
     return (random_map(2, 2, 1, side, side, layer.to_qkv.in_features),)
-
-
-def monai_weights(layer: Any) -> Weights:
-    return named("qkv" if layer.use_combined_linear else "to_q to_k to_v", "out_proj")(layer)
 
 
 def convolved(layer: Any) -> Rows:
@@ -205,7 +197,7 @@ VIT_PYTORCH_MAXVIT = replace(
     VIT_PYTORCH, drops=("attend.1", "to_out.1"), call=attend_inner_windows, example=example_inner_windows
 )
 MONAI = Row(
-    weights=monai_weights,
+    weights=lambda layer: named("qkv" if layer.use_combined_linear else "to_q to_k to_v", "out_proj")(layer),
     axes="b t c",
     drops=("drop_weights", "drop_output"),
     refuses=dict.fromkeys(("causal", "rel_positional_embedding", "attention_dtype", "save_attn"), "make it without"),
@@ -253,10 +245,6 @@ def neighborhood_of(layer: Any) -> Neighborhood:
     return Neighborhood(*map(tuple, (layer.kernel_size, layer.dilation, layer.stride, layer.is_causal)))
 
 
-def twice_its_kernel(layer: Any) -> tuple[int, ...]:
-    return tuple(2 * side * step for side, step in zip(layer.kernel_size, layer.dilation, strict=True))
-
-
 #: The processors that diffusers makes its attention with.
 PROCESSORS = ("AttnProcessor", "AttnProcessor2_0")
 ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_q_proj")
@@ -265,7 +253,7 @@ NATTEN = Row(
     options={"pattern": neighborhood_of, "scale": "scale"},
     axes="b w c",
     refuses={"rpb": "the block's tables are another: make the layer without rel_pos_bias"},
-    size=twice_its_kernel,
+    size=lambda layer: tuple(2 * side * step for side, step in zip(layer.kernel_size, layer.dilation, strict=True)),
     dtype=torch.float32,  # natten has no kernel for more
 )
 
@@ -349,9 +337,12 @@ KERAS = Row(
 #: By the path of the class.
 ROWS: dict[str, Row] = {
     "torch.nn.modules.activation.MultiheadAttention": MULTIHEAD,
-    **dict.fromkeys(of_transformers("vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit"), TRANSFORMERS),
-    **dict.fromkeys(of_transformers("ijepa.IJepa dinov2.Dinov2 swin.Swin"), TRANSFORMERS),
-    **dict.fromkeys(of_transformers("dinov2_with_registers.Dinov2WithRegisters"), TRANSFORMERS),
+    **dict.fromkeys(
+        of_transformers("vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit swin.Swin"), TRANSFORMERS
+    ),
+    **dict.fromkeys(
+        of_transformers("ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters"), TRANSFORMERS
+    ),
     **dict.fromkeys(of_transformers("clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2"), CLIP),
     **dict.fromkeys(of_transformers("segformer.Segformer"), SEGFORMER),
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention": MASKFORMER_SWIN,

@@ -141,9 +141,8 @@ def off_by(source: nn.Module, expected: Tensor, got: Tensor) -> float:
         if off <= TOLERANCE[expected.dtype] * largest:  # which a difference that is no number is not
             return off / largest if largest else 0.0
         why = f"a difference of {off:.2g} in {expected.dtype} where the largest is {largest:.2g}"
-    raise ConversionError(
-        f"what was made of this {type(source).__name__} does not compute what it does, outputs have {why}: {REMEDY}"
-    )
+    what = f"what was made of this {type(source).__name__} does not compute what it does"
+    raise ConversionError(f"{what}, outputs have {why}: {REMEDY}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ weight                                      found in                            
 ``((qkv n d), c)``                          torch, timm, torchvision                             :func:`rows_of`
 ``((n qkv d), c)``                          timm's MaxxViT and CoAtNet, unless they say          :func:`heads_first`
 ``((n d), c)``, ``((m d), c)``, …           transformers, diffusers                              :func:`side_by_side`
-``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`kernel_rows`
+``(c, n, d)``                               Keras: queries, keys, values, gate                   :func:`dense_rows`
 ==========================================  ===================================================  ======================
 
 Nothing is detached before :func:`filled` copies it: whether a parameter is trained is seen by whether what it is made
@@ -30,14 +30,13 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention, Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.projection import in_format_of
-from vision_attn.attention.blocks.residual import AttentionBlock, AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.networks.convert.proof import check_source, check_without, drop_of, random_map, random_twin
+from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS
 
 Module = TypeVar("Module", bound=nn.Module)
 
 #: By the number of axes of a map.
 BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
-RESIDUAL: dict[int, type[AttentionBlock]] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 
 #: What a row's ``call`` returns for a call that the layer has to serve itself.
 OWN: Any = object()
@@ -134,18 +133,15 @@ def with_bias(rows: Rows) -> Rows:
 # --- the block that they fill -----------------------------------------------------------------------------------------
 
 
-def block_of(
-    rank: int, weights: Weights, num_heads: int, num_kv_heads: int | None = None, kind: Any = None, **own: Any
-) -> Attention:
+def block_of(weights: Weights, rank: int, num_heads: int, kind: Any = None, **own: Any) -> Attention:
     """The block for these weights, on the meta device. What their shapes and names tell need not be said."""
     if rank not in BLOCKS:
         raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
     first, out = weights.get("qkv") or weights["q"], weights["proj"]
-    rows, kv_heads, e = len(first.weight), num_kv_heads or num_heads, out.weight.shape[1] // num_heads
+    rows, kv_heads, e = len(first.weight), own.get("num_kv_heads", num_heads), out.weight.shape[1] // num_heads
     return (kind or BLOCKS[rank])(
         first.weight.shape[1],
         num_heads,
-        num_kv_heads=num_kv_heads,
         key_dim=rows // num_heads if "q" in weights else (rows - kv_heads * e) // (num_heads + kv_heads),
         value_dim=e,
         out_channels=len(out.weight),
@@ -174,18 +170,16 @@ def parameters_of(weights: Weights, rank: int) -> dict[str, Tensor]:
 
 def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> Module:
     """A block made on the meta device, with copies of these tensors for parameters, trained or not as they are."""
-    copies = {
-        name: nn.Parameter(x.detach().clone(memory_format=torch.contiguous_format)) for name, x in tensors.items()
-    }
+    copies = {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     block.load_state_dict(copies, assign=True)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(tensors[name].requires_grad)
     return block.train(training)
 
 
-def residual(attn: Attention, norm: Any = None) -> AttentionBlock:
+def residual(attn: Attention, norm: Any = None) -> nn.Module:
     """``x + attn(norm(x))`` with a group norm as the layer's, or none; the gate of ones is not trained."""
-    block = RESIDUAL[attn.rank](attn.channels, 1, device="meta")
+    block: Any = ATTENTION_BLOCKS[attn.rank](attn.channels, 1, device="meta")
     block.attn, block.begins_open = attn, False
     block.norm = nn.Identity() if norm is None else deepcopy(norm)
     block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
@@ -290,11 +284,10 @@ class Row:
     def empty_block(self, layer: Any, weights: Weights, **given: Any) -> Attention:
         """The block on the meta device, without weights."""
         attn_drop, proj_drop = (drop_of(layer, name) for name in self.drops)
-        options = {"num_heads": "num_heads", **self.options}
+        options: dict[str, Any] = {"num_heads": "num_heads", "rank": self.rank, **self.options}
         options = {name: getattr(layer, x) if isinstance(x, str) else x for name, x in options.items()}
         own = {name: x(layer) if callable(x) else x for name, x in options.items()}
-        told = {"rank": self.rank, "attn_drop": attn_drop, "proj_drop": proj_drop, **own, **given}
-        block = block_of(weights=weights, **told)
+        block = block_of(weights, **{"attn_drop": attn_drop, "proj_drop": proj_drop, **own, **given})
         for name in ("q_norm", "k_norm"):  # of whose eps no state dict knows
             if isinstance(norm := getattr(block, name), nn.LayerNorm):
                 norm.eps = getattr(layer, name).eps

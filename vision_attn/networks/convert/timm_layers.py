@@ -153,10 +153,6 @@ def map_size(layer: Any) -> tuple[int, int]:
     return layer.pos_embed.height, layer.pos_embed.width
 
 
-def attend_pooled(layer: Any, attend: Attend, x: Tensor) -> Any:
-    return layer.pool(attend(x))
-
-
 def sam_weights(layer: Any) -> Weights:
     """Its tables are by query less key."""
     sides = (("height_rel", "rel_pos_h"), ("width_rel", "rel_pos_w")) if layer.use_rel_pos else ()
@@ -189,16 +185,8 @@ def maxxvit_weights(layer: Any) -> Weights:
     return vit_weights(layer) | ({} if table is None else {BIASES: table})
 
 
-def maxxvit_position(layer: Any) -> RelPosTable | None:
-    return None if maxxvit_table(layer) is None else RelPosTable(feat_size=tuple(layer.rel_pos.window_size))
-
-
 def maxxvit_size(layer: Any) -> tuple[int, ...]:
-    return tuple(getattr(layer.rel_pos, "window_size", None) or (3, 4))
-
-
-def maxvit_weights(layer: Any) -> Weights:
-    return named("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table}
+    return tuple(getattr(layer.rel_pos, "window_size", (3, 4)))
 
 
 def swin_weights(layer: Any) -> Weights:
@@ -231,7 +219,7 @@ def attend_windows_in_tokens(layer: Any, attend: Attend, x: Tensor, size: Any) -
 
 MAXXVIT = Row(
     weights=maxxvit_weights,
-    options={"position": maxxvit_position},
+    options={"position": lambda layer: None if maxxvit_table(layer) is None else RelPosTable(maxxvit_size(layer))},
     around=("rel_pos.mlp",),
     bias=relative_bias,
     size=maxxvit_size,
@@ -274,7 +262,7 @@ SAM = Row(
 )
 TORCHVISION_MAXVIT = replace(
     TIMM_SWIN,
-    weights=maxvit_weights,
+    weights=lambda layer: named("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
     options={**TIMM_SWIN.options, "num_heads": "n_heads", "scale": "scale_factor"},
     example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
     groups=lambda layer: {},
@@ -328,7 +316,7 @@ ROWS: dict[str, Row] = {
         options={"position": lambda layer: RelPosDecomposed(feat_size=map_size(layer))},
         around=("pool",),
         size=map_size,
-        call=attend_pooled,
+        call=lambda layer, attend, x: layer.pool(attend(x)),
     ),
     "timm.layers.halo_attn.HaloAttn": Row(
         weights=halo_weights,
@@ -336,7 +324,7 @@ ROWS: dict[str, Row] = {
         refuses={"block_stride": "the block has no stride: use avg_down=True"},
         around=("pool",),
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
-        call=attend_pooled,
+        call=lambda layer, attend, x: layer.pool(attend(x)),
     ),
     "timm.models.maxxvit.Attention2d": MAXXVIT,
     "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),

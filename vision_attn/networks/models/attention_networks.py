@@ -140,9 +140,7 @@ def attention_for(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
 def augmented(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
     """Bello's: of a width ``c``, ``c / 5`` channels of keys but at least 20 a head, and ``c / 10`` of values."""
     if conv.dilation != (1, 1) or conv.groups != 1:
-        raise ValueError(
-            "aa_resnet50: output_stride must be 32 and cardinality 1: dilation and groups are not supported"
-        )
+        raise ValueError("aa_resnet50: output_stride must be 32 and cardinality 1, without dilation and groups")
     heads, width, stride = 8, conv.out_channels, conv.stride[0]
     keys, values = heads * max(20, round(width / 5 / heads)), heads * max(1, round(width / 10 / heads))
     how: dict[str, Any] = {"num_heads": heads, "key_channels": keys, "value_channels": values, "stride": stride}

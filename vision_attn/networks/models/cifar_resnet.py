@@ -209,13 +209,10 @@ class WideResNet(CifarNetwork):
 # --- as timm knows them -----------------------------------------------------------------------------------------------
 
 
-def cifar_cfg(num_classes: int, **other: Any) -> dict[str, object]:
-    """The configuration of a network for CIFAR as timm has it; without ``mean`` and ``std`` those of ImageNet."""
-    return own_cfg(num_classes, (3, 32, 32), 4, "conv1", **other)
-
-
 #: How timm takes features from them.
 FEATURES = {"out_indices": (0, 1, 2)}
+#: The configuration of a network for CIFAR as timm has it; without ``mean`` and ``std`` those of ImageNet.
+cifar_cfg = partial(own_cfg, input_size=(3, 32, 32), reduction=4, first_conv="conv1")
 CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
 CIFAR10_OF_A = cifar_cfg(10, classifier="linear")

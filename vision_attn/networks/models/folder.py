@@ -108,9 +108,8 @@ def save_model(
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
-        raise ValueError(
-            f"architecture must be a name that timm knows; got {architecture!r}: save_adapter saves blocks of others"
-        )
+        known = "architecture must be a name that timm knows"
+        raise ValueError(f"{known}; got {architecture!r}: save_adapter saves blocks of other networks")
     if classes is None and len(vars(model).get("classes") or ()) == model.num_classes:
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
@@ -266,7 +265,5 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
         reason = "it computes something else"
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
-    raise ValueError(
-        f"architecture: what timm makes of {architecture!r} is not this network ({reason}): give the architecture that "
-        "it is, and in model_args what it was made with"
-    )
+    what = f"what timm makes of {architecture!r} is not this network ({reason})"
+    raise ValueError(f"architecture: {what}: give the one that it is, and in model_args what it was made with")

@@ -82,14 +82,12 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
             read = read_safetensors if path.suffix == ".safetensors" else read_archive
             content, metadata = read(file, path)
         except NotAllowedError as error:
-            raise CheckpointError(
-                f"{path} asks {error} on loading, and was not loaded: a checkpoint needs tensors and plain values. If "
-                "you trust its source, load it there and save the state dict alone, best as .safetensors"
-            ) from error
+            needs = "a checkpoint needs tensors and plain values"
+            remedy = "If you trust its source, load it there and save the state dict alone, best as .safetensors"
+            raise CheckpointError(f"{path} asks {error} on loading, and was not loaded: {needs}. {remedy}") from error
         except Exception as error:  # a damaged file can make the reader fail in any way
-            raise CheckpointError(
-                f"{path} is truncated or no checkpoint: fetch or save it again, and compare its checksum"
-            ) from error
+            what = f"{path} is truncated or no checkpoint"
+            raise CheckpointError(f"{what}: fetch or save it again, and compare its checksum") from error
         # Only now: a hash over all of what may be no checkpoint at all can take minutes.
         if by_name:
             verify_hash(file, path)

@@ -60,10 +60,8 @@ def written_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.resolve()
     if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
-        raise ValueError(
-            f"folder must be one that can be replaced, not the current or a mounted one; got {str(folder)!r}: name a "
-            "new folder inside it"
-        )
+        needed = "folder must be one that can be replaced, not the current or a mounted one"
+        raise ValueError(f"{needed}; got {str(folder)!r}: name a new folder inside it")
     new, old = (folder.with_name(f".{folder.name}.{part}") for part in ("new", "old"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed

@@ -53,11 +53,11 @@ def explore(
 ) -> Path:
     """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
 
-    The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and
-    rollout, what the network says, and what becomes of that with each block disabled. Class and register tokens can be
-    looked from as well. Weights are rounded to a
-    255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page says which.
-    Maps with more than 28 cells along a side are looked from at one cell of several, and their weights added up.
+    The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and rollout,
+    what the network says, and what becomes of that with each block disabled. One can look from class and register
+    tokens as well. Weights are rounded to a 255th of the largest in their row, or to coarser steps if an image would
+    take more than 14 MB; the page says which. Of a map with more than 28 cells along a side, several cells are taken
+    together: one of them is looked from, and their weights are added up.
 
     Args:
         model: a network with attention in it, as in :func:`capture`.
@@ -87,10 +87,7 @@ def explore(
     '<!doctype html>'
     """
     check_type("images", images, Tensor, "a tensor (b, 1 or 3, height, width)")
-    for name, text in (("title", title), ("note", note)):
-        check_type(name, text, str, "a text")
     check_count("top", top)
-    check_type("normalize", len if normalize is None else normalize, Callable, "a function of images")
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
     for name, given in (("titles", titles), ("classes", classes), ("pictures", pictures)):
