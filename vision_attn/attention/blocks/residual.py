@@ -65,8 +65,8 @@ class GatedResidual(nn.Module):
         self,
         channels: int,
         gate_init: float | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_new(device, dtype, channels=channels)

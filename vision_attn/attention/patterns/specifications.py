@@ -101,7 +101,7 @@ class Window:
     shift: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        check_lengths("Window", "size", self.size, least=1)
+        check_lengths("Window", "size", self.size)
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
@@ -136,7 +136,7 @@ class Grid:
     size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_lengths("Grid", "size", self.size, least=1)
+        check_lengths("Grid", "size", self.size)
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
@@ -169,7 +169,7 @@ class Halo:
     halo_size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_lengths("Halo", "block_size", self.block_size, least=1)
+        check_lengths("Halo", "block_size", self.block_size)
         check_lengths("Halo", "halo_size", self.halo_size, least=0)
 
     def partitioner(self, rank: int) -> Partitioner:
@@ -213,7 +213,7 @@ class Neighborhood:
 
     def __post_init__(self) -> None:
         for name in ("kernel_size", "dilation", "stride"):
-            check_lengths("Neighborhood", name, getattr(self, name), least=1)
+            check_lengths("Neighborhood", name, getattr(self, name))
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
             raise ValueError(f"Neighborhood: stride must be at most kernel_size, {self.kernel_size}; got {self.stride}")
@@ -258,7 +258,7 @@ def name_of(pattern: AnyPattern) -> str:
     return next((name for name, named in PATTERNS.items() if named == pattern), repr(pattern))
 
 
-def check_lengths(owner: str, name: str, value: object, least: int) -> None:
+def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
     lengths = value if isinstance(value, tuple) else (value,)
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in lengths):
         raise ValueError(

@@ -138,7 +138,8 @@ def run_benchmark(
     say(f"{about}\n\n{HEADER.format(rounds=rounds)}")
     found: list[BenchmarkTable] = []
     for name, row in rows_of(rows, swap).items():
-        makers = {who: make for who, make in row.contestants.items() if chosen_by(only, who)}
+        parts = [part.lower() for part in only or [""]]
+        makers = {who: make for who, make in row.contestants.items() if any(part in who.lower() for part in parts)}
         if not makers:
             raise ValueError(f"only: no contestant of {name} has {' or '.join(only)} in its name")
         for shape, usual in (dict.fromkeys(shapes, 8) or row.shapes).items():
@@ -149,8 +150,8 @@ def run_benchmark(
                     timings = measure(makers, x, n, rounds, threads)
                 size = f"batch {shape[0]}, {shape[1]} channels, {shape[2]}×{shape[3]}, {n} heads, {layout}"
                 found.append(BenchmarkTable(f"{name}: {size}", timings))
-                parts = [found[-1].title, table(found[-1].rows()), found[-1].warning]
-                say("\n" + "\n".join(filter(None, parts)))
+                said = [found[-1].title, table(found[-1].rows()), found[-1].warning]
+                say("\n" + "\n".join(filter(None, said)))
                 write_reports(found, about, output, markdown_output)
     return found
 
@@ -164,10 +165,6 @@ def rows_of(rows: Sequence[str], swap: Sequence[str]) -> dict[str, Row]:
     if unknown:
         raise ValueError(f"rows must be among {', '.join(ROWS)}, all; got {', '.join(unknown)}")
     return {name: ROWS[name] for name in names}
-
-
-def chosen_by(only: Sequence[str], name: str) -> bool:
-    return not only or any(part.lower() in name.lower() for part in only)
 
 
 def plain(name: str) -> Maker:

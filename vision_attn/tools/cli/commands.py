@@ -12,11 +12,11 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
+from vision_attn.tools.cli.looking import Output
 
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
-Output = Annotated[Path, arg(aliases=["-o"])]
 OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
 
 

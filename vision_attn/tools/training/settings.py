@@ -141,8 +141,8 @@ class Settings(metaclass=PlainErrors):
         for one, other in pairs:
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose one")
-        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert", "mean": "std"}
-        for name, other in {**needs, "std": "mean"}.items():
+        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert"}
+        for name, other in {**needs, "mean": "std", "std": "mean"}.items():
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} needs {other}: give both")
         if self.sched in ("step", "multistep") and not self.decay_epochs:
