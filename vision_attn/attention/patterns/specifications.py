@@ -69,11 +69,9 @@ class Axial:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
             raise ValueError(f"pattern {name_of(self)!r} needs a map with {-min(self.axes)} axes; got {rank}")
-        tokens = [names[axis] for axis in self.axes] if self.axes else names
-        groups = [name for name in names if name not in tokens]
-        return LinePartitioner(
-            Line.parse(f"b n d {' '.join(names)} -> (b {' '.join(groups)}) n ({' '.join(tokens)}) d", {})
-        )
+        tokens = tuple(names[axis] for axis in self.axes) if self.axes else names
+        groups = tuple(name for name in names if name not in tokens)
+        return LinePartitioner(Line(tuple((name,) for name in names), groups, tokens))
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Halo:
         return HaloPartitioner(line_by_axis(WINDOWS, block), for_axes(self, "halo_size", self.halo_size, rank))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Neighborhood:
     """Every position attends to the ``kernel_size`` positions around it along each axis, as in NATTEN.
 
@@ -203,7 +201,7 @@ class Neighborhood:
     Neighborhood Attention*, 2025, https://arxiv.org/abs/2504.16922
 
     >>> Neighborhood(7, dilation=2)
-    Neighborhood(kernel_size=7, dilation=2)
+    Neighborhood(kernel_size=7, dilation=2, stride=1, causal=False)
     """
 
     kernel_size: int | tuple[int, ...]
@@ -219,12 +217,6 @@ class Neighborhood:
             raise ValueError(f"Neighborhood: stride must be at most kernel_size, {self.kernel_size}; got {self.stride}")
         if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
             raise ValueError(f"Neighborhood: causal must be True, False or a tuple of them; got {self.causal!r}")
-
-    def __repr__(self) -> str:
-        shown = {"kernel_size": self.kernel_size, "dilation": self.dilation}
-        shown |= {"stride": self.stride} if self.stride != 1 else {}
-        shown |= {"causal": self.causal} if self.causal is not False else {}
-        return f"Neighborhood({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
