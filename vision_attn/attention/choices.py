@@ -27,7 +27,7 @@ def fused_is_faster(q: Tensor, keys: int, mask: Tensor | None, dropout: float) -
     """Whether torch's fused kernel is faster than products of matrices.
 
     On a GPU it is. On the CPU it is with many tokens, and not with few in bfloat16, for which that kernel is slow, nor
-    with few in narrow heads with gradients. With dropout, or a mask that needs gradients as a table's bias does, torch
+    with gradients in many groups of few tokens and narrow heads. With dropout, or a mask that needs gradients as a table's bias does, torch
     has no such kernel: it would write attention out, in more steps than bmm.
     """
     if q.device.type != "cpu":
@@ -40,7 +40,7 @@ def fused_is_faster(q: Tensor, keys: int, mask: Tensor | None, dropout: float) -
         return keys > (196 if trained else 64)
     if q.dtype == torch.float16 or not trained:
         return True
-    return keys > 128 or keys * q.shape[3] > 2048
+    return keys > 49 or keys * q.shape[3] > 2048 or q.shape[0] * q.shape[2] < 2048
 
 
 def how_to_add(q: Tensor, keys_shape: Sequence[int], watched: bool) -> str:
