@@ -11,11 +11,12 @@ from torch import nn
 import vision_attn as va
 from vision_attn.errors import BenchmarkError
 from vision_attn.tools.benchmark import contestants, run
+from vision_attn.tools.benchmark.contest import Contest
 from vision_attn.tools.benchmark.contestants import CONTESTANTS, ROWS
 from vision_attn.tools.benchmark.run import peak_memory, run_benchmark, time_in_turns
 
 CPU = torch.device("cpu")
-QUICK = {"heads": 2, "device": "cpu", "rounds": 1, "say": lambda text: None}
+QUICK = {"heads": 2, "device": "cpu", "rounds": 1}
 #: A shape that is quick, of each row.
 SHAPES = {
     "attention": (1, 16, 4, 4), "backbone": (1, 3, 32, 32), "positions": (1, 16, 3, 4),
@@ -23,6 +24,12 @@ SHAPES = {
     "choices": (1, 16, 4, 4), "position-choices": (1, 16, 3, 4), "compiled": (1, 16, 4, 4),
     "compiled-backbone": (1, 3, 32, 32),
 }  # fmt: skip
+
+
+def measured(*rows, shapes=(), say=lambda text: None, **options):
+    """The tables of a contest whose shapes are numbers."""
+    options |= {"rows": rows} if rows else {}
+    return run_benchmark(Contest(shapes=tuple(",".join(map(str, shape)) for shape in shapes), **options), say=say)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +47,7 @@ def small_backbone(monkeypatch):
 def test_a_table_is_what_was_measured_in_all_forms(tmp_path):
     said, files = [], {"output": tmp_path / "all.json", "markdown_output": tmp_path / "all.md"}
     shapes = [(2, 16, 5, 4), (2, 16, 7, 7)]
-    found = run_benchmark(shapes=shapes, heads=2, device="cpu", rounds=3, threads=1, **files, say=said.append)
+    found = measured(shapes=shapes, heads=2, device="cpu", rounds=3, threads=1, **files, say=said.append)
     assert [one.title.split(", ")[2] for one in found] == ["5×4", "7×7"]
     held = json.loads((tmp_path / "all.json").read_text())
     assert torch.__version__ in held["about"]
@@ -70,7 +77,7 @@ def test_a_table_is_what_was_measured_in_all_forms(tmp_path):
     ],
 )
 def test_everybody_in_a_row_runs_and_computes_the_same(name, dtype):
-    found = run_benchmark([name], shapes=[SHAPES[name]], dtype=dtype, **QUICK)
+    found = measured(name, shapes=[SHAPES[name]], dtype=dtype, **QUICK)
     assert [one.title.rpartition(", ")[2] for one in found] == list(ROWS[name].layouts)
     assert all(list(one.timings) == list(ROWS[name].contestants) for one in found)
 
@@ -79,7 +86,7 @@ def test_everybody_in_a_row_runs_and_computes_the_same(name, dtype):
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_on_cuda(name):
     said = []
-    run_benchmark([name], device="cuda", rounds=2, say=said.append)
+    measured(name, device="cuda", rounds=2, say=said.append)
     assert torch.cuda.get_device_name() in said[0]
 
 
@@ -99,7 +106,7 @@ def test_who_does_not_compute_the_same_stops_the_run_before_anything_is_timed(mo
     monkeypatch.setattr(run, "time_in_turns", lambda *arguments, **further: pytest.fail("something was timed"))
     monkeypatch.setitem(ROWS["attention"].contestants, "floor", wrong)
     with pytest.raises(BenchmarkError, match=r"floor: its output on a map of \(1, 16, 4, 4\) differs"):
-        run_benchmark(["attention"], shapes=[SHAPES["attention"]], **QUICK)
+        measured("attention", shapes=[SHAPES["attention"]], **QUICK)
 
 
 @pytest.mark.usefixtures("small_backbone")
@@ -143,10 +150,10 @@ class Tokens(nn.Module):
 def test_a_network_before_and_after_the_swap(monkeypatch):
     networks = {"tokens": Tokens, "plain": lambda: nn.Conv2d(8, 8, 1)}
     monkeypatch.setattr(run, "network_of", lambda name: networks[name]())
-    (found,) = run_benchmark(swap=["tokens"], shapes=[(1, 8, 4, 4)], **QUICK)
+    (found,) = measured(swap=["tokens"], shapes=[(1, 8, 4, 4)], **QUICK)
     assert list(found.timings) == ["swapped", "as it was"]
     with pytest.raises(ValueError, match="nothing of plain can be swapped"):
-        run_benchmark(swap=["plain"], shapes=[(1, 8, 4, 4)], **QUICK)
+        measured(swap=["plain"], shapes=[(1, 8, 4, 4)], **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_a_network_before_and_after_the_swap(monkeypatch):
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        run_benchmark(**{"device": "cpu", "say": lambda text: None, **arguments})
+        measured(*arguments.pop("rows", ()), device="cpu", **arguments)
 
 
 def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):

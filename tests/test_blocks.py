@@ -495,7 +495,6 @@ def test_strided_attention_hands_on_what_attention_takes():
 
 SIZES = {"channels": 16, "num_heads": 4}
 AUGMENTED = {"in_channels": 8, "out_channels": 8, "num_heads": 2, "key_channels": 8, "value_channels": 4}
-#: What is refused, and how the message begins.
 #: What is refused, and how the message begins; wrong types are tried in the tests of attacks.
 REFUSED = {
     va.Attention2d: [

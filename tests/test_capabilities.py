@@ -200,22 +200,26 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_default_implementation_does_it_with_every_pattern_and_term(options):
-    for capability in (maps_over_a_further_axis, is_traced_by_fx):
-        capability(make("auto", **OPTIONS[options]))
-
-
+OTHERS = {block.__name__: block for block in (va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)}
 #: Compiled and exported in every run of the tests; the others before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
-OTHERS = {block.__name__: block for block in (va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)}
+
+
+def by_name(name):
+    return make("auto", **OPTIONS[name]) if name in OPTIONS else OTHERS[name](16, 2).eval()
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *OTHERS])
+def test_the_default_implementation_does_it_with_every_pattern_and_term_and_so_do_other_blocks(name):
+    for capability in (maps_over_a_further_axis, is_traced_by_fx):
+        capability(by_name(name))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in (*OPTIONS, *OTHERS)]
 )
 def test_every_block_is_compiled_and_exported_with_any_size(name):
-    block = make("auto", **OPTIONS[name]) if name in OPTIONS else OTHERS[name](16, 2).eval()
+    block = by_name(name)
     compiles_with_its_backward_pass(block)
     whole = re.match("shift|neigh|str", name)  # windows: whether there is padding is a fact of the graph
     exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
@@ -243,11 +247,6 @@ def test_the_exporter_by_traces_writes_what_the_block_computes(options):
     session = onnxruntime.InferenceSession(file.getvalue())
     (found,) = session.run(None, {session.get_inputs()[0].name: example().numpy()})
     torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("block", OTHERS.values(), ids=list(OTHERS))
-def test_other_blocks_are_traced(block):
-    is_traced_by_fx(block(16, 2).eval())
 
 
 # --- a network with blocks -----------------------------------------------------------------------------

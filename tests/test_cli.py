@@ -87,10 +87,8 @@ def test_without_a_command_all_are_listed(capsys):
     ("arguments", "message"),
     [
         (["--lable-smoothing=0.1"], "--label-smoothing"),
-        (["--mean", "0.5"], "mean needs std: give both"),
         (["--insert", "layer9"], "names: 'layer9' matches no module; at the top the model has conv1"),
         (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
-        (["--batch-size", "1000"], "batch_size must be at most the 72 training images"),
         (["--config", "nothing.yaml"], "No such file"),
     ],
 )
@@ -244,7 +242,7 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["predict", "EMPTY", "IMAGE"], 1, "there is no such file: give a folder that save_model or timm wrote"),
         (["evaluate", "OLD"], 2, "is of an earlier version"),
         (["evaluate", "RUN"], 2, "data must name the folder of the data set 'folder': give --data"),
-        (["explore", "IMAGE", "--model", "resnet20"], 2, "model has no Attention2d to capture"),
+        (["explore", "IMAGE", "--model", "resnet20"], 2, "model: resnet20 has no attention to look into"),
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
         (["explore", "IMAGE", "--model", "RUN", "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
         (["maps", "IMAGE", "--model", "RUN", "--query", "middle"], 2, "query must be y,x in pixels, such as 112,80"),

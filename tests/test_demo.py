@@ -45,12 +45,3 @@ def test_attention_solves_what_convolution_cannot(tmp_path, monkeypatch):
     assert arms["attention"]["top1"] > 85
     assert 40 < arms["plain"]["top1"] < 60
     assert 40 < arms["convolution"]["top1"] < 60
-
-
-def test_what_cannot_be_done_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="epochs"):
-        run_demo(tmp_path / "demo", epochs=0)
-    assert not (tmp_path / "demo").exists()
-    (tmp_path / "demo").write_text("in the way")
-    with pytest.raises(OSError, match="demo"):
-        run_demo(tmp_path / "demo")

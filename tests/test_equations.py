@@ -89,11 +89,6 @@ def test_the_pattern_of_some_axes_is_the_equation_along_them(axes):
     torch.testing.assert_close(block(x), expected.movedim(-1, 1), rtol=0, atol=1e-12)
 
 
-def test_axes_with_a_name_are_called_by_it():
-    names = [attention_pattern(axes, rank=4) for axes in ((1,), (2,), (-2,), (1, 2), None)]
-    assert [*names, attention_pattern((1,), rank=3)] == ["columns", "rows", "rows", "full", "full", "full"]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -248,7 +248,6 @@ def test_several_threads_share_what_is_kept():
         "Window(size=(7, 5), shift=(3, 0))",
         "Grid(size=7)",
         "Halo(block_size=8, halo_size=3)",
-        "Neighborhood(kernel_size=7, dilation=2)",
         "Neighborhood(kernel_size=3, dilation=1, stride=2, causal=(True, False))",
         "Pattern('b n d h (w s) -> (b s) n (h w) d', s=2)",
     ],

@@ -158,6 +158,7 @@ def test_settings_without_sense_are_refused_in_a_line(base, options, message):
         ({"device": "cuda"}, "device: cuda was asked for and there is no CUDA"),
         ({"amp": "float16"}, "amp: float16 was asked for and there is no CUDA"),
         ({"freeze_backbone": True, "insert": ()}, "model has nothing to train when frozen"),
+        ({"aa": "rand-x9"}, r"aa: timm knows no 'rand-x9' .*: give one such as rand-m9-mstd0.5"),
     ],
     ids=str,
 )
@@ -421,6 +422,7 @@ def test_what_is_inserted_is_what_the_settings_say(base):
 
     found = block(block_options=("num_heads=2", "impl=bmm", "position=Rope2d()"))
     assert (found.attn.num_heads, found.attn.impl, "Rope2d" in repr(found.attn.position)) == (2, "bmm", True)
+    assert block(block=OURS, block_options="num_heads=4").attn.num_heads == 4  # where 8 were made once
     assert block(model="rexnet_100", insert="features.3", img_size=32).attn.num_heads == 5  # of 50 channels
     control = block(block="vision_attn.tools.comparison.controls:ConvBlock2d", block_options="kernel_size=5")
     assert type(control).__name__ == "ConvBlock2d"
@@ -428,14 +430,6 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
-
-
-@pytest.mark.parametrize("block", ["attention", OURS])
-def test_heads_that_are_asked_for_are_the_blocks(base, block):
-    """Of a block by its class, 4 heads were asked for and 8 were made."""
-    settings = replace(base, model="resnet20", img_size=None, insert="layer3", block=block, block_options="num_heads=4")
-    (found,) = va.inserted(build_network(settings, SOURCE, quiet).model).values()
-    assert found.attn.num_heads == 4
 
 
 def test_a_network_has_the_size_the_statistics_and_the_crop_that_are_given(base):

@@ -303,11 +303,6 @@ def test_colours_of_no_bits_which_timm_draws_and_pillow_refuses_are_black():
     assert not np.asarray(room.posterize(image, 0)).any()
 
 
-def test_an_augmentation_that_timm_does_not_know_is_refused(image_folder):
-    with pytest.raises(ValueError, match=r"aa: timm knows no 'rand-x9' .*: give one such as rand-m9-mstd0.5"):
-        images_of(Settings(data=image_folder, aa="rand-x9"), train=True)
-
-
 def test_crops_and_flips_are_those_of_torchvision_and_all_are_equally_frequent():
     images = torch.arange(3 * 4 * 5).view(1, 3, 4, 5).expand(4000, -1, -1, -1)
     seed_all(0)

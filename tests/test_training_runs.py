@@ -314,9 +314,7 @@ def test_weights_that_are_not_finite_are_not_saved(base, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "look", breaking)
     with pytest.raises(TrainingError, match="a weight is not finite at step 4 of 4 of epoch 2"):
         train(base, say=quiet)
-    assert all(
-        value.isfinite().all() for value in load_file(newest_state(tmp_path / "run") / "model.safetensors").values()
-    )
+    assert newest_state(tmp_path / "run").name == "00001-0000000"
 
 
 @contextmanager

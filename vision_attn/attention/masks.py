@@ -118,9 +118,9 @@ def masks_of_groups(
     """All that masks the groups of a map, in one mask ``(b or 1, groups or 1, n or 1, i, j)``.
 
     ``mask`` is that of the user, on the map, broadcastable to ``(b, n, tokens, key tokens)``; ``bias`` that of the
-    position term, in the groups, which an :class:`AxisBias` is not part of the mask yet. With the one mask come the
-    rows that may attend to anything (None: all), and whether the kernel is to hide later keys, as it can where there is
-    no mask.
+    position term, in the groups: a tensor goes into the mask, an :class:`AxisBias` is added later. With the one mask
+    come the rows that may attend to anything (None: all), and whether the kernel is to hide later keys, as it can where
+    there is no mask.
     """
     own, reachable = part.mask, None
     by_kernel = causal and part.is_global and mask is None and bias is None

@@ -22,14 +22,14 @@ from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_f
 from vision_attn.attention.blocks.specified import Specified
 from vision_attn.attention.implementations import BMM, EINX, without_autocast
 from vision_attn.attention.masks import open_rows, upcast
-from vision_attn.attention.patterns.line import Cut, Line
+from vision_attn.attention.patterns.line import Cut, uncut
 from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
 #: By name.
 FEATURE_MAPS = ("softmax", "elu", "none")
 
 #: One group, the map.
-FULL = Line.parse("b n d h w -> b n (h w) d", {})
+FULL = uncut(2)
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:

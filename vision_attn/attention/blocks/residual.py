@@ -65,8 +65,8 @@ class GatedResidual(nn.Module):
         self,
         channels: int,
         gate_init: float | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_new(device, dtype, channels=channels)
@@ -247,7 +247,7 @@ class TransformerBlock2d(Specified):
         **attention: Any,
     ) -> None:
         super().__init__()
-        check_count("channels", channels)
+        check_new(device, dtype, channels=channels)
         check_number("mlp_ratio", mlp_ratio, above=0)
         check_number("eps", eps, above=0)
         check_flags(norm_first=norm_first, bias=bias)
@@ -256,7 +256,6 @@ class TransformerBlock2d(Specified):
         check_probability("mlp_drop", mlp_drop)
         refuse_other_channels("TransformerBlock2d", channels, attention)
         hidden = max(1, round(channels * mlp_ratio))
-        check_new(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
         self.norm_first = norm_first

@@ -69,11 +69,9 @@ class Axial:
         names = AXES[-rank:]
         if self.axes is not None and rank < -min(self.axes):
             raise ValueError(f"pattern {name_of(self)!r} needs a map with {-min(self.axes)} axes; got {rank}")
-        tokens = [names[axis] for axis in self.axes] if self.axes else names
-        groups = [name for name in names if name not in tokens]
-        return LinePartitioner(
-            Line.parse(f"b n d {' '.join(names)} -> (b {' '.join(groups)}) n ({' '.join(tokens)}) d", {})
-        )
+        tokens = tuple(names[axis] for axis in self.axes) if self.axes else names
+        groups = tuple(name for name in names if name not in tokens)
+        return LinePartitioner(Line(tuple((name,) for name in names), groups, tokens))
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Window:
     shift: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        check_lengths("Window", "size", self.size, least=1)
+        check_lengths("Window", "size", self.size)
         check_lengths("Window", "shift", self.shift, least=0)
         sides, shifts = same_length(self.size, self.shift)
         if len(sides) != len(shifts):
@@ -136,7 +134,7 @@ class Grid:
     size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_lengths("Grid", "size", self.size, least=1)
+        check_lengths("Grid", "size", self.size)
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
@@ -169,7 +167,7 @@ class Halo:
     halo_size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_lengths("Halo", "block_size", self.block_size, least=1)
+        check_lengths("Halo", "block_size", self.block_size)
         check_lengths("Halo", "halo_size", self.halo_size, least=0)
 
     def partitioner(self, rank: int) -> Partitioner:
@@ -178,7 +176,7 @@ class Halo:
         return HaloPartitioner(line_by_axis(WINDOWS, block), for_axes(self, "halo_size", self.halo_size, rank))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Neighborhood:
     """Every position attends to the ``kernel_size`` positions around it along each axis, as in NATTEN.
 
@@ -203,7 +201,7 @@ class Neighborhood:
     Neighborhood Attention*, 2025, https://arxiv.org/abs/2504.16922
 
     >>> Neighborhood(7, dilation=2)
-    Neighborhood(kernel_size=7, dilation=2)
+    Neighborhood(kernel_size=7, dilation=2, stride=1, causal=False)
     """
 
     kernel_size: int | tuple[int, ...]
@@ -213,18 +211,12 @@ class Neighborhood:
 
     def __post_init__(self) -> None:
         for name in ("kernel_size", "dilation", "stride"):
-            check_lengths("Neighborhood", name, getattr(self, name), least=1)
+            check_lengths("Neighborhood", name, getattr(self, name))
         kernels, strides = same_length(self.kernel_size, self.stride)
         if any(stride > kernel for kernel, stride in zip(kernels, strides, strict=False)):
             raise ValueError(f"Neighborhood: stride must be at most kernel_size, {self.kernel_size}; got {self.stride}")
         if {*map(type, self.causal if isinstance(self.causal, tuple) else (self.causal,))} != {bool}:
             raise ValueError(f"Neighborhood: causal must be True, False or a tuple of them; got {self.causal!r}")
-
-    def __repr__(self) -> str:
-        shown = {"kernel_size": self.kernel_size, "dilation": self.dilation}
-        shown |= {"stride": self.stride} if self.stride != 1 else {}
-        shown |= {"causal": self.causal} if self.causal is not False else {}
-        return f"Neighborhood({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def partitioner(self, rank: int) -> Partitioner:
         """How the pattern cuts maps with ``rank`` axes; refused where it is for another number of them."""
@@ -258,7 +250,7 @@ def name_of(pattern: AnyPattern) -> str:
     return next((name for name, named in PATTERNS.items() if named == pattern), repr(pattern))
 
 
-def check_lengths(owner: str, name: str, value: object, least: int) -> None:
+def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
     lengths = value if isinstance(value, tuple) else (value,)
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in lengths):
         raise ValueError(

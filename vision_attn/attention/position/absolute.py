@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ from torch.nn.functional import interpolate
 
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.partition import Partition, Side
-from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
+from vision_attn.attention.patterns.specifications import check_lengths
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm
+from vision_attn.checks import check_number
 
 #: The convolution for maps with one, two and three axes.
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -42,7 +43,7 @@ class SinCos:
     temperature: float = 10000.0
 
     def __post_init__(self) -> None:
-        check_temperature("SinCos", self.temperature)
+        check_number("SinCos: temperature", self.temperature, above=1)
 
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         if shape.channels % (2 * shape.rank):
@@ -130,7 +131,7 @@ class AbsPos:
     feat_size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_feat_size("AbsPos", self.feat_size)
+        check_lengths("AbsPos", "feat_size", self.feat_size)
 
     def build(self, shape: BlockShape, device: Any = None, dtype: Any = None) -> PositionTerm:
         return AbsTerm(self, shape, device, dtype)
@@ -199,9 +200,9 @@ class Rope2d:
     feat_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        check_temperature("Rope2d", self.temperature)
+        check_number("Rope2d: temperature", self.temperature, above=1)
         if self.feat_size is not None:
-            check_feat_size("Rope2d", self.feat_size)
+            check_lengths("Rope2d", "feat_size", self.feat_size)
         if isinstance(self.feat_size, tuple) and len(self.feat_size) != 2:
             raise ValueError(f"Rope2d: feat_size must be for two axes; got {self.feat_size!r}")
 
@@ -250,8 +251,3 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def speeds(waves: int, temperature: float, exact: dict[str, Any]) -> Tensor:
     """The factor on a place for each wave, ``temperature^(-k/m)``: the fastest first."""
     return float(temperature) ** -(torch.arange(waves, **exact) / waves)
-
-
-def check_temperature(owner: str, temperature: float) -> None:
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 1 < temperature < math.inf:
-        raise ValueError(f"{owner}: temperature must be a finite number above 1; got {temperature!r}")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from vision_attn.attention.masks import AxisBias
 from vision_attn.attention.patterns import Partition
-from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm, check_feat_size
+from vision_attn.attention.patterns.specifications import check_lengths
+from vision_attn.attention.position.term import AXIS_NAMES, BlockShape, Placed, PositionTerm
 from vision_attn.checks import product
 
 
@@ -23,7 +24,7 @@ class RelativePosition:
     def __post_init__(self) -> None:
         for length in self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,):
             if length is not None:
-                check_feat_size(type(self).__name__, length)
+                check_lengths(type(self).__name__, "feat_size", length)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from vision_attn.attention.masks import AxisBias
 from vision_attn.attention.patterns import Partition, Partitioner
-from vision_attn.checks import MOST
 
 #: Queries and keys with their positions in them, the factor on their logits, and what is added to the logits,
 #: ``(b or 1, groups or 1, n, i, j)``, by axis, or None.
@@ -99,12 +98,3 @@ def new_term(position: AnyPosition, shape: BlockShape, **factory: Any) -> Positi
             f"context_channels={shape.context_channels}: use Rope2d()"
         )
     return term
-
-
-def check_feat_size(owner: str, feat_size: object) -> None:
-    """Refuse any but a size of a map in positions, one for all axes or one for each."""
-    lengths = feat_size if isinstance(feat_size, tuple) else (feat_size,)
-    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST for n in lengths):
-        raise ValueError(
-            f"{owner}: feat_size must be a whole number of at least 1, or a tuple (…, …) of them; got {feat_size!r}"
-        )

@@ -53,7 +53,10 @@ class OnMaps(nn.Module):
 class TorchOnMaps(OnMaps):
     """torch's layer: in evaluation mode and without gradients it runs a kernel of its own that makes all weights."""
 
+    training_mode = False
+
     def run(self, y: Tensor) -> Tensor:
+        self.layer.train(self.training_mode)
         tokens = y.flatten(1, 2)
         return self.layer(tokens, tokens, tokens, need_weights=False)[0].unflatten(1, y.shape[1:3])
 
@@ -61,9 +64,7 @@ class TorchOnMaps(OnMaps):
 class FusedTorchOnMaps(TorchOnMaps):
     """The same in training mode, which here has no dropout and runs the fused kernel."""
 
-    def run(self, y: Tensor) -> Tensor:
-        self.layer.train()
-        return super().run(y)
+    training_mode = True
 
 
 class Floor(nn.Module):

@@ -27,6 +27,7 @@ from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.inspection import network_of
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown, table
+from vision_attn.tools.benchmark.contest import Contest
 from vision_attn.tools.benchmark.contestants import LAYOUTS, ROWS, Maker, Row, Shape
 
 #: A measurement takes at least this long, in seconds: a shorter call is repeated in it.
@@ -88,70 +89,45 @@ class BenchmarkTable:
         return ""
 
 
-def run_benchmark(
-    rows: Sequence[str] = ("implementations",),
-    *,
-    swap: Sequence[str] = (),
-    only: Sequence[str] = (),
-    shapes: Sequence[Shape] = (),
-    heads: int | None = None,
-    layouts: Sequence[str] = (),
-    device: str | None = None,
-    dtype: str = "float32",
-    threads: int | None = None,
-    rounds: int = 15,
-    output: str | Path | None = None,
-    markdown_output: str | Path | None = None,
-    say: Callable[[str], None] = print,
-) -> list[BenchmarkTable]:
+def run_benchmark(contest: Contest, *, say: Callable[[str], None] = print) -> list[BenchmarkTable]:
     """Compare ours with the others: outputs first, then time and memory, forward and with gradients.
 
     Args:
-        rows: names in ``ROWS``, or ``"all"``.
-        swap: in place of rows, networks by name, before and after ``swap_``.
-        only: contestants, by parts of their names; all by default.
-        shapes: of maps, ``(b, c, h, w)``; by default the row's own.
-        heads: of every contestant; by default the row's own, 8 at given shapes.
-        layouts: ``"nchw"``, ``"channels-last"``; by default the row's own.
-        device: ``"cpu"`` or ``"cuda"``; by default CUDA, if there is a GPU.
-        dtype: of maps and weights: ``"float32"``, ``"bfloat16"``, ``"float16"``.
-        threads: of the CPU; by default as many as torch has.
-        rounds: measurements of each contestant.
-        output: JSON file for all that was measured, written after each table.
-        markdown_output: Markdown file for the tables, the same.
+        contest: what is measured, and how.
         say: is given each table as text.
 
     Raises:
         ValueError: an argument is wrong.
         BenchmarkError: a contestant does not compute what its twin of ours with the same weights does.
 
-    >>> (found,) = run_benchmark(shapes=[(1, 8, 4, 4)], heads=2, device="cpu", rounds=1, say=lambda text: None)
+    >>> (found,) = run_benchmark(Contest(shapes=("1,8,4,4",), heads=2, device="cpu", rounds=1), say=lambda text: None)
     >>> found.title
     'implementations: batch 1, 8 channels, 4×4, 2 heads, nchw'
     """
-    check_counts(heads=heads, threads=threads, rounds=rounds)
-    if device == "cuda" and not torch.cuda.is_available():
+    check_counts(heads=contest.heads, threads=contest.threads, rounds=contest.rounds)
+    if contest.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    threads = threads or torch.get_num_threads()
-    about = describe_machine(place, threads, dtype)
-    say(f"{about}\n\n{HEADER.format(rounds=rounds)}")
+    place = torch.device(contest.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    threads, shapes = contest.threads or torch.get_num_threads(), [parse_shape(one) for one in contest.shapes]
+    about = describe_machine(place, threads, contest.dtype)
+    say(f"{about}\n\n{HEADER.format(rounds=contest.rounds)}")
     found: list[BenchmarkTable] = []
-    for name, row in rows_of(rows, swap).items():
-        makers = {who: make for who, make in row.contestants.items() if chosen_by(only, who)}
+    for name, row in rows_of(contest.rows, contest.swap).items():
+        parts = [part.lower() for part in contest.only or [""]]
+        makers = {who: make for who, make in row.contestants.items() if any(part in who.lower() for part in parts)}
         if not makers:
-            raise ValueError(f"only: no contestant of {name} has {' or '.join(only)} in its name")
+            raise ValueError(f"only: no contestant of {name} has {' or '.join(contest.only)} in its name")
         for shape, usual in (dict.fromkeys(shapes, 8) or row.shapes).items():
-            for layout in layouts or row.layouts:
-                n = heads or usual
+            for layout in contest.layouts or row.layouts:
+                n = contest.heads or usual
                 with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32 is float32 for all
-                    x = torch.randn(shape).to(place, getattr(torch, dtype)).to(memory_format=LAYOUTS[layout])
-                    timings = measure(makers, x, n, rounds, threads)
+                    x = torch.randn(shape).to(place, getattr(torch, contest.dtype)).to(memory_format=LAYOUTS[layout])
+                    timings = measure(makers, x, n, contest.rounds, threads)
                 size = f"batch {shape[0]}, {shape[1]} channels, {shape[2]}×{shape[3]}, {n} heads, {layout}"
                 found.append(BenchmarkTable(f"{name}: {size}", timings))
-                parts = [found[-1].title, table(found[-1].rows()), found[-1].warning]
-                say("\n" + "\n".join(filter(None, parts)))
-                write_reports(found, about, output, markdown_output)
+                said = [found[-1].title, table(found[-1].rows()), found[-1].warning]
+                say("\n" + "\n".join(filter(None, said)))
+                write_reports(found, about, contest.output, contest.markdown_output)
     return found
 
 
@@ -164,10 +140,6 @@ def rows_of(rows: Sequence[str], swap: Sequence[str]) -> dict[str, Row]:
     if unknown:
         raise ValueError(f"rows must be among {', '.join(ROWS)}, all; got {', '.join(unknown)}")
     return {name: ROWS[name] for name in names}
-
-
-def chosen_by(only: Sequence[str], name: str) -> bool:
-    return not only or any(part.lower() in name.lower() for part in only)
 
 
 def plain(name: str) -> Maker:
@@ -295,15 +267,15 @@ def describe_machine(device: torch.device, threads: int, dtype: str) -> str:
 
 
 def write_reports(
-    found: Sequence[BenchmarkTable], about: str, output: str | Path | None, markdown_output: str | Path | None
+    found: Sequence[BenchmarkTable], about: str, output: Path | None, markdown_output: Path | None
 ) -> None:
     """Write what there is so far, so that an interrupted run has what it measured."""
     if output:
         content = {"about": about, "tables": [asdict(one) for one in found]}
-        write_atomically(Path(output), json.dumps(content, indent=1).encode())
+        write_atomically(output, json.dumps(content, indent=1).encode())
     if markdown_output:
         parts = [part for one in found for part in (f"### {one.title}", markdown(one.rows()), one.warning) if part]
-        write_atomically(Path(markdown_output), "\n\n".join([about, *parts, ""]).encode())
+        write_atomically(markdown_output, "\n\n".join([about, *parts, ""]).encode())
 
 
 def written(value: float) -> str:

@@ -12,11 +12,12 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
+from vision_attn.tools.benchmark.contest import Contest
+from vision_attn.tools.cli.looking import Output, images_in, open_network, opened
 
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
-Output = Annotated[Path, arg(aliases=["-o"])]
 OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
 
 
@@ -86,7 +87,6 @@ def predict(
     import torch
 
     from vision_attn.checks import check_counts
-    from vision_attn.tools.cli.looking import images_in, open_network, opened
     from vision_attn.tools.training.folder import write_table
 
     check_counts(top=top)
@@ -112,8 +112,6 @@ def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> 
         output: file to write; its ending says the format: .onnx, .pt2 (torch.export), none for a folder
         normalize: let the graph normalise pixels in 0…1 itself
     """
-    from vision_attn.tools.cli.looking import open_network
-
     model = open_network(run)
 
     from vision_attn.tools.export.export import export_model
@@ -121,29 +119,11 @@ def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> 
     say(export_model(model, output, normalize=normalize))
 
 
-@dataclass(frozen=True)
-class Contest:
-    """What is measured, and how."""
-
-    rows: tuple[str, ...] = ("implementations",)  # what is compared: implementations, libraries, variants, … or all
-    swap: tuple[str, ...] = ()  # in place of rows, networks by name, before and after swap_
-    only: tuple[str, ...] = ()  # contestants, by parts of their names
-    shapes: tuple[str, ...] = ()  # of maps: batch,channels,height,width (default: the row's own)
-    heads: int | None = None  # of every contestant (default: the row's own)
-    layouts: tuple[str, ...] = ()  # nchw, channels-last (default: the row's own)
-    device: Literal["cpu", "cuda"] | None = None  # where it runs (default: cuda, if there is one)
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of maps and weights
-    threads: int | None = None  # of the CPU (default: as many as torch has)
-    rounds: int = 15  # measurements of each contestant
-    output: OptionalOutput = None  # JSON file for all that was measured
-    markdown_output: Path | None = None  # Markdown file for the tables
-
-
 def bench(contest: Annotated[Contest, arg(name="")]) -> None:
     """Time and memory of attention beside other libraries'."""
-    from vision_attn.tools.benchmark.run import parse_shape, run_benchmark
+    from vision_attn.tools.benchmark.run import run_benchmark
 
-    run_benchmark(**{**vars(contest), "shapes": [parse_shape(one) for one in contest.shapes]}, say=say)
+    run_benchmark(contest, say=say)
 
 
 def flags_in(words: list[str]) -> list[str]:

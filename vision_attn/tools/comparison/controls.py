@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,8 +22,6 @@ class ConvBlock2d(GatedResidual):
         channels: channels of the map.
         kernel_size: rows and columns of the depthwise kernel, odd; None for the mean over the map.
         gate_init: None for a gate of one and a last convolution of zeros; a number for that gate in every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
 
     Raises:
         ValueError: ``channels`` is not a whole number of at least 1, ``kernel_size`` not odd, or ``gate_init`` not
@@ -36,16 +33,8 @@ class ConvBlock2d(GatedResidual):
     (16797, 16701, 16832)
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        kernel_size: int | None = 3,
-        gate_init: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(channels, gate_init, device, dtype)
+    def __init__(self, channels: int, *, kernel_size: int | None = 3, gate_init: float | None = None) -> None:
+        super().__init__(channels, gate_init)
         side = 0 if kernel_size is None else kernel_size
         if kernel_size is not None:
             check_count("kernel_size", side)
@@ -54,13 +43,11 @@ class ConvBlock2d(GatedResidual):
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + hidden(1 + kernel² + 1), without a kernel
         # c(2·hidden + 1) + hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1 + (side**2 + 1) * (side > 0))))
-        self.expand = Pointwise2d(channels, hidden, 1, device=device, dtype=dtype)
+        self.expand = Pointwise2d(channels, hidden, 1)
         self.depthwise: nn.Module | None = None
         if side:
-            self.depthwise = nn.Conv2d(
-                hidden, hidden, side, padding=side // 2, groups=hidden, device=device, dtype=dtype
-            )
-        self.project = Pointwise2d(hidden, channels, 1, device=device, dtype=dtype)
+            self.depthwise = nn.Conv2d(hidden, hidden, side, padding=side // 2, groups=hidden)
+        self.project = Pointwise2d(hidden, channels, 1)
         self.zero_init_last()
 
     def last_projection(self) -> nn.Module:
@@ -78,26 +65,18 @@ class NormBlock2d(GatedResidual):
     Args:
         channels: channels of the map.
         gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
 
     Raises:
         ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
 
+    >>> import torch
     >>> NormBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        gate_init: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, channels: int, *, gate_init: float = 0.0) -> None:
         check_number("gate_init", gate_init)  # None is for blocks that end in a projection
-        super().__init__(channels, gate_init, device, dtype)
+        super().__init__(channels, gate_init)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(x, self.norm(x))
@@ -115,34 +94,25 @@ class SqueezeExciteBlock2d(NormBlock2d):
     Args:
         channels: channels of the map.
         gate_init: initial gate of every channel.
-        device: where the parameters live.
-        dtype: type of the parameters.
 
     Raises:
         ValueError: ``channels`` is not a whole number of at least 1, or ``gate_init`` is not finite.
 
     Source: Hu et al., *Squeeze-and-Excitation Networks*, 2018, https://arxiv.org/abs/1709.01507
 
+    >>> import torch
     >>> block = SqueezeExciteBlock2d(64)
     >>> sum(p.numel() for p in block.parameters()), block(torch.randn(2, 64, 7, 7)).shape
     (16768, torch.Size([2, 64, 7, 7]))
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        gate_init: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, channels: int, *, gate_init: float = 0.0) -> None:
         from timm.layers import SqueezeExcite
 
-        super().__init__(channels, gate_init=gate_init, device=device, dtype=dtype)
+        super().__init__(channels, gate_init=gate_init)
         # Attention has 4c² + 4c parameters, this branch hidden·(2c + 1) + c.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1)))
-        self.excite = SqueezeExcite(channels, rd_channels=hidden, device=device, dtype=dtype)
+        self.excite = SqueezeExcite(channels, rd_channels=hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return self.add(x, self.excite(y) if y.dim() == 4 else self.excite(y[None])[0])
+        return self.add(x, self.excite(self.norm(x)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -36,16 +36,14 @@ Words = Annotated[tuple[str, ...], BeforeValidator(as_words)]
 DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$")]
 Crop = Literal["pad", "resized"]
 Output = Annotated[Path | None, arg(aliases=("-o",))]
-Kind = TypeVar("Kind")
 
 
-def with_plain_errors(settings: type[Kind]) -> type[Kind]:
-    """Let a class of pydantic's raise a ``ValueError`` of one line, which names each setting that is wrong."""
-    validate: Any = settings.__init__
+class PlainErrors(type):
+    """Lets a class of pydantic's raise a ``ValueError`` of one line, which names each setting that is wrong."""
 
-    def init(self: object, *args: Any, **values: Any) -> None:
+    def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
-            validate(self, *args, **values)
+            return super().__call__(*args, **values)
         except ValidationError as error:
             lines = []
             for one in error.errors():
@@ -53,13 +51,9 @@ def with_plain_errors(settings: type[Kind]) -> type[Kind]:
                 lines.append(f"{where}: {message}; got {one['input']!r}" if where else message)
             raise ValueError("; ".join(lines)) from None
 
-    settings.__init__ = init  # type: ignore[method-assign]
-    return settings
 
-
-@with_plain_errors
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
-class Settings:
+class Settings(metaclass=PlainErrors):
     """Train an image classifier, with attention inserted or not. Ctrl-C saves the run, --resume goes on with it.
 
     vision-attn train --data flowers --model resnet18 --pretrained --insert layer3
@@ -147,8 +141,8 @@ class Settings:
         for one, other in pairs:
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose one")
-        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert", "mean": "std"}
-        for name, other in {**needs, "std": "mean"}.items():
+        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert"}
+        for name, other in {**needs, "mean": "std", "std": "mean"}.items():
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} needs {other}: give both")
         if self.sched in ("step", "multistep") and not self.decay_epochs:
