@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from reach import as_after_training
 from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
@@ -27,13 +28,10 @@ ATTENTION = {"num_heads": 4}
 
 
 def network(name="resnet20", stages=None, **options):
-    """A backbone with the statistics of one that has learned something, and blocks in it."""
+    """A backbone that has learned something, and blocks in it."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, std=0.1)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    as_after_training(model)
     stages = stages or ((-2, -1) if name == "resnet20" else (-3, -2))
     va.insert_(model, stages=list(stages), example_input=(1, 3, 64, 64), **{**ATTENTION, **options})
     return model
