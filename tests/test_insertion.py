@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from reach import as_after_training
+from reach import anatomy, as_after_training
 from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
@@ -38,24 +38,6 @@ def network(name):
     return model.eval(), torch.randn(2, 3, size, size)
 
 
-def anatomy(model):
-    """Every module by identity, with its hooks, its mode and its tensors."""
-    return {
-        name: (id(module), list(module._forward_hooks), list(module._modules), module.training)
-        for name, module in model.named_modules()
-    }, {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def assert_same_anatomy(model, before):
-    modules, tensors = anatomy(model)
-    assert modules == before[0]
-    assert list(tensors) == list(before[1])
-    assert all(
-        now[0] == then[0] and torch.equal(now[1], then[1])
-        for now, then in zip(tensors.values(), before[1].values(), strict=True)
-    )
-
-
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.filterwarnings("ignore:little to attend")
 def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone):
@@ -65,14 +47,14 @@ def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone):
     chosen = ("layer1", "layer2.0", "layer4")
     report = va.insert_(model, where=lambda name, module: name in chosen, example_input=tuple(x.shape))
     assert torch.equal(model(x), expected)
-    assert list(before[1]) == [key for key in model.state_dict() if f".{CHILD}." not in key]
+    assert [key for key, *_ in before[1]] == [key for key in model.state_dict() if f".{CHILD}." not in key]
     new = {key for key in model.state_dict() if f".{CHILD}." in key}
     assert new == inserted_keys(model)
     assert len(new) == 7 * len(report)
     assert report.parameters == sum(p.numel() for block in va.inserted(model).values() for p in block.parameters())
     removed = va.remove_(model)
     assert removed.blocks == report.blocks
-    assert_same_anatomy(model, before)
+    assert anatomy(model) == before
     assert torch.equal(model(x), expected)
 
 
@@ -174,7 +156,7 @@ def test_the_dry_run_leaves_modes_and_statistics_alone(training):
     va.insert_(model, stages=-1, example_input=(1, 3, 128, 128))
     assert va.inserted(model)["layer4.1"].training is training
     va.remove_(model)
-    assert_same_anatomy(model, before)
+    assert anatomy(model) == before
 
 
 @pytest.mark.parametrize(
@@ -262,7 +244,7 @@ def test_what_cannot_be_done_is_refused_by_name_and_leaves_the_model_alone(case)
     before = anatomy(model)
     with pytest.raises(ValueError, match=message):
         va.insert_(model, **{"example_input": (1, 3, 64, 64), **arguments})
-    assert_same_anatomy(model, before)
+    assert anatomy(model) == before
 
 
 def test_a_network_that_draws_random_numbers_takes_blocks_and_draws_as_before():
@@ -426,7 +408,7 @@ def test_networks_of_every_make_take_blocks_and_give_them_back(make, change):
     model(x).square().sum().backward()
     assert any(p.grad is not None for block in va.inserted(model).values() for p in block.parameters())
     va.remove_(model)
-    assert_same_anatomy(model, before)
+    assert anatomy(model) == before
     assert torch.equal(model(x), expected)
 
 
@@ -459,7 +441,7 @@ def test_a_failure_at_any_step_leaves_the_network_as_it_was(change):
             va.remove_(model)  # it did without that call
         except (FloatingPointError, ValueError, RuntimeError):
             pass
-        assert_same_anatomy(model, before)
+        assert anatomy(model) == before
         assert torch.is_grad_enabled()
 
 

@@ -196,9 +196,8 @@ class DryRun:
         #: what the model declares
         self.said: Declared = declaration(model)
         known = dict(model.named_modules(remove_duplicate=False))
-        stages = [(path, channels) for path, channels in self.said.stages if path in known]
         #: the channels that are declared, by the module that ends a stage
-        self.channels: dict[str, int | None] = {end_of_sequential(model, path): channels for path, channels in stages}
+        self.channels = {end_of_sequential(model, path): count for path, count in self.said.stages if path in known}
         #: what each call took, ``"before"``, and gave, ``"after"``, by path of the module in the order of their ends
         self.calls: dict[str, list[dict[str, dict[Element, Form]]]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
