@@ -177,7 +177,7 @@ def test_it_prints_a_table():
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1; got 0"),
         ({"stages": 1, "names": "layer1"}, ValueError, "exactly one of stages, names and where"),
         ({"heads": 3}, TypeError, "heads"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "has no stages"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares none"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, error, message):

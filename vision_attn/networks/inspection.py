@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
-from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
@@ -215,9 +214,8 @@ def inspect_model(
     side = "before" if chosen and at == "before" else "after"
     if chosen:
         paths = targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
-    elif not (paths := stages_of(run)):
-        raise SiteError(f"model: {type(network).__name__} has no stages: give names=, globs on module paths")
     else:
+        paths = stages_of(run)
         targets = [end_of_sequential(network, path) for path in paths]
     maps = dict(zip(paths, run.the_maps(targets, side), strict=True))
 
