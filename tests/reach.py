@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.inspection import network_of
 
 #: What this script writes.
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
@@ -92,10 +93,7 @@ def parameters(library: str, name: str) -> float:
 
 
 def make(library: str, name: str) -> nn.Module:
-    if library == "timm":
-        return timm.create_model(name)
-    extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, **extra)
+    return timm.create_model(name) if library == "timm" else network_of(f"torchvision:{name}")
 
 
 def families() -> Iterator[tuple[str, str, list[str]]]:
@@ -157,9 +155,6 @@ def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], list[tuple
 def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
     stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
-    if not stages:
-        row.refusals.append("no stage gives a map of the image")
-        return
     try:
         row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
         return
