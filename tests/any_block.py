@@ -11,7 +11,7 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
-from reach import as_after_training, tensors
+from reach import anatomy, as_after_training, tensors
 from torch import nn
 from torchvision.models import detection, segmentation
 from torchvision.ops import SqueezeExcitation
@@ -115,8 +115,7 @@ def check(block, name):
         images = list(images)
     with torch.no_grad():
         expected = tensors(model(images))
-    modules, keys = dict(model.named_modules()), list(model.state_dict())
-    hooks = sum(len(module._forward_hooks) for module in modules.values())
+    before, keys = anatomy(model), list(model.state_dict())
     try:
         report = va.insert_(model, BLOCKS[block], **NETWORKS[name][2], example_input=images)
     except va.SiteError as error:
@@ -135,8 +134,7 @@ def check(block, name):
         (record,) = report.blocks
         begins = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
         va.remove_(model)
-    assert list(model.named_modules()) == list(modules.items())
-    assert sum(len(module._forward_hooks) for module in modules.values()) == hooks
+    assert anatomy(model) == before
     with torch.no_grad():
         assert all(map(torch.equal, tensors(model(images)), expected))
     return begins

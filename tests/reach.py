@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.inspection import network_of
 
 #: What this script writes.
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
@@ -46,6 +47,11 @@ tensor must be the same object, and the output the same bits.
 """
 
 
+#: What is seen to hold in each row.
+CHECKS = ("identical", "keys kept", "output learns", "attention learns", "removed")
+HEADER = ("library", "family", "model", "size", "layout", "sites", *CHECKS, "seconds", "refused")
+
+
 @dataclass
 class Row:
     library: str
@@ -56,18 +62,10 @@ class Row:
     stages: int = 0
     sites: int = 0
     read: int = 0
-    identical: bool = False
-    keys: bool = False
-    output: bool = False
-    attention: bool = False
-    removed: bool = False
+    #: those of :data:`CHECKS` that were made
+    checks: dict[str, bool] = field(default_factory=dict)
     seconds: float = 0.0
     refusals: list[str] = field(default_factory=list)
-
-    HEADER = (
-        "library", "family", "model", "size", "layout", "sites", "identical", "keys kept", "output learns",
-        "attention learns", "removed", "seconds", "refused",
-    )  # fmt: skip
 
     @property
     def reached(self) -> bool:
@@ -76,18 +74,12 @@ class Row:
 
     @property
     def unharmed(self) -> bool:
-        learns = (self.output and self.attention) or not self.read
-        return self.identical and self.keys and self.removed and learns
+        return all(self.checks.values())
 
     def cells(self) -> list[str]:
-        def yes(value: bool) -> str:
-            return "yes" if value else "**no**" if self.sites else ""
-
-        return [
-            self.library, self.family, f"`{self.model}`", str(self.size), self.layout, f"{self.sites} of {self.stages}",
-            yes(self.identical), yes(self.keys), yes(self.output), yes(self.attention), yes(self.removed),
-            f"{self.seconds:.0f}", "; ".join(self.refusals),
-        ]  # fmt: skip
+        checks = ("yes" if self.checks.get(name) else "**no**" if self.sites else "" for name in CHECKS)
+        where = f"`{self.model}`", str(self.size), self.layout, f"{self.sites} of {self.stages}"
+        return [self.library, self.family, *where, *checks, f"{self.seconds:.0f}", "; ".join(self.refusals)]
 
 
 def parameters(library: str, name: str) -> float:
@@ -101,10 +93,7 @@ def parameters(library: str, name: str) -> float:
 
 
 def make(library: str, name: str) -> nn.Module:
-    if library == "timm":
-        return timm.create_model(name)
-    extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, **extra)
+    return timm.create_model(name) if library == "timm" else network_of(f"torchvision:{name}")
 
 
 def families() -> Iterator[tuple[str, str, list[str]]]:
@@ -150,19 +139,22 @@ def tensors(value: object) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors(item)]
 
 
-def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], dict[str, int]]:
+def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], list[tuple[str, int, int]]]:
+    """Every module and tensor by identity; and each one's hooks, children and mode, or how often it was changed."""
     return {
-        name: (id(module), list(module._modules), len(module._forward_hooks), len(module._forward_pre_hooks))
+        name: (
+            id(module),
+            list(module._modules),
+            module.training,
+            *map(list, (module._forward_hooks, module._forward_pre_hooks)),
+        )
         for name, module in model.named_modules()
-    }, {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
+    }, [(key, id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()]
 
 
 def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
     stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
-    if not stages:
-        row.refusals.append("no stage gives a map of the image")
-        return
     try:
         row.sites = len(va.insert_(model, block, names=stages, example_input=shape))
         return
@@ -201,8 +193,9 @@ def measure(library: str, family: str, names: list[str]) -> Row:
     if row.sites:
         row.layout = " and ".join(sorted({record.layout for record in records(model)}))
         with torch.no_grad():
-            row.identical = all(map(torch.equal, before, tensors(model(images))))
-        row.keys = [key for key in model.state_dict() if key not in inserted_keys(model)] == list(was[1])
+            row.checks["identical"] = all(map(torch.equal, before, tensors(model(images))))
+        own = [key for key in model.state_dict() if key not in inserted_keys(model)]
+        row.checks["keys kept"] = own == [key for key, *_ in was[1]]
         row.refusals += [f"{record.site}: not read" for record in records(model) if not record.read]
         blocks = [block for block in va.inserted(model).values() if block.insertion.read]
         row.read = len(blocks)
@@ -211,19 +204,19 @@ def measure(library: str, family: str, names: list[str]) -> Row:
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()
             if step == 0:
-                row.output = all(bool(block.attn.proj.weight.grad.any()) for block in blocks)
-            row.attention = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
+                row.checks["output learns"] = all(bool(block.attn.proj.weight.grad.any()) for block in blocks)
+            row.checks["attention learns"] = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
             optimizer.step()
         va.remove_(model)
         with torch.no_grad():
             after = tensors(model(images))
-        row.removed = anatomy(model) == was and all(map(torch.equal, before, after))
+        row.checks["removed"] = anatomy(model) == was and all(map(torch.equal, before, after))
     row.seconds = time.perf_counter() - begin
     return row
 
 
 def table(rows: list[Row]) -> str:
-    cells = [list(Row.HEADER), ["---"] * len(Row.HEADER), *(row.cells() for row in rows)]
+    cells = [list(HEADER), ["---"] * len(HEADER), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 

@@ -76,6 +76,17 @@ class Grouped(nn.Conv2d):
         return (parts * super().forward(parts).sigmoid()).view(x.shape)
 
 
+class LowRank(nn.Module):
+    """Its own parameters have different numbers of rows."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.rand(4, channels)), nn.Parameter(torch.rand(channels, 4))
+
+    def forward(self, x):
+        return x + torch.einsum("cr,rd,bdhw->bchw", self.up, self.down, x)
+
+
 class InPlace(nn.Conv2d):
     def __init__(self, channels):
         super().__init__(channels, channels, 1)
@@ -100,6 +111,7 @@ TRIED = {
     (SimAM, "float32"): (GATE, {"gated": True}),
     (Convolutions, "float32"): ("last zero at first", {}),
     (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
+    (LowRank, "float32"): (GATE, {"gated": True}),  # of two factors that are zero, none learns
     (InPlace, "float32"): (GATE, {"gated": True, "copied": True}),
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
     (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 zero at first", {}),

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from reach import anatomy, as_after_training
 from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
@@ -27,13 +28,10 @@ ATTENTION = {"num_heads": 4}
 
 
 def network(name="resnet20", stages=None, **options):
-    """A backbone with the statistics of one that has learned something, and blocks in it."""
+    """A backbone that has learned something, and blocks in it."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, std=0.1)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    as_after_training(model)
     stages = stages or ((-2, -1) if name == "resnet20" else (-3, -2))
     va.insert_(model, stages=list(stages), example_input=(1, 3, 64, 64), **{**ATTENTION, **options})
     return model
@@ -174,26 +172,19 @@ def test_thawing_puts_everything_back():
     model = network().train()
     model.conv1.weight.requires_grad_(False)
 
-    def anatomy():
-        return {
-            name: (
-                module.training,
-                sorted(vars(module)),
-                [len(hooks) for name, hooks in vars(module).items() if name.endswith("hooks")],
-                [(key, p.requires_grad) for key, p in module.named_parameters(recurse=False)],
-            )
-            for name, module in model.named_modules()
-        }
+    def state():
+        attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+        return anatomy(model), attributes, [p.requires_grad for p in model.parameters()]
 
-    before = anatomy()
+    before = state()
     freeze_backbone_(model)
     freeze_backbone_(model, also_train="fc.*")
     freeze_backbone_(model)
-    assert anatomy() != before
+    assert state() != before
     freeze_backbone_(model, False)
-    assert anatomy() == before
+    assert state() == before
     freeze_backbone_(model, False)
-    assert anatomy() == before
+    assert state() == before
     # The mode that was asked for meanwhile is the one it comes back in.
     freeze_backbone_(model)
     model.eval()

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from reach import as_after_training
 from timm.models._efficientnet_builder import decode_arch_def
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.models.mobilenetv3 import MobileNetV3
@@ -26,13 +27,6 @@ def blocks_of(model, kind):
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def with_random_norms(model):
-    """timm begins with a weight of zero in the last norm of a residual block, which would hide the block before it."""
-    for module in blocks_of(model, nn.BatchNorm2d):
-        nn.init.uniform_(module.weight, 0.5, 1.5)
-    return model.eval()
-
-
 @pytest.mark.parametrize(
     ("name", "options", "layer"),
     [
@@ -43,7 +37,8 @@ def with_random_norms(model):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_network_with_the_layer_computes_what_it_does_without(name, options, layer):
-    plain = with_random_norms(timm.create_model(name, num_classes=3, **options(None)))
+    plain = timm.create_model(name, num_classes=3, **options(None)).eval()
+    as_after_training(plain)
     model = timm.create_model(name, num_classes=3, **options(layer)).eval()
     missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
     blocks = blocks_of(model, va.AttentionBlock2d)

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
-from vision_attn.errors import SiteError
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
 from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
@@ -94,7 +93,7 @@ class Inspection(Report):
     whole: Share
     #: every stage, or the sites that were chosen
     sites: tuple[Site, ...]
-    #: in bytes; infinite where the system does not say
+    #: of the GPU or else of the machine, in bytes; infinite where the system does not say
     memory_limit: float
     #: where to begin, the best first; none where sites were chosen
     proposals: tuple[Proposal, ...]
@@ -111,13 +110,10 @@ class Inspection(Report):
         sizes = {site.path: site.saved for site in free}
         if self.chosen:
             sizes = {" and ".join(sizes): sum(sizes.values())}
-        large = (f"{size / GIBI:,.2f} GiB of {path}" for path, size in sizes.items() if size > self.memory_limit)
-        kept = ", ".join(large)
-        line = (
-            f"training keeps {kept}, more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB: take a smaller "
-            "input or batch, va.Window(7) or a later stage"
-        )
-        return (*InsertionReport(tuple(free)).warnings, *([line] if kept else []))
+        large = [f"{size / GIBI:,.2f} GiB of {path}" for path, size in sizes.items() if size > self.memory_limit]
+        what = f"training keeps {', '.join(large)}, more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB"
+        lines = [f"{what}: take a smaller input or batch, va.Window(7) or a later stage"] if large else []
+        return (*InsertionReport(tuple(free)).warnings, *lines)
 
     def parts(self) -> list[str | Table]:
         size = "×".join(map(str, self.input_shape[1:]))
@@ -179,8 +175,6 @@ def inspect_model(
     names: str | Iterable[str] | None = None,
     at: str = "after",
     num_heads: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    memory_limit: float | None = None,
     **block_options: Any,
 ) -> Inspection:
     """What an attention block would cost at each stage of a network, and where it is worth trying.
@@ -198,8 +192,6 @@ def inspect_model(
         at: as in :func:`vision_attn.insert_`; for sites that are chosen.
         num_heads: heads; at a stage that is not chosen, the largest number up to it that divides the channels. 8 when
             None, fitted to the channels of chosen sites too.
-        dtype: type of the block and its maps.
-        memory_limit: memory that there is, in GiB; when None that of the GPU, or of the machine if there is none.
         **block_options: further arguments of :class:`vision_attn.AttentionBlock2d`, such as ``pattern``.
 
     Returns:
@@ -222,32 +214,31 @@ def inspect_model(
     side = "before" if chosen and at == "before" else "after"
     if chosen:
         paths = targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
-    elif not (paths := stages_of(run)):
-        raise SiteError(f"model: {type(network).__name__} has no stages: give names=, globs on module paths")
     else:
+        paths = stages_of(run)
         targets = [end_of_sequential(network, path) for path in paths]
     maps = dict(zip(paths, run.the_maps(targets, side), strict=True))
 
     def price(path: str, options: Mapping[str, Any], stage: int | None = None) -> Site:
         one = maps[path]
         occupied = one.target in inserted(network)
-        one = one._replace(form=one.form._replace(device=torch.device("meta"), dtype=dtype))
+        one = one._replace(form=one.form._replace(device=torch.device("meta")))
         block = new_block(run, None, one, side, options)
-        record: InsertedBlock = replace(vars(block)[RECORD], site=path)
+        record: InsertedBlock = vars(block)[RECORD]
         shape = (batch_size, record.channels, *record.map_size)
-        kept = count_saved_bytes(block, shape, dtype)
-        return Site(**vars(record), saved=kept, stage=stage, occupied=occupied)
+        kept = count_saved_bytes(block, shape, one.form.dtype)
+        return Site(**{**vars(record), "site": path}, saved=kept, stage=stage, occupied=occupied)
 
     sites = []
     for index, (path, one) in enumerate(maps.items()):
-        heads = None if num_heads is None else num_heads if chosen else fitting_heads(one.shape[1], num_heads)
-        options = {**({} if heads is None else {"num_heads": heads}), **block_options}
+        options = dict(block_options)
+        if num_heads is not None:
+            options["num_heads"] = num_heads if chosen else fitting_heads(one.shape[1], num_heads)
         sites.append(price(path, options, None if chosen else index))
     # The activation that ends a stem has learned nothing that positions could be compared by.
     learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
     free = [] if chosen else [site for site in learning if not site.occupied]
     proposals = propose(free, len(sites), price, num_heads or 8, block_options)
-    machine = machine_memory(torch.device("cuda") if torch.cuda.is_available() else example.image.device)
     # timm writes its name for a network into its configuration.
     known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
     as_shape = example.shape if len(example.args) == 1 and not example.count else "example_input"
@@ -256,11 +247,11 @@ def inspect_model(
         input_shape=example.shape,
         example_input=None if input_size is None and example_input is None else as_shape,
         batch_size=batch_size,
-        dtype=dtype,
+        dtype=next(iter(maps.values())).form.dtype,
         options=block_options,
         whole=run.whole,
         sites=tuple(sites),
-        memory_limit=machine if memory_limit is None else round(memory_limit * GIBI),
+        memory_limit=machine_memory(),
         proposals=tuple(proposals),
     )
 
@@ -299,10 +290,8 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
     sides = (input_size,) * min(2, len(own.size)) if isinstance(input_size, int) else tuple(input_size)
     size = (*own.size[:-2], *sides) if isinstance(input_size, int) else sides
     if example_input is not None or len(size) != len(own.size) or min(size) < 1:
-        raise ValueError(
-            "input_size must be a side or a height and a width, in pixels, and is left out with example_input; "
-            f"got {input_size!r}"
-        )
+        what = "a side or a height and a width, in pixels, and is left out with example_input"
+        raise ValueError(f"input_size must be {what}; got {input_size!r}")
     return example_of(model, (*own.shape[:2], *size))
 
 
@@ -349,10 +338,8 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        own = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-            for name, tensor in (*block.named_parameters(), *block.named_buffers())
-        }
+        tensors = (*block.named_parameters(), *block.named_buffers())
+        own = {name: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad) for name, x in tensors}
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             functional_call(block, own, (x,))
@@ -361,8 +348,8 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
         return sum(storage.nbytes() for storage in kept.values())
 
 
-def machine_memory(device: torch.device) -> float:
-    """The bytes of the GPU that a model is on, or of the machine's memory; infinite where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+def machine_memory() -> float:
+    """The bytes of the GPU, or of the machine's memory if there is none; infinite where the system does not say."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties("cuda").total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf

@@ -21,15 +21,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.makers import hint, make_block, reason
-from vision_attn.networks.insertion.record import (
-    CHILD,
-    InsertedBlock,
-    change,
-    of_map,
-    prefix_of,
-    to_map,
-    token_grid,
-)
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock, change, of_map, prefix_of, to_map, token_grid
 
 #: Modules that hold others and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -257,20 +249,16 @@ def detach_(model: nn.Module, site: str, block: nn.Module) -> None:
     target = model.get_submodule(site)
     owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
     del model.get_submodule(owner)._modules[child]
-    drop_hooks(target, lambda hook: hook in (run_after, run_before))
     for module in model.modules():
-        drop_hooks(module, lambda hook: getattr(hook, "keywords", {}).get("record") == record)
-
-
-def drop_hooks(module: nn.Module, is_ours: Callable[[Callable[..., Any]], bool]) -> None:
-    """Remove the hooks that are ours; those of others stay."""
-    for hooks, with_kwargs in (
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-    ):
-        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-            del hooks[key]
-            with_kwargs.pop(key, None)
+        for hooks, with_kwargs in (
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        ):
+            for key, hook in list(hooks.items()):
+                runs_block = module is target and hook in (run_after, run_before)
+                if runs_block or getattr(hook, "keywords", {}).get("record") == record:
+                    del hooks[key]
+                    with_kwargs.pop(key, None)
 
 
 def as_now(module: nn.Module, like: nn.Module) -> None:

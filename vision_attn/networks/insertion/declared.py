@@ -30,7 +30,7 @@ ODD = ("features.1", "features.3", "features.5", "features.7")
 
 #: Stages by class, or the one part of a network in which the last module of each size of map is a stage. In a path {i}
 #: counts from 0 and {j} from 1, as far as there are modules. Paths that a network does not have are left out; where it
-#: has none of them, it is such a part itself.
+#: has none of them, it is such a part itself. In torchvision's other networks ``features`` is such a part.
 STAGES: dict[str, tuple[str, ...] | str] = {
     "diffusers.models.autoencoders.vae.Encoder": ("down_blocks.{i}", "mid_block"),
     "timm.models.coat.CoaT": ("serial_blocks{j}",),
@@ -40,27 +40,17 @@ STAGES: dict[str, tuple[str, ...] | str] = {
     "timm.models.mvitv2.MultiScaleVit": ("stages.{i}",),
     "timm.models.twins.Twins": ("blocks.{i}",),
     "torchvision.models._utils.IntermediateLayerGetter": RESNET,
-    "torchvision.models.alexnet.AlexNet": "features",
     "torchvision.models.convnext.ConvNeXt": ODD,
-    "torchvision.models.densenet.DenseNet": "features",
-    "torchvision.models.detection.ssd.SSDFeatureExtractorVGG": "features",
-    "torchvision.models.detection.ssdlite.SSDLiteFeatureExtractorMobileNet": "features",
-    "torchvision.models.efficientnet.EfficientNet": "features",
     "torchvision.models.googlenet.GoogLeNet": ("conv1", "conv3", "inception3b", "inception4e", "inception5b"),
     "torchvision.models.inception.Inception3": ("Conv2d_2b_3x3", "Conv2d_4a_3x3", "Mixed_5d", "Mixed_6e", "Mixed_7c"),
     "torchvision.models.maxvit.MaxVit": ("stem", "blocks.{i}"),
     "torchvision.models.mnasnet.MNASNet": "layers",
-    "torchvision.models.mobilenetv2.MobileNetV2": "features",
-    "torchvision.models.mobilenetv3.MobileNetV3": "features",
     "torchvision.models.regnet.RegNet": ("stem", "trunk_output.block{j}"),
     "torchvision.models.resnet.ResNet": RESNET,
     "torchvision.models.shufflenetv2.ShuffleNetV2": ("conv1", "maxpool", "stage2", "stage3", "conv5"),
-    "torchvision.models.squeezenet.SqueezeNet": "features",
     "torchvision.models.swin_transformer.SwinTransformer": ODD,
-    "torchvision.models.vgg.VGG": "features",
     "torchvision.models.video.mvit.MViT": ("blocks.{i}",),
     "torchvision.models.video.resnet.VideoResNet": RESNET[1:],
-    "torchvision.models.video.s3d.S3D": "features",
     "torchvision.models.video.swin_transformer.SwinTransformer3d": tuple(f"features.{index}" for index in (0, 2, 4, 6)),
     "torchvision.models.vision_transformer.VisionTransformer": ("encoder.layers.encoder_layer_{i}",),
     "transformers.models.convnext.modeling_convnext.ConvNextEncoder": ("stages.{i}",),
@@ -105,7 +95,7 @@ def declaration(model: nn.Module) -> Declared:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if not inside and (stage_entries(module) or row_of(STAGES, module)):
+        if not inside and (stage_entries(module) or row_of_stages(module)):
             found[path] = module
     said = [said_by(module, path) for path, module in found.items()]
     return said[0] if len(said) == 1 else Declared(parts=tuple(found))
@@ -115,7 +105,7 @@ def said_by(module: nn.Module, path: str) -> Declared:
     """What a module at a path declares."""
     before = f"{path}." if path else ""
     known = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    entries, rows = stage_entries(module), row_of(STAGES, module)
+    entries, rows = stage_entries(module), row_of_stages(module)
     if isinstance(rows, str):
         return Declared(trunk=before + rows)
     if rows:
@@ -144,6 +134,12 @@ def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
     return [entry for entry in known if isinstance(entry, Mapping) and entry.get("module")]
 
 
+def row_of_stages(module: nn.Module) -> Any:
+    """The row of a module among those of stages."""
+    of_torchvision = any(kind.__module__.startswith("torchvision.models.") for kind in type(module).__mro__)
+    return row_of(STAGES, module) or ("features" if of_torchvision and "features" in module._modules else None)
+
+
 def row_of(table: Mapping[str, Any], module: nn.Module) -> Any:
     """The row of a table for the class of a module, or for one that it is made from."""
     kinds = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
@@ -159,13 +155,6 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-
-class Call(NamedTuple):
-    """One call of a module: tensors by position or keyword."""
-
-    before: dict[Element, Form]
-    after: dict[Element, Form]
 
 
 class Map(NamedTuple):
@@ -207,18 +196,17 @@ class DryRun:
         #: what the model declares
         self.said: Declared = declaration(model)
         known = dict(model.named_modules(remove_duplicate=False))
-        stages = [(path, channels) for path, channels in self.said.stages if path in known]
         #: the channels that are declared, by the module that ends a stage
-        self.channels: dict[str, int | None] = {end_of_sequential(model, path): channels for path, channels in stages}
-        #: by path of the module, in the order in which they end
-        self.calls: dict[str, list[Call]] = {}
+        self.channels = {end_of_sequential(model, path): count for path, count in self.said.stages if path in known}
+        #: what each call took, ``"before"``, and gave, ``"after"``, by path of the module in the order of their ends
+        self.calls: dict[str, list[dict[str, dict[Element, Form]]]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
         #: what the model gives, and what it has and does
         self.output, self.whole = self.run(hooks)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Keep the shapes of a call."""
-        call = Call({**forms_in(args), **forms_in(kwargs)}, forms_in(output))
+        call = {"before": forms_in(args) | forms_in(kwargs), "after": forms_in(output)}
         self.calls.setdefault(name, []).append(call)
 
     def run(self, hooks: Iterable[tuple[str, Hook]] = ()) -> tuple[object, Share]:
@@ -231,7 +219,7 @@ class DryRun:
     def maps(self, target: str, at: str = "after") -> list[Map]:
         """The maps in what a module that is called once gives, or takes."""
         calls = self.calls.get(target, [])
-        forms: dict[Element, Form] = getattr(calls[0], at) if len(calls) == 1 else {}
+        forms = calls[0][at] if len(calls) == 1 else {}
         found = ((element, form, self.layout_of(form, target)) for element, form in forms.items())
         return [Map(target, element, form, *layout) for element, form, layout in found if layout is not None]
 
@@ -265,7 +253,7 @@ class DryRun:
     @cached_property
     def channels_last(self) -> bool:
         """Whether channels are last where a shape leaves it open: declared, or so in most maps that do not."""
-        forms = [form.shape for calls in self.calls.values() for form in calls[0].after.values()]
+        forms = [form.shape for calls in self.calls.values() for form in calls[0]["after"].values()]
         forms = [shape for shape in forms if len(shape) == 2 + len(self.example.size) and 1 not in shape[1:]]
         balance = sum(self.keeps_aspect(shape[1:-1]) - self.keeps_aspect(shape[2:]) for shape in forms)
         return self.said.channels_last or balance > 0
@@ -312,7 +300,7 @@ class DryRun:
         self.check_called_once(target)
         if maps := self.maps(target, at):
             return maps
-        shapes = ", ".join(str(form.shape) for form in getattr(self.calls[target][0], at).values())
+        shapes = ", ".join(str(form.shape) for form in self.calls[target][0][at].values())
         what = f"{'takes' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", as {self.said.scrambled}" if self.said.scrambled else ""
         remedy = "choose another module, or say by layout= how a map lies in it"

@@ -173,10 +173,11 @@ class Trial:
             loss = (torch.randn(y.shape).to(y) * y).sum()
             for module in modules:
                 slopes = torch.autograd.grad(loss, own_parameters(module), retain_graph=True, allow_unused=True)
-                rows = [
-                    slope.reshape(len(slope) if slope.dim() else 1, -1).any(1) for slope in slopes if slope is not None
-                ]
-                if not rows or not torch.stack([row.expand(max(map(len, rows))) for row in rows]).any(0).all():
+                learning: dict[int, Tensor] = {}  # by the number of rows, which weight and bias have in common
+                for slope in (one for one in slopes if one is not None):
+                    rows = torch.atleast_1d(slope.reshape(*slope.shape[:1], -1).any(-1))
+                    learning[len(rows)] = rows | learning.get(len(rows), False)
+                if not learning or not all(rows.all() for rows in learning.values()):
                     return False
         return True
 

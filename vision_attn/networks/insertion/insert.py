@@ -34,7 +34,7 @@ from vision_attn.networks.insertion.attach import (
 )
 from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly
 from vision_attn.networks.insertion.costs import Share, cost, pairs_compared
-from vision_attn.networks.insertion.declared import DryRun, Map, leaves, same_bits
+from vision_attn.networks.insertion.declared import DryRun, Map, leaves, same_bits, without_values
 from vision_attn.networks.insertion.exact import begin
 from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS, OF_TIMM, Maker, arguments_of, maker_of
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, fitting_heads
@@ -332,7 +332,7 @@ def difference(one: object, other: object) -> float:
     """The root mean square by which two outputs differ, as a share of that of the first."""
     apart, whole = 0.0, 0.0
     for x, y in zip(leaves(one), leaves(other), strict=True):
-        if not x.is_meta:
+        if not without_values(x):
             y = y if y.shape == x.shape else torch.zeros_like(x)  # as many boxes as are found, for one
             apart += float((y.double() - x.double())[x.isfinite()].square().sum())
             whole += float(x.double()[x.isfinite()].square().sum())

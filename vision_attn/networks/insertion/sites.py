@@ -187,10 +187,8 @@ def stages_of(run: DryRun) -> list[str]:
     if not units or len(units) < tokens:
         why, rows = "most of its modules give tokens or no map", last_of_each_size(every)
     elif cells != sorted(cells, reverse=True):
-        why, rows = (
-            "its maps become larger again",
-            last_of_each_size(one for one in units_in(run, "", 1) if "(" not in one.layout),
-        )
+        why = "its maps become larger again"
+        rows = last_of_each_size(one for one in units_in(run, "", 1) if "(" not in one.layout)
     elif not said.trunk and product(every[-1].size) == 1 and max(rows[-1].size) <= 2:
         why = "on an image so small nothing tells a stage of one cell from pooling: give a larger example_input="
     else:
