@@ -87,7 +87,7 @@ LARGE = {
     "timm, dilated": (lambda: timm.create_model("resnet50", output_stride=8), ["act1", *LAYERS]),
     "logits of a convolution": (
         lambda: torchvision.models.squeezenet1_1(),
-        ["features.1", "features.4", "features.7", "features"],
+        ["features.1", "features.4", "features.7", "features.12"],
     ),
     "video": (lambda: video.r3d_18(), LAYERS),
 }
