@@ -189,7 +189,7 @@ class Branch:
         #: where the channels are in a map
         self.axis = axis
         #: sums of squares by channel, of the branch and of the stream
-        self.squares = torch.zeros(2, 1)
+        self.squares: Tensor = torch.zeros(2, 1)
 
     def look(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
         """Add a forward pass of the block."""

@@ -76,9 +76,11 @@ class AugmentedConv2d(Specified):
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
+        self.conv: nn.Conv2d = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
         attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
-        self.attn = Attention2d(in_channels, num_heads, out_channels=value_channels, **factory, **attention)
+        self.attn: Attention2d = Attention2d(
+            in_channels, num_heads, out_channels=value_channels, **factory, **attention
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve and attend.
@@ -143,7 +145,9 @@ class StridedAttention2d(Specified):
         if feat_size is not None and attention.get("position") is None:
             attention["position"] = RelPosDecomposed(feat_size)
         self.stride = stride
-        self.attn = Attention2d(channels, num_heads, out_channels=out_channels, device=device, dtype=dtype, **attention)
+        self.attn: Attention2d = Attention2d(
+            channels, num_heads, out_channels=out_channels, device=device, dtype=dtype, **attention
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend, then average.

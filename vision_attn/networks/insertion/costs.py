@@ -52,7 +52,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         from torch.utils.flop_counter import flop_registry  # which loads Triton
 
-        self.operations = 0
+        self.operations: int = 0
         aten = torch.ops.aten
         self.formulas: dict[Any, Any] = {
             **flop_registry,

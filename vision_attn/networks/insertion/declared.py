@@ -197,11 +197,15 @@ class DryRun:
         self.said: Declared = declaration(model)
         known = dict(model.named_modules(remove_duplicate=False))
         #: the channels that are declared, by the module that ends a stage
-        self.channels = {end_of_sequential(model, path): count for path, count in self.said.stages if path in known}
+        self.channels: dict[str, int | None] = {
+            end_of_sequential(model, path): count for path, count in self.said.stages if path in known
+        }
         #: what each call took, ``"before"``, and gave, ``"after"``, by path of the module in the order of their ends
         self.calls: dict[str, list[dict[str, dict[Element, Form]]]] = {}
         hooks = [(name, partial(self.note, name)) for name, _ in model.named_modules() if name]
         #: what the model gives, and what it has and does
+        self.output: object
+        self.whole: Share
         self.output, self.whole = self.run(hooks)
 
     def note(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:

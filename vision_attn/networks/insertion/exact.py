@@ -54,8 +54,12 @@ class ExactBlock(nn.Module):
         super().__init__()
         check_flags(gated=gated, copied=copied)
         check_number("scale", scale, above=0)
-        self.block, self.scale, self.copied = block, scale, copied
-        self.gate = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if gated else None
+        self.block: nn.Module = block
+        self.scale: float = scale
+        self.copied: bool = copied
+        self.gate: nn.Parameter | None = (
+            nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if gated else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.scale * self.block(x.clone(memory_format=torch.contiguous_format) if self.copied else x)
@@ -105,12 +109,14 @@ class Trial:
     """A block, and a map that it is run on."""
 
     def __init__(self, block: nn.Module, x: Tensor) -> None:
-        self.block, self.x, self.around = block, x, dict[str, Any]()
+        self.block: nn.Module = block
+        self.x: Tensor = x
+        self.around: dict[str, Any] = {}
         #: the modules with parameters, as they were run
         self.order: list[nn.Module] = []
         holding = [module for module in block.modules() if own_parameters(module)]
         hooks = [module.register_forward_hook(lambda module, *_: self.order.append(module)) for module in holding]
-        self.y = self.try_on_views()
+        self.y: Tensor = self.try_on_views()
         for hook in hooks:
             hook.remove()
 

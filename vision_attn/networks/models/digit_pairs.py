@@ -39,10 +39,10 @@ class DigitPairsNet(StagedNetwork):
 
     def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32, **head: Any) -> None:
         super().__init__((width // 2, width, width, width), (1, 2, 4, 4), "stage")
-        self.stage1 = convolution(in_chans, width // 2, 3)
-        self.stage2 = convolution(width // 2, width, 3, stride=2)
-        self.stage3 = nn.Sequential(convolution(width, width, 3, stride=2), convolution(width, width, 3))
-        self.stage4 = nn.Sequential(convolution(width, width, 1), convolution(width, width, 1))
+        self.stage1: nn.Sequential = convolution(in_chans, width // 2, 3)
+        self.stage2: nn.Sequential = convolution(width // 2, width, 3, stride=2)
+        self.stage3: nn.Sequential = nn.Sequential(convolution(width, width, 3, stride=2), convolution(width, width, 3))
+        self.stage4: nn.Sequential = nn.Sequential(convolution(width, width, 1), convolution(width, width, 1))
         self.add_head(num_classes, **head)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Floor(nn.Module):
         with torch.no_grad(), looking(ours, lambda part, given: seen.append(given)):
             ours(x)
         q, k, v, _, mask = seen[0][:5]
-        self.scale, self.size = ours.scale, x.shape[2:]
+        self.scale: float = ours.scale
         if q.shape[3] != ours.key_dim:  # what comes first in it is scaled
             q, k = q[..., : ours.key_dim] / self.scale, k[..., : ours.key_dim]
         if mask is not None:
@@ -89,8 +89,10 @@ class Floor(nn.Module):
         maps = x.detach().movedim(1, -1), torch.randn_like(x).movedim(1, -1)
         weights = [state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")]
         leaves = (*maps, q, k, v, *(weight.flatten(1) if weight.dim() > 1 else weight for weight in weights))
-        self.leaves = nn.ParameterList(leaf.contiguous() for leaf in leaves)
-        self.mask = mask if mask is None or mask.dtype == torch.bool else mask.detach().to(q.dtype).contiguous()
+        self.leaves: nn.ParameterList = nn.ParameterList(leaf.contiguous() for leaf in leaves)
+        self.mask: Tensor | None = (
+            mask if mask is None or mask.dtype == torch.bool else mask.detach().to(q.dtype).contiguous()
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y, joined, q, k, v, weight, bias, proj_weight, proj_bias = self.leaves
