@@ -183,7 +183,7 @@ class Attention(Specified):
         y = attend_groups(impl, given, dropout=self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
 
         if in_groups:
-            y = self.proj(impl.heads_together(part.queries.cut_of_group, y)).movedim(1, -1)
+            y = self.proj(impl.heads_together(part.queries.cut_of_group, y)).movedim(1, self.rank + 1)
             y = part.queries.take_back(impl.heads_together(part.queries.cut, y.flatten(1, -2)[:, None]))
         else:
             y = part.queries.take_back(impl.heads_together(part.queries.cut, y))  # (b, n·e, h, w)
@@ -205,7 +205,7 @@ class Attention(Specified):
             x = self.position.add_to_map(x)
         groups = impl.heads_apart(part.queries.cut, part.queries.lay_out(x), 1)  # (b·groups, 1, i, c)
         cut = part.queries.cut_of_group
-        maps = groups.view(len(groups), *cut.shape, -1).movedim(-1, 1)
+        maps = groups.view(len(groups), *cut.shape, self.channels).movedim(self.rank + 1, 1)
         return [(cut, self.qkv(maps), [self.num_heads, self.num_kv_heads, self.num_kv_heads])]
 
     def project(self, x: Tensor, context: Tensor | None, part: Partition) -> list[tuple[Cut, Tensor, list[int]]]:
