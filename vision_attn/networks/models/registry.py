@@ -25,6 +25,8 @@ class StagedNetwork(nn.Module):
 
     #: the name of the classifier, which differs between families of checkpoints
     classifier_name = "fc"
+    #: whether every position of the map is classified, and not their mean
+    reads_each_position = False
     global_pool: nn.Module
 
     def __init__(self, widths: Sequence[int], reductions: Sequence[int], stage: str) -> None:
@@ -67,7 +69,9 @@ class StagedNetwork(nn.Module):
             global_pool = str(self.global_pool.pool_type)
         weight = next(self.parameters())
         self.num_classes = num_classes
-        pool, classifier = create_classifier(self.num_features, num_classes, pool_type=global_pool)
+        pool, classifier = create_classifier(
+            self.num_features, num_classes, pool_type=global_pool, use_conv=self.reads_each_position
+        )
         self.global_pool = pool.train(self.training)
         self.add_module(self.classifier_name, classifier.to(weight).train(self.training))
         self.head_hidden_size: int = self.num_features * pool.feat_mult()

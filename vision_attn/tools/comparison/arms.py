@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the flags of compare do not wait for torch
+    from torch import nn
+
+    from vision_attn.networks.insertion import InsertionReport
 
 CONTROLS = "vision_attn.tools.comparison.controls:"
 #: timm's blocks as they are by default, each where its paper has it: in the branch of a residual block.
@@ -18,6 +23,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     **{arm: {"block": block, "at": "branch"} for arm, block in OF_TIMM.items()},
     "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
     "pooled-mlp": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=None",)},
+    "gated-convolution": {"block": f"{CONTROLS}GatedConvBlock2d", "block_options": ("kernel_size=13",)},
+    "linear": {"block": f"{CONTROLS}LinearBlock2d"},
     "averaging": {"block_options": ("scale=0",)},
     "attention": {},
 }
@@ -32,6 +39,11 @@ DIGITS: dict[str, Any] = {  # at="after", as there are no branches
 }  # fmt: skip
 #: What is known to work for a kind of data: a user's own images have the defaults of ``vision-attn train``.
 RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "digit-pairs": DIGITS}
+#: What attention is compared with where something has to be looked up, each with about as many parameters but timm's.
+LOOKING_UP = (
+    *("plain", "convolution", "large-kernel", "map-kernel", "gated-convolution", "se-residual"),
+    *("cbam", "eca", "coordinate", "averaging", "linear", "attention"),
+)
 #: The settings of blocks, and of what trains alone.
 OF_BLOCKS = ("insert", "at", "block", "block_options", "attention_lr")
 OF_FREEZING = ("freeze_backbone", "freeze_epochs")
@@ -74,6 +86,37 @@ def settings_of_arm(base: str, own: Mapping[str, Any], common: Mapping[str, Any]
     values = {"insert": ("-1",), **arm, **common, **own}  # where all blocks go, that of this arm goes too
     suiting = {name: word for name, word in options_of(common).items() if suits(name, values.get("block", "attention"))}
     return with_options(values, {**suiting, **options_of(arm), **options_of(own)})
+
+
+def insert_arm_(
+    model: nn.Module, arm: str, *, names: str, example_input: Any, side: int, **attention: Any
+) -> InsertionReport | None:
+    """Put the block of an arm into a network that a loop of one's own trains.
+
+    Args:
+        model: the network.
+        arm: one of :data:`ARMS`, or ``"map-kernel"``, a large kernel over the whole map, as is then that of
+            ``"gated-convolution"``.
+        names: where, as in :func:`insert_`.
+        example_input: as in :func:`insert_`.
+        side: rows and columns of the map there.
+        **attention: further options of arms that attend.
+    """
+    import ast
+
+    from vision_attn.networks.insertion import insert_
+    from vision_attn.tools.training.network import block_class
+
+    own = ARMS["large-kernel" if arm == "map-kernel" else arm]
+    if own is None:
+        return None
+    options = {name: ast.literal_eval(word) for name, word in options_of(own).items()}
+    if arm in ("map-kernel", "gated-convolution"):
+        options["kernel_size"] = 2 * side - 1
+    if arm in ("averaging", "attention"):
+        options = {**attention, **options}
+    block = block_class(own.get("block", "attention"))
+    return insert_(model, block, names=names, example_input=example_input, **options)
 
 
 def options_of(settings: Mapping[str, Any]) -> dict[str, str]:

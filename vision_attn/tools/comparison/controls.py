@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.linear import LinearAttention2d
 from vision_attn.attention.blocks.projection import Pointwise2d
 from vision_attn.attention.blocks.residual import GatedResidual
 from vision_attn.checks import check_count, check_number
+
+
+def check_odd(kernel_size: int) -> int:
+    """Refuse a kernel without a middle."""
+    check_count("kernel_size", kernel_size)
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that it has a middle; got {kernel_size}")
+    return kernel_size
 
 
 class ConvBlock2d(GatedResidual):
@@ -35,11 +44,7 @@ class ConvBlock2d(GatedResidual):
 
     def __init__(self, channels: int, *, kernel_size: int | None = 3, gate_init: float | None = None) -> None:
         super().__init__(channels, gate_init)
-        side = 0 if kernel_size is None else kernel_size
-        if kernel_size is not None:
-            check_count("kernel_size", side)
-            if side % 2 == 0:
-                raise ValueError(f"kernel_size must be odd, so that it has a middle, or None; got {side}")
+        side = 0 if kernel_size is None else check_odd(kernel_size)
         # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + hidden(1 + kernel² + 1), without a kernel
         # c(2·hidden + 1) + hidden.
         hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1 + (side**2 + 1) * (side > 0))))
@@ -57,6 +62,72 @@ class ConvBlock2d(GatedResidual):
         y = self.expand(self.norm(x))
         y = y.mean((-2, -1), keepdim=True) if self.depthwise is None else self.depthwise(y)
         return self.add(x, self.project(F.gelu(y)))
+
+
+class GatedConvBlock2d(GatedResidual):
+    """A gated long convolution: what multiplies two places of a map with each other, without softmax.
+
+    ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``, where the hidden width makes the number
+    of parameters that of :class:`AttentionBlock2d`, to the nearest width.
+
+    Args:
+        channels: channels of the map.
+        kernel_size: rows and columns of the depthwise kernel, odd: twice the side of the map minus one sees all of it.
+        gate_init: as of :class:`ConvBlock2d`.
+
+    Raises:
+        ValueError: as :class:`ConvBlock2d`.
+
+    Source: one step of the operator of Poli et al., *Hyena Hierarchy*, 2023, https://arxiv.org/abs/2302.10866, with an
+    explicit kernel over two axes
+
+    >>> GatedConvBlock2d(64, kernel_size=23)(torch.randn(2, 64, 12, 12)).shape
+    torch.Size([2, 64, 12, 12])
+    """
+
+    def __init__(self, channels: int, *, kernel_size: int, gate_init: float | None = None) -> None:
+        super().__init__(channels, gate_init)
+        check_odd(kernel_size)
+        # Attention has 4c² + 4c parameters, this branch hidden·(3c + 3 + kernel²) + c.
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / (3 * channels + 3 + kernel_size**2)))
+        self.expand = Pointwise2d(channels, 2 * hidden, 1)
+        self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
+        self.project = Pointwise2d(hidden, channels, 1)
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.project
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = self.expand(self.norm(x)).chunk(2, dim=1)
+        return self.add(x, self.project(u * self.depthwise(v)))
+
+
+class LinearBlock2d(GatedResidual):
+    """:class:`LinearAttention2d` in the place of attention: keys and values are summed before any query is known.
+
+    Args:
+        channels: channels of the map; divisible by ``num_heads``.
+        num_heads: number of heads.
+        gate_init: as of :class:`ConvBlock2d`.
+
+    Raises:
+        ValueError: as :class:`LinearAttention2d`.
+
+    >>> LinearBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
+    torch.Size([2, 64, 7, 7])
+    """
+
+    def __init__(self, channels: int, num_heads: int = 8, *, gate_init: float | None = None) -> None:
+        super().__init__(channels, gate_init)
+        self.attn = LinearAttention2d(channels, num_heads)
+        self.zero_init_last()
+
+    def last_projection(self) -> nn.Module:
+        return self.attn.proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.attn(self.norm(x)))
 
 
 class NormBlock2d(GatedResidual):

@@ -1,0 +1,84 @@
+"""Recall: which colour has the twin of each glyph on black? A block that looks it up, beside eleven others.
+
+    python examples/recall.py                                   # twelve blocks, five seeds, 600 steps each
+    python examples/recall.py --arms averaging attention --seeds 0 1 --steps 300
+
+The network (`vision_attn.networks.models.recall`) sees each cell of a canvas by itself. One block is inserted in its
+middle, with about as many parameters for all but timm's three, and everything learns from scratch on canvases with 4,
+8, 16 or 32 pairs. Then 128 canvases for each number of pairs, of glyphs that were never seen, are asked.
+
+Each run is noted in --output as it ends, and the same command goes on from there.
+"""
+
+import argparse
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import vision_attn as va
+from vision_attn.networks.models.recall import RecallNet
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
+from vision_attn.tools.comparison.trials import trials
+from vision_attn.tools.training.recall import CELLS, NOTHING, canvases
+
+PAIRS = (4, 8, 16, 32)
+BATCH, CANVASES = 24, 128
+
+
+def training(arm, seed, steps):
+    """A network with the block of an arm, and what makes a step of its training."""
+    torch.manual_seed(seed)
+    model, draw = RecallNet(), torch.Generator().manual_seed(seed)
+    example = (1, 3, 96, 96)
+    insert_arm_(model, arm, names="stage2.0", example_input=example, side=CELLS, num_heads=4)
+    optimizer = torch.optim.AdamW(va.parameter_groups(model, 2e-3, weight_decay=0.01))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
+
+    def step():
+        pairs = PAIRS[torch.randint(len(PAIRS), (), generator=draw)]
+        images, colours = canvases(BATCH, pairs, train=True, generator=draw)
+        loss = F.cross_entropy(model(images), colours, ignore_index=NOTHING)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+    return model, step
+
+
+@torch.no_grad()
+def accuracy(model, pairs):
+    """Percent of the asking cells that are answered rightly, on canvases that are the same for all."""
+    images, colours = canvases(CANVASES, pairs, train=False, generator=torch.Generator().manual_seed(0))
+    asking = colours != NOTHING
+    return 100 * (model.eval()(images).argmax(1) == colours)[asking].double().mean().item()
+
+
+def run(arm, seed, steps):
+    model, step = training(arm, seed, steps)
+    for _ in range(steps):
+        step()
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"parameters": parameters, **{f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}}
+
+
+def timed(arm):
+    """One step of an arm, to be timed."""
+    return training(arm, seed=0, steps=100)[1]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--arms", nargs="+", choices=LOOKING_UP, default=LOOKING_UP, help="some alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="of each arm")
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
+    parser.add_argument("--output", default="runs/recall", help="folder of the results")
+    told = parser.parse_args(arguments)
+    trials(run, told.arms, seeds=told.seeds, output=told.output, jobs=told.jobs, step=timed, steps=told.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("recall", main, interrupted="interrupted: the same command goes on from here"))

@@ -1,0 +1,121 @@
+"""Arms by seeds in a training loop of one's own: several runs side by side, kept as they end, compared by one rule."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vision_attn.networks.safe import write_atomically
+from vision_attn.text import markdown
+from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.training.data import cores
+
+#: by arm and seed, what was measured by name
+Found = dict[str, dict[str, dict[str, float]]]
+#: Steps that are timed of each arm, in turn.
+ROUNDS = 15
+
+
+def trials(
+    run: Callable[..., dict[str, float]],
+    arms: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    output: str | Path,
+    jobs: int | None = None,
+    step: Callable[[str], Callable[[], object]] | None = None,
+    **options: Any,
+) -> Found:
+    """Make a run of each arm with each seed, and compare what they measured.
+
+    Each run has a process of its own with one thread, and is noted in ``runs.json`` as it ends: the same call goes on
+    from there. ``trials.md`` has the tables; the last arm is compared with the others first.
+
+    Args:
+        run: ``run(arm, seed, **options)`` trains, and gives what it measured by name, in percent where that ends so.
+        arms: names that ``run`` knows.
+        seeds: of each arm.
+        output: the folder to write.
+        jobs: runs side by side; as many as cores when None.
+        step: ``step(arm)`` gives what makes one training step; these are timed when no run is under way, in turn.
+        **options: for ``run``; numbers and texts, which are noted too.
+
+    Raises:
+        ValueError: the folder holds runs with other options.
+    """
+    file = Path(output) / "runs.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    noted = json.loads(file.read_text()) if file.exists() else {"options": options, "runs": {}}
+    if noted["options"] != options:
+        raise ValueError(f"output: {file} holds runs with {noted['options']}, not {options}: give another folder")
+    found: Found = noted["runs"]
+    todo = [(arm, seed) for seed in seeds for arm in arms if str(seed) not in found.get(arm, {})]
+
+    def done(arm: str, seed: int, measured: dict[str, float]) -> None:
+        found.setdefault(arm, {})[str(seed)] = measured
+        write_atomically(file, json.dumps(noted, indent=1).encode())
+        print(f"{arm}, seed {seed}: {', '.join(f'{value:.2f} {name}' for name, value in measured.items())}", flush=True)
+
+    jobs = jobs or min(cores(), len(todo))
+    if jobs > 1:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, spawn, torch.set_num_threads, (1,), max_tasks_per_child=1) as pool:
+            under_way = {pool.submit(run, arm, seed, **options): (arm, seed) for arm, seed in todo}
+            for one in as_completed(under_way):
+                done(*under_way[one], one.result())
+    else:
+        for arm, seed in todo:
+            done(arm, seed, run(arm, seed, **options))
+    chosen = {arm: {str(seed): found[arm][str(seed)] for seed in seeds} for arm in arms}
+    if step is not None and not noted.get("milliseconds", {}).keys() >= set(arms):
+        noted["milliseconds"] = milliseconds({arm: step(arm) for arm in arms})
+    noted["differences"] = {name: [one.as_dict() for one in found] for name, found in differences(chosen).items()}
+    write_atomically(file, json.dumps(noted, indent=1).encode())
+    text = report(chosen, noted.get("milliseconds", {}))
+    write_atomically(file.with_name("trials.md"), text.encode())
+    print(f"\n{text}\nin {file.with_name('trials.md')}")
+    return chosen
+
+
+def milliseconds(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The median time of each of several steps, made in turn."""
+    times: dict[str, list[float]] = {arm: [] for arm in steps}
+    for _ in range(ROUNDS):
+        for arm, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            times[arm].append(1000 * (time.perf_counter() - begin))
+    return {arm: float(np.median(found[ROUNDS // 5 :])) for arm, found in times.items()}  # the first ones warm up
+
+
+def differences(found: Found) -> dict[str, list[Any]]:
+    """By what was measured, each difference of two arms; none of what is the same in every run of an arm."""
+    names = next(iter(next(iter(found.values())).values()))
+    scores = {name: {arm: [one[name] for one in runs.values()] for arm, runs in found.items()} for name in names}
+    vary = {name: any(len(set(values)) > 1 for values in by_arm.values()) for name, by_arm in scores.items()}
+    return {name: compare_scores(by_arm) for name, by_arm in scores.items() if vary[name] and len(by_arm) > 1}
+
+
+def report(found: Found, times: Mapping[str, float]) -> str:
+    """Mean, standard deviation and number of runs by arm, and the differences of the last arm, as Markdown."""
+    names = list(next(iter(next(iter(found.values())).values())))
+    rows = [("arm", *(["ms a step"] if times else []), *names, "runs")]
+    for arm, runs in found.items():
+        cells = []
+        for name in names:
+            values, digits = [one[name] for one in runs.values()], 1 if name.endswith("%") else 2
+            spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(set(values)) > 1 else ""
+            cells.append(f"{values[0]:,.0f}" if name == "parameters" else f"{np.mean(values):.{digits}f}{spread}")
+        rows.append((arm, *([f"{times[arm]:.0f}"] if times else []), *cells, str(len(runs))))
+    parts = [markdown(rows)]
+    for name, compared in differences(found).items():
+        parts += [f"{name}:", difference_table(compared[: len(found) - 1])]
+    return "\n\n".join(parts) + "\n"

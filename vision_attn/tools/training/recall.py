@@ -1,0 +1,62 @@
+"""Recall: glyphs on coloured cells and on black ones, scattered over a canvas. Which colour has the twin of each?
+
+Where the twin is cannot be known, there are many of them, and what is asked for is a value that only its cell has. So
+a network must look for it, by what it looks like: no fixed kernel and no summary of the canvas holds all pairs.
+
+The glyphs are the digits of scikit-learn (1,797 images of 8×8; E. Alpaydin, C. Kaynak, UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, CC BY 4.0). Those that evaluation asks for are never seen in training.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+#: cells along a side of a canvas, and pixels along a side of a cell
+CELLS, PIXELS = 12, 8
+#: the answers, in red, green and blue
+COLOURS = {
+    "red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.15, 0.25, 1.0), "yellow": (0.85, 0.75, 0.0),
+    "purple": (0.75, 0.1, 0.8), "cyan": (0.0, 0.7, 0.75), "orange": (1.0, 0.5, 0.1), "grey": (0.5, 0.5, 0.5),
+}  # fmt: skip
+#: of the 1,797 glyphs, those for training; the others are held out
+TRAINING_GLYPHS = 1_400
+#: the label of a cell that asks nothing, as torch's cross entropy has it
+NOTHING = -100
+
+
+@cache
+def glyphs() -> Tensor:
+    """All glyphs in 0…1, ``(1797, 8, 8)``, in one random order."""
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(load_digits().images).float() / 16
+    return images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+
+
+def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw canvases with so many glyphs on colours, each with a twin on black, all different and in random cells.
+
+    Returns:
+        images ``(count, 3, 96, 96)`` in 0…1, and for each cell the colour that it asks for, ``(count, 12, 12)``.
+
+    >>> images, colours = canvases(2, 8, train=True, generator=torch.Generator())
+    >>> images.shape, colours.shape, int((colours != NOTHING).sum())
+    (torch.Size([2, 3, 96, 96]), torch.Size([2, 12, 12]), 16)
+    """
+    pool = glyphs()[:TRAINING_GLYPHS] if train else glyphs()[TRAINING_GLYPHS:]
+    chosen = torch.rand(count, len(pool), generator=generator).argsort(1)[:, :pairs]
+    cells = torch.rand(count, CELLS**2, generator=generator).argsort(1)
+    given, asking = cells[:, :pairs], cells[:, pairs : 2 * pairs]
+    colours = torch.randint(len(COLOURS), (count, pairs), generator=generator)
+    glyph, canvas = pool[chosen][:, :, None], torch.arange(count)[:, None]
+
+    drawn = torch.zeros(count, CELLS**2, 3, PIXELS, PIXELS)
+    drawn[canvas, given] = glyph + (1 - glyph) * torch.tensor([*COLOURS.values()])[colours][..., None, None]
+    drawn[canvas, asking] = glyph.expand(-1, -1, 3, -1, -1)
+    labels = torch.full((count, CELLS**2), NOTHING)
+    labels[canvas, asking] = colours
+    images = drawn.view(count, CELLS, CELLS, 3, PIXELS, PIXELS).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return images, labels.view(count, CELLS, CELLS)
