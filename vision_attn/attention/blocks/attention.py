@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.matching import begin_alike_, less_mean
 from vision_attn.attention.blocks.projection import POINTWISE, UnitLength, check_map, in_format_of, on_maps, qk_norms
 from vision_attn.attention.blocks.specified import Specified, blocks_with_impl
 from vision_attn.attention.blocks.weights import Look, check_queries, looking, weights_on_map
@@ -66,8 +67,9 @@ class Attention(Specified):
         check_counts(key_dim=key_dim, value_dim=value_dim, num_kv_heads=num_kv_heads)
         check_counts(out_channels=out_channels, context_channels=context_channels)
         check_flags(qkv_bias=qkv_bias, proj_bias=proj_bias, causal=causal, output_gate=output_gate)
-        if qk_norm != "cosine" and not isinstance(qk_norm, bool):
-            raise ValueError(f"qk_norm must be False, True (layer norm) or 'cosine'; got {qk_norm!r}")
+        if qk_norm not in ("cosine", "match") and not isinstance(qk_norm, bool):
+            raise ValueError(f"qk_norm must be False, True (layer norm), 'cosine' or 'match'; got {qk_norm!r}")
+        self.matches: bool = qk_norm == "match"
         check_probability("attn_drop", attn_drop)
         check_probability("proj_drop", proj_drop)
         if scale is not None:
@@ -98,6 +100,11 @@ class Attention(Specified):
         if causal and (kv_stride > 1 or context_channels is not None):
             raise ValueError(
                 "causal must be False with kv_stride or context_channels: such keys have no order with queries"
+            )
+        if self.matches and (causal or context_channels not in (None, channels)):
+            raise ValueError(
+                "qk_norm must be another than 'match' with causal, as a mean over the map tells of what follows, and "
+                f"with context_channels other than {channels}, as queries and keys begin as one projection"
             )
         if causal and isinstance(pattern, Neighborhood):
             raise ValueError(
@@ -134,6 +141,13 @@ class Attention(Specified):
         shape = BlockShape(channels, num_heads, d, self.partitioner, elsewhere, context_channels)
         self.position: PositionTerm | None = None if position is None else new_term(position, shape, **factory)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
+        self.init_matching()
+
+    def init_matching(self) -> None:
+        """Begin with equal, isometric queries and keys where they are to match."""
+        if self.matches:
+            before, queries, keys = (0, self.q, self.kv) if self.context_channels else (self.num_heads, *[self.qkv] * 2)
+            begin_alike_(queries, keys, self.num_heads, self.num_kv_heads, self.key_dim, before)
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
@@ -197,7 +211,7 @@ class Attention(Specified):
     @property
     def projects_groups(self) -> bool:
         """Whether a group can be projected by itself: the map is copied into groups, and not the three made of it."""
-        return self.key_dim == self.value_dim and self.groups == 1 and self.gate is None
+        return self.key_dim == self.value_dim and self.groups == 1 and self.gate is None and not self.matches
 
     def project_groups(self, impl: Implementation, x: Tensor, part: Partition) -> list[tuple[Cut, Tensor, list[int]]]:
         """As :meth:`project`, of groups as small maps with their tokens along the last axis."""
@@ -223,11 +237,15 @@ class Attention(Specified):
         if self.context_channels is not None:
             q, (k, v) = self.q(x), self.kv(context).split([m * d, m * e], dim=1)
         else:
-            if context is None and part.keys is part.queries and d == e:  # heads of one width, laid out alike
+            if (
+                context is None and part.keys is part.queries and d == e and not self.matches
+            ):  # heads of one width, laid out alike
                 return [(part.queries.cut, self.qkv(part.queries.lay_out(x)), [n, m, m])]
             q, k, v = self.qkv(x).split([n * d, m * d, m * e], dim=1)
             if context is not None:
                 _, k, v = self.qkv(context).split([n * d, m * d, m * e], dim=1)
+        if self.matches:
+            q, k = less_mean(q), less_mean(k)
         sides = ((part.queries, q, [n]), (part.keys, self.averaged(k), [m]), (part.keys, self.averaged(v), [m]))
         return [(side.cut, side.lay_out(y), heads) for side, y, heads in sides]
 
@@ -318,7 +336,8 @@ class Attention(Specified):
             "causal": False,
             "attn_drop": 0.0,
         }
-        return {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        found = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        return {**found, "qk_norm": "match"} if self.matches else found
 
     def extra_repr(self) -> str:
         shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
@@ -388,7 +407,10 @@ class Attention2d(Attention):
         proj_bias: whether the output projection has a bias.
         qk_norm: whether queries and keys are normalised over their width by layer norm (``q_norm``, ``k_norm``);
             ``"cosine"`` divides them by their length instead, and gives each head a factor on its logits that is
-            learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2.
+            learned, ``exp(q_norm.logit_scale)``, 10 at first and at most 100, as in Swin v2. ``"match"`` is for a block
+            that looks something up: it takes the mean over the map from queries and keys before that, and they begin
+            as one isometric projection in each head and with a factor of 14, so that from the first step a position
+            attends to what looks like it and differs from the rest of the map.
         kv_stride: keys and values are taken from the map averaged over squares of this side, in positions.
         causal: whether a position attends to no position that follows it, row by row, in any pattern but a
             :class:`Neighborhood`, which has its own.
@@ -404,7 +426,10 @@ class Attention2d(Attention):
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2, https://arxiv.org/abs/1706.03762;
     on feature maps: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925;
-    shared keys and values: Ainslie et al., *GQA*, 2023, https://arxiv.org/abs/2305.13245
+    shared keys and values: Ainslie et al., *GQA*, 2023, https://arxiv.org/abs/2305.13245; queries and keys less their
+    means: Yin et al., *Disentangled Non-Local Neural Networks*, 2020, https://arxiv.org/abs/2006.06668; that begin
+    alike: Trockman and Kolter, *Mimetic Initialization of Self-Attention Layers*, 2023,
+    https://arxiv.org/abs/2305.09828
 
     >>> import torch
     >>> Attention2d(64, num_heads=4)(torch.randn(2, 64, 14, 10)).shape

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.matching import EXACT_MATCH
 from vision_attn.attention.choices import runs_in_parts
 from vision_attn.attention.masks import upcast
 
@@ -109,10 +110,10 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 class UnitLength(nn.Module):
     """Vectors ``(b, n, tokens, d)`` of length one, times ``exp(logit_scale)`` of their head if there is one."""
 
-    def __init__(self, num_heads: int | None = None, **factory: Any) -> None:
+    def __init__(self, num_heads: int | None = None, scale: float = 10.0, **factory: Any) -> None:
         super().__init__()
-        scale = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(10), **factory)
-        self.logit_scale: nn.Parameter | None = None if scale is None else nn.Parameter(scale)
+        scales = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(scale), **factory)
+        self.logit_scale: nn.Parameter | None = None if scales is None else nn.Parameter(scales)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.normalize(upcast(x), dim=-1)  # half precision has no number as small as what its length is at least
@@ -120,7 +121,7 @@ class UnitLength(nn.Module):
 
 
 def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and of keys: none, layer norms, or cosines as in Swin v2."""
-    if kind == "cosine":
-        return UnitLength(num_heads, **factory), UnitLength()
+    """The norms of queries and of keys: none, layer norms, or cosines as in Swin v2 and where they are to match."""
+    if isinstance(kind, str):
+        return UnitLength(num_heads, EXACT_MATCH if kind == "match" else 10.0, **factory), UnitLength()
     return (nn.LayerNorm(width, **factory), nn.LayerNorm(width, **factory)) if kind else (None, None)

@@ -127,6 +127,10 @@ class AttentionBlock(GatedResidual):
     def last_projection(self) -> nn.Module:
         return self.attn.proj
 
+    def zero_init_last(self) -> None:
+        super().zero_init_last()
+        self.attn.init_matching()
+
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and add.
 
