@@ -37,6 +37,7 @@ GRID = {
     "decomposed, no biases": {"position": va.RelPosDecomposed(feat_size=3), "qkv_bias": False, "proj_bias": False},
     "strided keys, rotary": {"kv_stride": 2, "position": va.Rope2d(), "scale": 0.1},
     "shifted window, table": {"pattern": va.Window(3, shift=1), "position": va.RelPosTable(), "num_kv_heads": 2},
+    "shifted window, matching": {"pattern": va.Window(3, shift=1), "qk_norm": "match", "num_kv_heads": 2},
     "causal grid": {"pattern": va.Grid((2, 3)), "causal": True, "position": va.RelPosDecomposed()},
     "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed(), "value_dim": 5},
     "rows, convolution, groups": {"pattern": "rows", "position": va.ConditionalPos(3), "groups": 2},

@@ -183,6 +183,63 @@ def test_queries_and_keys_of_length_zero_have_a_direction_in_half_precision_too(
     close(y, block.proj.bias.view(1, 8, 1, 1).expand_as(y))
 
 
+class Matching(nn.Module):
+    """Attention that matches as a page of torch writes it, on two maps."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, context):
+        n, d = self.block.num_heads, self.block.key_dim
+        q, k, v = (F.conv2d(y, *part) for y, part in zip((x, context, context), self.parts(n * d), strict=True))
+        q, k = (F.normalize((y - y.mean((2, 3), keepdim=True)).unflatten(1, (n, d)).flatten(3), dim=2) for y in (q, k))
+        logits = self.block.q_norm.logit_scale.exp() * torch.einsum("bndi,bndj->bnij", q, k)
+        y = torch.einsum("bnij,bndj->bndi", logits.softmax(-1), v.unflatten(1, (n, d)).flatten(3))
+        return self.block.proj(y.flatten(1, 2).unflatten(2, x.shape[2:]))
+
+    def parts(self, width):
+        return zip(self.block.qkv.weight.split(width), self.block.qkv.bias.split(width), strict=True)
+
+
+@pytest.mark.parametrize("impl", va.IMPLS)
+def test_attention_that_matches_is_a_page_of_torch(impl):
+    block = va.Attention2d(8, 2, impl=impl, qk_norm="match", **DOUBLE)
+    nn.init.normal_(block.qkv.weight)
+    nn.init.normal_(block.qkv.bias)
+    x, context = torch.randn(2, 8, 3, 4, **DOUBLE) + 2, torch.randn(2, 8, 5, 2, **DOUBLE) - 1
+    close(block(x, context=context), Matching(block)(x, context))
+    block = va.Attention2d(8, 2, impl=impl, qk_norm="match", pattern="rows", kv_stride=1, **DOUBLE)
+    shifted = block(x + torch.randn(8, 1, 1, **DOUBLE), context=x)  # what all queries share is no matter
+    close(shifted, block(x, context=x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"key_dim": 16}, {"num_kv_heads": 1}, {"context_channels": 32}, {"groups": 2}, {"pattern": va.Window(4)}],
+    ids=str,
+)
+def test_attention_that_matches_begins_by_finding_what_looks_the_same_in_every_head(options):
+    x = torch.randn(2, 32, 8, 8) + 5 * torch.randn(32, 1, 1)  # all places share most
+    order = torch.arange(64) if "pattern" in options else torch.randperm(64)
+    context = x.flatten(2)[:, :, order].unflatten(2, (8, 8))
+    block = va.AttentionBlock2d(32, 4, qk_norm="match", **options)
+    assert torch.equal(block(x, context=context), x)
+    for matches in (True, False):
+        block.attn.matches = matches
+        weights = block.attn.attention_weights(x, context=context)
+        found = weights[:, :, torch.arange(64), order.argsort()].mean((0, 2))
+        assert (found > 0.5).all() if matches else (found < 0.25).all(), found
+
+
+def test_timms_first_weights_do_not_undo_what_a_block_begins_with():
+    import timm
+
+    model = timm.create_model("resnet18", block_args={"attn_layer": va.timm_layer(qk_norm="match")})
+    q, k, _ = model.layer4[1].se.attn.qkv.weight.chunk(3)
+    assert torch.equal(q, k)
+
+
 # --- unbatched maps ---------------------------------------------------------------------------------------------------
 
 SHIFTED = {"pattern": va.Window(2, shift=1), "position": va.RelPosTable()}
@@ -450,6 +507,7 @@ OPEN = {"gate_init": 1.0}
         (va.TransformerBlock2d, {"norm_first": False, "position": va.RelPosDecomposed(4)}),
         (va.AttentionBlock2d, {**OPEN, "qk_norm": True, "pattern": va.Window(3), "position": va.RelPosTable()}),
         (va.AttentionBlock2d, {**OPEN, "position": va.Rope2d(), "num_kv_heads": 1}),
+        (va.AttentionBlock2d, {**OPEN, "qk_norm": "match", "pattern": "rows"}),
         (va.Attention2d, {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed(), "output_gate": True}),
         (va.LinearAttention2d, {}),
     ],
@@ -506,6 +564,8 @@ REFUSED = {
         ({"kv_stride": 2, "causal": True}, "causal must"),
         ({"context_channels": 8, "causal": True}, "causal must"),
         ({"qk_norm": "layer"}, "qk_norm must"),
+        ({"qk_norm": "match", "causal": True}, "qk_norm must be another than 'match' with causal"),
+        ({"qk_norm": "match", "context_channels": 8}, "qk_norm must .* context_channels other than 16"),
         ({"pattern": va.Neighborhood(3), "causal": True}, "causal must be False with a Neighborhood"),
         ({"groups": 3}, "groups must divide channels"),
         ({"groups": 4, "out_channels": 6}, "groups must divide out_channels"),

@@ -23,6 +23,7 @@ POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope2d(), 
 BLOCKS = (
     (va.Attention2d, {"num_kv_heads": 1, "qk_norm": True}, {}),
     (va.Attention2d, {"qk_norm": "cosine", "output_gate": True}, {}),
+    (va.Attention2d, {"qk_norm": "match"}, {}),
     (va.AttentionBlock2d, {"kv_stride": 2, "key_dim": 4}, {}),
     (va.AttentionBlock2d, {"causal": True, "attn_drop": 0.1, "proj_drop": 0.1}, {}),
     (va.Attention2d, {}, {"mask": (2, 1, 42, 42)}),
