@@ -20,17 +20,13 @@ import argparse
 import sys
 
 import torch
-import torch.nn.functional as F
 
-import vision_attn as va
 from vision_attn.networks.models.recall import RecallNet
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
+from vision_attn.tools.comparison.recall import CELLS, PAIRS, accuracy, training
 from vision_attn.tools.comparison.trials import trials
-from vision_attn.tools.training.recall import CELLS, NOTHING, canvases
 
-PAIRS = (4, 8, 16, 32)
-BATCH, CANVASES = 24, 128
 #: Further arms: attention with options of its own.
 ATTENTION = {
     "narrow": {"key_dim": 4, "value_dim": 4},
@@ -41,50 +37,30 @@ ATTENTION = {
 ARMS = (*LOOKING_UP, *ATTENTION)
 
 
-def training(arm, seed, steps):
-    """A network with the block of an arm, and what makes a step of its training."""
+def network(arm, seed):
+    """The network with the block of an arm."""
     torch.manual_seed(seed)
-    model, draw = RecallNet(), torch.Generator().manual_seed(seed)
+    model = RecallNet()
     base, options = ("attention", ATTENTION[arm]) if arm in ATTENTION else (arm, {})
     insert_arm_(model, base, names="stage2", example_input=(1, 3, 96, 96), side=CELLS, num_heads=4, **options)
-    optimizer = torch.optim.AdamW(va.parameter_groups(model, 2e-3, weight_decay=0.01))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
-
-    def step():
-        pairs = PAIRS[torch.randint(len(PAIRS), (), generator=draw)]
-        images, colours = canvases(BATCH, pairs, train=True, generator=draw)
-        loss = F.cross_entropy(model(images), colours, ignore_index=NOTHING)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-
-    return model, step
-
-
-@torch.no_grad()
-def accuracy(model, pairs, count=CANVASES):
-    """Percent of the asking cells that are answered rightly, on canvases that are the same for all."""
-    images, colours = canvases(count, pairs, train=False, generator=torch.Generator().manual_seed(0))
-    asking = colours != NOTHING
-    return 100 * (model.eval()(images).argmax(1) == colours)[asking].double().mean().item()
+    return model
 
 
 def run(arm, seed, steps):
-    model, step = training(arm, seed, steps)
+    model = network(arm, seed)
+    step = training(model, steps, seed)
     matched = steps
     for done in range(1, steps + 1):
         step()
         if done % 20 == 0 and matched == steps and accuracy(model, 8, count=32) >= 90:
             matched = done
-        model.train()
     found = {f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}
     return {"parameters": sum(p.numel() for p in model.parameters()), "steps": matched, **found}
 
 
 def timed(arm):
     """One step of an arm, to be timed."""
-    return training(arm, seed=0, steps=100)[1]
+    return training(network(arm, seed=0), steps=100, seed=0)
 
 
 def main(arguments=None):

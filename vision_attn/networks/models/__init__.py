@@ -13,8 +13,10 @@ from vision_attn.networks.models import attention_networks, cifar_resnet
 from vision_attn.networks.models.attention_networks import *  # noqa: F403
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.digit_pairs import DigitPairsNet, digit_pairs, digit_pairs_attention
+from vision_attn.networks.models.recall import RecallNet, recall, recall_attention
 from vision_attn.networks.models.registry import create_model
 
 # The classes, and what timm adds when it registers a network.
-__all__ = ["DigitPairsNet", "create_model", "digit_pairs", "digit_pairs_attention"]
+__all__ = ["DigitPairsNet", "RecallNet", "create_model", "digit_pairs", "digit_pairs_attention"]
+__all__ += ["recall", "recall_attention"]
 __all__ += attention_networks.__all__ + cifar_resnet.__all__

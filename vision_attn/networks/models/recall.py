@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from timm.models import generate_default_cfgs
 from torch import nn
 
@@ -25,20 +27,21 @@ class RecallNet(StagedNetwork):
         in_chans: channels of the image.
         width: channels of the maps.
         drop_rate: as in :meth:`StagedNetwork.add_head`.
+        global_pool: as in :meth:`StagedNetwork.add_head`.
 
     >>> import torch
     >>> RecallNet()(torch.randn(4, 3, 96, 96)).shape
     torch.Size([4, 8, 12, 12])
     """
 
-    reads_each_position = True
-
-    def __init__(self, num_classes: int = 8, in_chans: int = 3, width: int = 64, drop_rate: float = 0.0) -> None:
+    def __init__(
+        self, num_classes: int = 8, in_chans: int = 3, width: int = 64, drop_rate: float = 0.0, global_pool: str = ""
+    ) -> None:
         super().__init__((width // 2, width, width), (4, 8, 8), "stage")
         self.stage1: nn.Sequential = convolution(in_chans, width // 2, 4)
         self.stage2: nn.Sequential = nn.Sequential(convolution(width // 2, width, 2), convolution(width, width, 1))
         self.stage3: nn.Sequential = convolution(width, width, 1)
-        self.add_head(num_classes, drop_rate, "")
+        self.add_head(num_classes, drop_rate, global_pool)
 
 
 #: What timm's ``features_only=True`` gives: the map after each of the three stages.
@@ -54,9 +57,9 @@ default_cfgs = generate_default_cfgs({"recall.untrained": _CFG, "recall_attentio
 class RecallAttentionNet(RecallNet):
     """:class:`RecallNet` with an attention block inserted after ``stage2``, as the demo trains it."""
 
-    def __init__(self, num_classes: int = 8, in_chans: int = 3, width: int = 64, drop_rate: float = 0.0) -> None:
-        super().__init__(num_classes, in_chans, width, drop_rate)
-        insert_(self, stages="stage2", num_heads=4, example_input=(1, in_chans, 96, 96))
+    def __init__(self, num_classes: int = 8, in_chans: int = 3, width: int = 64, **head: Any) -> None:
+        super().__init__(num_classes, in_chans, width, **head)
+        insert_(self, stages="stage2", num_heads=4, qk_norm="match", example_input=(1, in_chans, 96, 96))
 
 
 PLAIN = "The plain network: at chance, whatever it is trained with."

@@ -25,8 +25,6 @@ class StagedNetwork(nn.Module):
 
     #: the name of the classifier, which differs between families of checkpoints
     classifier_name = "fc"
-    #: whether every position of the map is classified, and not their mean
-    reads_each_position = False
     global_pool: nn.Module
 
     def __init__(self, widths: Sequence[int], reductions: Sequence[int], stage: str) -> None:
@@ -44,8 +42,8 @@ class StagedNetwork(nn.Module):
         Args:
             num_classes: classes; 0 leaves the pooled features.
             drop_rate: probability of dropping a feature before the classifier, in training.
-            global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` with ``num_classes=0`` for the
-                map.
+            global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` to classify every position of
+                the map.
         """
         self.drop_rate = drop_rate
         self.head_drop: nn.Dropout = nn.Dropout(drop_rate)
@@ -70,7 +68,7 @@ class StagedNetwork(nn.Module):
         weight = next(self.parameters())
         self.num_classes = num_classes
         pool, classifier = create_classifier(
-            self.num_features, num_classes, pool_type=global_pool, use_conv=self.reads_each_position
+            self.num_features, num_classes, pool_type=global_pool, use_conv=not global_pool
         )
         self.global_pool = pool.train(self.training)
         self.add_module(self.classifier_name, classifier.to(weight).train(self.training))

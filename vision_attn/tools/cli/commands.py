@@ -59,18 +59,18 @@ def inspect(
     say(inspect_model(model, **parse_sites(insert), **options))
 
 
-def demo(output: Output = Path("demo-output"), epochs: int = 3, seed: int = 0, jobs: int | None = None) -> None:
+def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
     """What attention is for, in minutes.
 
     Args:
         output: folder for what it makes
-        epochs: of each arm
+        steps: of training, of each arm
         seed: of each arm
         jobs: arms side by side (default: as many as cores)
     """
     from vision_attn.tools.comparison.demo import run_demo
 
-    run_demo(output, epochs=epochs, seed=seed, jobs=jobs)
+    run_demo(output, steps=steps, seed=seed, jobs=jobs)
 
 
 def predict(

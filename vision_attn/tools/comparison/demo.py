@@ -1,104 +1,66 @@
-"""What spatial attention is for, shown in minutes on a CPU: one task, seven networks, the same recipe for each."""
+"""What attention is for, shown in minutes on a CPU: one task, four networks, the same recipe for each."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import timm
 import torch
-from torch import Tensor, nn
-from torchvision.transforms.v2 import Normalize
+from torch import nn
 
-from vision_attn.attention.blocks import use_impl
-from vision_attn.attention.implementations import IMPLS
+import vision_attn.networks.models  # noqa: F401  (timm knows the network then)
 from vision_attn.networks.figures import attention_figure, save_figure
 from vision_attn.networks.insertion import quiet_eval
-from vision_attn.networks.models.folder import load_model
+from vision_attn.networks.models.folder import load_model, save_model
 from vision_attn.networks.recording import capture
-from vision_attn.networks.safe import write_atomically
-from vision_attn.tools.comparison.arms import recipe, settings_of_arm
-from vision_attn.tools.comparison.runs import compare
+from vision_attn.tools.comparison.arms import insert_arm_
+from vision_attn.tools.comparison.recall import CELLS, COLOURS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
+from vision_attn.tools.comparison.trials import trials
 from vision_attn.tools.explorer import explore
-from vision_attn.tools.training.digits import CANVAS, CLASSES, PLAY, digit_pairs
 
-#: What is compared, each with as many parameters but the plain network and the last block.
-ARMS = ("plain", "convolution", "large-kernel", "se", "pooled-mlp", "averaging", "attention")
-#: How many pairs of either kind are drawn, and what the kinds are called.
-EXAMPLES = 3
-KINDS = ("different classes", "same class")
+ARMS: dict[str, dict[str, Any]] = {"plain": {}, "large-kernel": {}, "averaging": {}, "attention": {"qk_norm": "match"}}
+#: What is drawn: canvases on which this cell asks.
+ASKING, CANVASES = (4, 2), 2
 
 TASK = """\
-Two handwritten digits at the ends of a canvas: are they of the same class?
-A CNN that ends in the mean over all positions and a linear classifier adds up
-what it finds at each place. The answer is no such sum: every digit is as
-frequent in both answers. A large kernel and attention may see both digits;
-squeeze and excitation and a perceptron may make of the mean what is not linear.
-Averaging is attention to all places alike. One recipe for all, held-out digits:
+Glyphs on coloured cells and on black ones: which colour has the twin of each black one? The network sees every cell by
+itself. A large kernel sees all cells, by weights that are the same for every canvas; averaging takes all of them alike.
+Attention looks for the twin. One recipe for all; the glyphs below were never seen in training. Guessing scores 12.5 %.
 """
 
 
-def run_demo(output: str | Path, *, epochs: int = 3, seed: int = 0, jobs: int | None = None) -> None:
+def run(arm: str, seed: int, steps: int, folder: str) -> dict[str, float]:
+    """Train the network with the block of an arm, and keep it."""
+    torch.manual_seed(seed)
+    model = timm.create_model("recall")
+    options = {"names": "stage2", "example_input": (1, 3, *[CELLS * PIXELS] * 2), "side": CELLS, "num_heads": 4}
+    insert_arm_(model, arm, **options, **ARMS[arm])
+    step = training(model, steps, seed)
+    for _ in range(steps):
+        step()
+    save_model(model, Path(folder) / arm)
+    return {f"{pairs} pairs %": accuracy(model, pairs) for pairs in PAIRS}
+
+
+def run_demo(output: str | Path, *, steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
     """Train the arms, compare them, and leave what they made in a folder."""
     print(TASK)
-    common = recipe({"dataset": "digit-pairs", "epochs": epochs})
-    arms = {arm: settings_of_arm(arm, {}, common) for arm in ARMS}
-    outcomes = compare(arms, seeds=(seed,), output=str(output), jobs=jobs).outcomes
-    folder, found = Path(output), {arm: by_seed[seed] for arm, by_seed in outcomes.items()}
-    model = load_model(folder / f"attention-{seed}")
-    config = vars(model)["pretrained_cfg"]
-    network = nn.Sequential(Normalize(config["mean"], config["std"]), model).eval()
-    images, labels = digit_pairs(train=False)
-    images = images / 255
-    agreements = compare_implementations(network, images, labels)
-
-    chance = 196 * (0.25 / len(labels)) ** 0.5  # in percent, of 95 % of those who guess
-    better = [f"{arm} ({one.top1:.1f})" for arm, one in found.items() if one.top1 > 50 + chance]
-    others = [f"{arm} ({one.top1:.1f})" for arm, one in found.items() if one.top1 <= 50 + chance]
-    print(f"\nGuessing scores 50 ± {chance:.1f} % on {len(labels):,} canvases. Better: {', '.join(better) or 'none'}.")
-    print(f"Not better: {', '.join(others) or 'none'}.")
-    print("\nThe trained attention block by every implementation, on the held-out canvases:")
-    for impl, one in agreements.items():
-        largest = f"{one['largest_logit_difference']:.1e}"
-        print(f"  {impl:<8} top-1 {one['top1']:.2f} %   largest difference of a logit from 'sdpa' {largest}")
-    draw(network, images[:500], labels[:500], folder)
-    summary = {"arms": {arm: asdict(one) for arm, one in found.items()}, "implementations": agreements}
-    write_atomically(folder / "results.json", json.dumps(summary, indent=2).encode())
-    print(f"\nIn {folder} too: attention.png and explorer.html (look at them), results.json; the trained network is in")
-    print(f"{folder}/attention-{seed}/model")
+    trials(run, list(ARMS), seeds=(seed,), output=output, jobs=jobs, steps=steps, folder=str(output))
+    draw(load_model(Path(output) / "attention"), Path(output))
+    print(f"In {output} too: attention.png and explorer.html (look at them), and each trained network by its arm.")
 
 
-def compare_implementations(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
-    """The accuracy by each implementation, and how far its logits are from those of the fused kernel."""
-    logits = {}
-    for impl in IMPLS:
-        with quiet_eval(network), use_impl(network, impl):
-            logits[impl] = torch.cat([network(part) for part in images.split(500)])
-    return {
-        impl: {
-            "top1": round(100 * float((found.argmax(1) == labels).double().mean()), 4),
-            "largest_logit_difference": float((found - logits["sdpa"]).abs().max()),
-        }
-        for impl, found in logits.items()
-    }
-
-
-def draw(network: nn.Module, images: Tensor, labels: Tensor, folder: Path) -> None:
-    """Three pairs of either kind, looked at from the middle of the left digit, and as a page to explore.
-
-    They are such as the network gets right, if there are.
-    """
-    query = (CANVAS[0] / 2, PLAY + CANVAS[0] / 2)
-    with capture(network, queries=[query]) as maps, quiet_eval(network):
-        answers = network(images).argmax(1)
-    rightly = (answers != labels).argsort(stable=True)  # those first
-    chosen = torch.cat([rightly[labels[rightly] == label][:EXAMPLES] for label in (1, 0)])
-    titles = [
-        f"{KINDS[label]}; the network says {CLASSES[answer]}"
-        for label, answer in zip(labels[chosen].tolist(), answers[chosen].tolist(), strict=True)
-    ]
+def draw(model: nn.Module, folder: Path) -> None:
+    """Where a cell looks that asks, on canvases where it does, and some canvases as a page to explore."""
+    images, colours = canvases(256, 12, train=False, generator=torch.Generator().manual_seed(0))
+    chosen = (colours[:, *ASKING] != NOTHING).nonzero()[:CANVASES, 0]
+    images, colours = images[chosen], colours[chosen]
+    query = tuple(PIXELS * (cell + 0.5) for cell in ASKING)
+    with capture(model, queries=[query]) as maps, quiet_eval(model):
+        answers = model(images).argmax(1)[:, *ASKING]
+    titles = [f"the twin of the marked glyph: it says {[*COLOURS][answer]}" for answer in answers.tolist()]
     (attention,) = maps.values()
-    attention = replace(attention, weights=attention.weights[chosen])
-    save_figure(attention_figure(images[chosen], attention, titles=titles, width=9.0), folder / "attention.png")
-    title = "Two digits: are they of the same class?"
-    explore(network, images[chosen], folder / "explorer.html", classes=CLASSES, titles=titles, title=title)
+    save_figure(attention_figure(images, attention, titles=titles, width=7.5), folder / "attention.png")
+    title = "Which colour has the twin of each glyph on black?"
+    explore(model, images, folder / "explorer.html", titles=titles, title=title)

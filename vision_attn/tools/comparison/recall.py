@@ -9,10 +9,14 @@ https://doi.org/10.24432/C50P49, CC BY 4.0). Those that evaluation asks for are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.networks.insertion import parameter_groups, quiet_eval
 
 #: cells along a side of a canvas, and pixels along a side of a cell
 CELLS, PIXELS = 12, 8
@@ -21,6 +25,10 @@ COLOURS = {
     "red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.15, 0.25, 1.0), "yellow": (0.85, 0.75, 0.0),
     "purple": (0.75, 0.1, 0.8), "cyan": (0.0, 0.7, 0.75), "orange": (1.0, 0.5, 0.1), "grey": (0.5, 0.5, 0.5),
 }  # fmt: skip
+#: pairs on the canvases of training, and of evaluation
+PAIRS = (4, 8, 16, 32)
+#: canvases of a step, and of an evaluation
+BATCH, EVALUATED = 24, 128
 #: of the 1,797 glyphs, those for training; the others are held out
 TRAINING_GLYPHS = 1_400
 #: the label of a cell that asks nothing, as torch's cross entropy has it
@@ -60,3 +68,29 @@ def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator)
     labels[canvas, asking] = colours
     images = drawn.view(count, CELLS, CELLS, 3, PIXELS, PIXELS).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
     return images, labels.view(count, CELLS, CELLS)
+
+
+def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
+    """What makes one of so many training steps of a network; the same canvases for the same seed."""
+    draw = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, weight_decay=0.01))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
+
+    def step() -> None:
+        pairs = PAIRS[int(torch.randint(len(PAIRS), (), generator=draw))]
+        images, colours = canvases(BATCH, pairs, train=True, generator=draw)
+        loss = F.cross_entropy(model(images), colours, ignore_index=NOTHING)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+    return step
+
+
+def accuracy(model: nn.Module, pairs: int, count: int = EVALUATED) -> float:
+    """Percent of the cells that ask which are answered rightly, on canvases of unseen glyphs, the same for all."""
+    images, colours = canvases(count, pairs, train=False, generator=torch.Generator().manual_seed(0))
+    asking = colours != NOTHING
+    with quiet_eval(model):
+        return 100 * float((model(images).argmax(1) == colours)[asking].double().mean())
