@@ -146,8 +146,11 @@ class Attention(Specified):
     def init_matching(self) -> None:
         """Begin with equal, isometric queries and keys where they are to match."""
         if self.matches:
-            before, queries, keys = (0, self.q, self.kv) if self.context_channels else (self.num_heads, *[self.qkv] * 2)
-            begin_alike_(queries, keys, self.num_heads, self.num_kv_heads, self.key_dim, before)
+            heads = self.num_heads, self.num_kv_heads, self.key_dim
+            if self.context_channels is None:
+                begin_alike_(self.qkv, self.qkv, *heads, heads_before=self.num_heads)
+            else:
+                begin_alike_(self.q, self.kv, *heads, heads_before=0)
 
     @on_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:

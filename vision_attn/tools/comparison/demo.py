@@ -34,8 +34,8 @@ def run(arm: str, seed: int, steps: int, folder: str) -> dict[str, float]:
     """Train the network with the block of an arm, and keep it."""
     torch.manual_seed(seed)
     model = timm.create_model("recall")
-    options = {"names": "stage2", "example_input": (1, 3, *[CELLS * PIXELS] * 2), "side": CELLS, "num_heads": 4}
-    insert_arm_(model, arm, **options, **ARMS[arm])
+    example = (1, 3, CELLS * PIXELS, CELLS * PIXELS)
+    insert_arm_(model, arm, names="stage2", example_input=example, side=CELLS, num_heads=4, **ARMS[arm])
     step = training(model, steps, seed)
     for _ in range(steps):
         step()
