@@ -18,9 +18,13 @@ Each run is noted in --output as it ends, and the same command goes on from ther
 
 import argparse
 import sys
+from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 
+from vision_attn.networks.figures import save_figure
 from vision_attn.networks.models.recall import RecallNet
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
@@ -63,6 +67,31 @@ def timed(arm):
     return training(network(arm, seed=0), steps=100, seed=0)
 
 
+#: Arms that are named in the picture: colour, and by how many points their name is moved.
+NAMED = {"matching": ("tab:blue", 5), "attention": ("tab:cyan", -6), "narrow": ("tab:green", 0)}
+NAMED |= {"linear": ("tab:orange", 0), "cbam": ("tab:red", 5)}
+
+
+def curve(found):
+    """Accuracy over the number of pairs: means over seeds, with the standard deviation."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for arm, runs in found.items():
+        scores = np.array([[one[f"{pairs} pairs %"] for pairs in PAIRS] for one in runs.values()])
+        color, moved = NAMED.get(arm, ("silver", 0))
+        spread = scores.std(0, ddof=1) if len(runs) > 1 else None
+        axis.errorbar(PAIRS, scores.mean(0), spread, color=color, capsize=2, linewidth=2 if arm in NAMED else 1)
+        if arm in NAMED:
+            at = (PAIRS[-1], scores.mean(0)[-1])
+            axis.annotate(arm, at, (8, moved), textcoords="offset points", va="center", color=color)
+    axis.annotate("the others", (PAIRS[-1], 12.5), (8, -8), textcoords="offset points", va="center", color="gray")
+    axis.set(xscale="log", xlim=(3.6, 56), ylim=(0, 102), xlabel="pairs on a canvas", ylabel="answered rightly, %")
+    axis.set_xticks(PAIRS, map(str, PAIRS))
+    axis.minorticks_off()
+    axis.axhline(12.5, color="black", linewidth=0.7, linestyle=":")
+    return figure
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
@@ -71,7 +100,8 @@ def main(arguments=None):
     parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
     parser.add_argument("--output", default="runs/recall", help="folder of the results")
     told = parser.parse_args(arguments)
-    trials(run, told.arms, seeds=told.seeds, output=told.output, jobs=told.jobs, step=timed, steps=told.steps)
+    how = {"seeds": told.seeds, "output": told.output, "jobs": told.jobs, "step": timed}
+    save_figure(curve(trials(run, told.arms, **how, steps=told.steps)), Path(told.output) / "curve.png")
 
 
 if __name__ == "__main__":
