@@ -23,6 +23,10 @@ def comparisons(file):
         yield {arm: [*one["scores"].values()] for arm, one in found["arms"].items()}, found["differences"], 1
         return
     for title, differences in found["differences"].items():
+        if "options" in found:  # of trials; what is counted has no decimals
+            scores = {arm: [one[title] for one in runs.values()] for arm, runs in found["runs"].items()}
+            yield scores, differences, 1 if title.endswith("%") else 2 if title[-2:] in ("px", "dB") else 0
+            continue
         sigma, where = title.split(", ")
         scores = {}
         for name, run in found["runs"].items():
@@ -49,6 +53,8 @@ def from_file(file, last_alone):
     """The means, scores and intervals of a file as the page says them; of these, the ones that are significant."""
     means, seeds, intervals, significant = set(), set(), set(), set()
     for scores, differences, decimals in comparisons(file):
+        if not decimals:
+            continue
         means |= {f"{mean(of):.{decimals}f} ± {stdev(of):.{decimals}f}" for of in scores.values()}
         seeds |= {", ".join(f"{one:.{decimals}f}" for one in of) for of in scores.values()}
         for one in differences[: len(scores) - 1] if last_alone else differences:

@@ -40,7 +40,8 @@ def trials(
     from there. ``trials.md`` has the tables; the last arm is compared with the others first.
 
     Args:
-        run: ``run(arm, seed, **options)`` trains, and gives what it measured by name, in percent where that ends so.
+        run: ``run(arm, seed, **options)`` trains, and gives what it measured by name, which ends in ``%``, ``px``,
+            ``dB`` or is of something counted.
         arms: names that ``run`` knows.
         seeds: of each arm.
         output: the folder to write.
@@ -62,7 +63,8 @@ def trials(
     def done(arm: str, seed: int, measured: dict[str, float]) -> None:
         found.setdefault(arm, {})[str(seed)] = measured
         write_atomically(file, json.dumps(noted, indent=1).encode())
-        print(f"{arm}, seed {seed}: {', '.join(f'{value:.2f} {name}' for name, value in measured.items())}", flush=True)
+        told = ", ".join(f"{value:.{decimals(name)}f} {name}" for name, value in measured.items())
+        print(f"{arm}, seed {seed}: {told}", flush=True)
 
     jobs = jobs or min(cores(), len(todo))
     if jobs > 1:
@@ -104,6 +106,11 @@ def differences(found: Found) -> dict[str, list[Any]]:
     return {name: compare_scores(by_arm) for name, by_arm in scores.items() if vary[name] and len(by_arm) > 1}
 
 
+def decimals(name: str) -> int:
+    """Of percent one, of pixels and decibels two, of what is counted none."""
+    return 1 if name.endswith("%") else 2 if name.endswith(("px", "dB")) else 0
+
+
 def report(found: Found, times: Mapping[str, float]) -> str:
     """Mean, standard deviation and number of runs by arm, and the differences of the last arm, as Markdown."""
     names = list(next(iter(next(iter(found.values())).values())))
@@ -111,9 +118,9 @@ def report(found: Found, times: Mapping[str, float]) -> str:
     for arm, runs in found.items():
         cells = []
         for name in names:
-            values, digits = [one[name] for one in runs.values()], 1 if name.endswith("%") else 2
+            values, digits = [one[name] for one in runs.values()], decimals(name)
             spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(set(values)) > 1 else ""
-            cells.append(f"{values[0]:,.0f}" if name == "parameters" else f"{np.mean(values):.{digits}f}{spread}")
+            cells.append(f"{np.mean(values):,.{digits}f}{spread}")
         rows.append((arm, *([f"{times[arm]:.0f}"] if times else []), *cells, str(len(runs))))
     parts = [markdown(rows)]
     for name, compared in differences(found).items():
