@@ -169,8 +169,8 @@ def picture(file, steps):
         with torch.no_grad(), va.capture(models["attention"], queries=[(y, x)], reduce="mean") as maps:
             coloured = [torch.cat([left[:1], model(given[None])[0]]) for model in models.values()]
         rgb = [torch.einsum("oc,chw->hwo", YCBCR.inverse(), image) for image in (given, *coloured, left, given)]
-        light = F.interpolate(maps["both.attn"].weights[0], scale_factor=CELL, mode="bilinear")[0, 0, :, :, None]
-        rgb[4] *= 0.15 + light / light.max()
+        light = F.interpolate(maps["both.inserted.attn"].weights[0], scale_factor=CELL, mode="bilinear")[0, 0]
+        rgb[4] *= 0.15 + (light / light.max())[..., None]
         for axis, image, title in zip(row, rgb, titles, strict=True):
             axis.imshow(image.clamp(0, 1), extent=(0, image.shape[1], HALF, 0))
             axis.set_axis_off()
