@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -35,6 +36,7 @@ EXAMPLES = {
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
     "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
+    "colour_by_reference.py": ["--steps", "1", "--jobs", "1"],
 }
 
 
@@ -196,6 +198,52 @@ def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
     monkeypatch.setattr(denoise, "run", None)  # all is noted already
     denoise.main(arguments)
     assert (tmp_path / "denoise.md").read_text() == text
+
+
+# --- colour_by_reference.py -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """The example, with noise in the place of photographs."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    reference, draw = importlib.import_module("colour_by_reference"), np.random.default_rng(0)
+    monkeypatch.setattr(reference, "photograph", lambda name: draw.integers(0, 256, (120, 130, 3), dtype=np.uint8))
+    monkeypatch.setattr(reference, "HARDLY_ANY", 0.02)
+    monkeypatch.setattr(reference, "CANVASES", 2)
+    reference.photographs.cache_clear()
+    yield reference
+    reference.photographs.cache_clear()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_each_grey_photograph_has_one_coloured_twin(reference, monkeypatch, train):
+    monkeypatch.setattr(reference, "NOISE", 0.0)
+    given, left = reference.canvases(3, train, torch.Generator().manual_seed(0))
+    assert torch.equal(given[:, 0, :, :48], left[:, 0])
+    assert given[:, 1:, :, :48].abs().max() == 0
+    flips = set()
+    for canvas in range(3):
+        seen = given[canvas, :, :, 48:].unfold(1, 18, 1).unfold(2, 18, 1)  # whatever may be a twin
+        places = set()
+        for photograph in left[canvas].unfold(1, 24, 24).unfold(2, 24, 24).flatten(1, 2).unbind(1):
+            small = F.interpolate(photograph[None], (18, 18), mode="area")[0]
+            for flipped in (False, True):
+                twin = small.flip(2) if flipped else small
+                found = ((seen - twin[:, None, None]).abs().amax((0, 3, 4)) < 1e-6).nonzero().tolist()
+                places |= {(y // 24, x // 24) for y, x in found}
+                flips |= {flipped} if found else set()
+        assert len(places) == 4
+    assert flips == {False, True}
+
+
+def test_colours_are_given_by_reference(reference, tmp_path):
+    arguments = [*EXAMPLES["colour_by_reference.py"], "--seeds", "0", "--output", str(tmp_path)]
+    reference.main([*arguments, "--arms", "plain", "attention"])
+    assert re.search(r"\| attention +\| +\d+ \| +[\d,]+ \| +\d+\.\d+ \| +1 \|", (tmp_path / "trials.md").read_text())
+    reference.main([*arguments, "--picture", str(tmp_path / "colours.png")])
+    with Image.open(tmp_path / "colours.png") as image:
+        assert image.width > 1_000
 
 
 # --- evidence.py ------------------------------------------------------------------------------------------------------
