@@ -1,7 +1,7 @@
 """Reference: grey photographs beside the same ones in colour. Which block gives the grey ones their colours?
 
-    python examples/colour_by_reference.py                              # twelve blocks, five seeds, 800 steps
-    python examples/colour_by_reference.py --picture colours.png        # averaging and attention alone, and no table
+    python examples/colour_by_reference.py                              # thirteen blocks, five seeds, 800 steps
+    python examples/colour_by_reference.py --picture colours.png        # averaging and matching alone, and no table
 
 A canvas has four photographs of 24×24 pixels in grey on its left. On its right are the same ones in colour, in another
 order, at random places, half of them flipped, at three quarters of their size and with noise of σ 0.03. They are crops
@@ -10,7 +10,7 @@ are left out. In training the colours of each crop are turned by a random angle,
 skies are blue; in the test they are as they are.
 
 The network has 3×3 convolutions for the brightness and patches of 4×4 for the colour, one block on both, and a decoder.
-The plan: twelve blocks, five seeds, 800 steps; dB of the two colour channels, from the mean square over the left of 256
+The plan: thirteen blocks, five seeds, 800 steps; dB of the two colours, from the mean square over the left of 256
 canvases. Attention is to be better than every other block by 4 dB. Runs are noted in --output as they end, and the same
 command goes on from there. It needs `pip install scikit-image`.
 """
@@ -35,6 +35,8 @@ from vision_attn.tools.comparison.trials import trials
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket", "stereo_motorcycle", "retina", "immunohistochemistry")
 HELD_OUT = ("china.jpg", "flower.jpg", "grace_hopper.jpg")
+#: The last is attention with `qk_norm="match"`, the one before it has layer norms of queries and keys.
+ARMS = (*LOOKING_UP, "matching")
 #: brightness and two colour channels, as JPEG has them, of red, green and blue
 YCBCR = torch.tensor([[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]])
 #: pixels along a side of a photograph, of its smaller twin, of the half of a canvas, and of a cell of the map
@@ -119,7 +121,8 @@ def training(arm, seed, steps):
     torch.manual_seed(seed)
     model, draw = Colourer(), torch.Generator().manual_seed(seed)
     where = {"names": "both", "example_input": (1, 3, HALF, 2 * HALF), "side": 2 * HALF // CELL}
-    insert_arm_(model, arm, **where, num_heads=4, key_dim=32, qk_norm=True)
+    base, norm = ("attention", "match") if arm == "matching" else (arm, True)
+    insert_arm_(model, base, **where, num_heads=4, key_dim=32, qk_norm=norm)
     optimizer = torch.optim.AdamW(va.parameter_groups(model, RATE, weight_decay=0.01))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, max(steps, 20), pct_start=0.1)
 
@@ -159,14 +162,14 @@ def timed(arm):
 
 def picture(file, steps):
     """Three canvases: as given, coloured by two blocks, true, and lit where the most colourful cell looks."""
-    models = {arm: trained(arm, 0, steps) for arm in ("averaging", "attention")}
+    models = {arm: trained(arm, 0, steps) for arm in ("averaging", "matching")}
     titles = [f"{arm}, {decibels(model):.1f} dB" for arm, model in models.items()]
     titles, figure = ["given", *titles, "true", "where the marked cell looks"], Figure((10, 4.7), layout="constrained")
     axes = figure.subplots(3, 5, width_ratios=(2, 1, 1, 1, 2))
     for row, given, left in zip(axes, *canvases(3, False, torch.Generator().manual_seed(1)), strict=True):
         cell = F.avg_pool2d(left[1:].square().sum(0, keepdim=True), CELL).argmax().item()
         y, x = (CELL * at + CELL // 2 for at in divmod(cell, HALF // CELL))
-        with torch.no_grad(), va.capture(models["attention"], queries=[(y, x)], reduce="mean") as maps:
+        with torch.no_grad(), va.capture(models["matching"], queries=[(y, x)], reduce="mean") as maps:
             coloured = [torch.cat([left[:1], model(given[None])[0]]) for model in models.values()]
         rgb = [torch.einsum("oc,chw->hwo", YCBCR.inverse(), image) for image in (given, *coloured, left, given)]
         light = F.interpolate(maps["both.inserted.attn"].weights[0], scale_factor=CELL, mode="bilinear")[0, 0]
@@ -183,12 +186,12 @@ def picture(file, steps):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arms", nargs="+", choices=LOOKING_UP, default=LOOKING_UP, help="some alone")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="of each arm")
     parser.add_argument("--steps", type=int, default=800, help="of training")
     parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
     parser.add_argument("--output", default="runs/reference", help="folder of the results")
-    parser.add_argument("--picture", metavar="FILE", help="train attention and averaging, and draw what they make")
+    parser.add_argument("--picture", metavar="FILE", help="train matching and averaging, and draw what they make")
     told = parser.parse_args(arguments)
     if told.picture:
         picture(told.picture, told.steps)
