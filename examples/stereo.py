@@ -11,8 +11,8 @@ Both views go through the same convolutions to a quarter of their size. Then eac
 among ten positions of the same row in the other view, and the same convolutions make a disparity of the left map, of
 the offset that it expects and of the largest weight. Arms differ by what gives the weights: attention along rows,
 matching (`qk_norm="match"`) or as it begins by default; averaging; or a cost volume, products of normalised features
-shift by shift, which is nearly the same operator: what attention adds is a projection. Without matching two 3×3
-convolutions see both maps instead.
+shift by shift, which is nearly the same operator: what attention adds is a projection. In the first arm two 3×3
+convolutions see both maps, and give two such numbers.
 
 The plan, written before the runs: five seeds; attention that matches has at most 1.4 px on the real pair. Each run is
 noted in --output as it ends, and the same command goes on from there. Needs `pip install scikit-image`.
@@ -23,6 +23,7 @@ import sys
 from functools import cache
 
 import numpy as np
+import skimage.data
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -40,18 +41,13 @@ BATCH, TESTED, CELL, CHANNELS = 8, 64, 4, 48
 SHIFTS = LARGEST // CELL
 
 
-def picture(name):
-    import skimage.data
-
-    image = torch.from_numpy(np.ascontiguousarray(getattr(skimage.data, name)())).float() / 255
-    return image.expand(3, *image.shape) if image.dim() == 2 else image[..., :3].movedim(2, 0)
-
-
 @cache
 def photographs():
-    """Each with at least 240 pixels along a side, and 512 at most where that allows."""
+    """Each with at least 240 pixels along a side, and 512 at most where that allows, ``(3, h, w)``."""
     found = []
-    for image in map(picture, PHOTOGRAPHS):
+    for name in PHOTOGRAPHS:
+        image = torch.from_numpy(np.ascontiguousarray(getattr(skimage.data, name)())).float() / 255
+        image = image.expand(3, *image.shape) if image.dim() == 2 else image[..., :3].movedim(2, 0)
         factor = max(241 / min(image.shape[1:]), min(1, 512 / max(image.shape[1:])))
         found.append(F.interpolate(image[None], scale_factor=factor, mode="bilinear", antialias=True)[0])
     return found
@@ -87,10 +83,8 @@ def pair(draw):
         grid = torch.stack([(source + LARGEST) / (texture.shape[2] - 1) * 2 - 1, y / (HEIGHT - 1) * 2 - 1], 2)
         warped = F.grid_sample(texture[None], grid[None], align_corners=True)[0]
         right = torch.where(torch.as_tensor(inside(source, y)).expand_as(x), warped, right)
-    views = [
-        (one * number(0.8, 1.2) + 0.02 * torch.randn(one.shape, generator=draw)).clamp(0, 1) for one in (left, right)
-    ]
-    return *views, disparity
+    noisy = (one * number(0.8, 1.2) + 0.02 * torch.randn(one.shape, generator=draw) for one in (left, right))
+    return *(one.clamp(0, 1) for one in noisy), disparity
 
 
 def pairs(count, draw):
@@ -100,8 +94,6 @@ def pairs(count, draw):
 @cache
 def motorcycle():
     """The real pair at a quarter of its size, its disparity in pixels of that, and where it is known."""
-    import skimage.data
-
     left, right, truth = (torch.from_numpy(np.ascontiguousarray(one)) for one in skimage.data.stereo_motorcycle())
     views = [F.interpolate(one.movedim(2, 0)[None] / 255, scale_factor=0.25, antialias=True, mode="bilinear")
              for one in (left, right)]  # fmt: skip
@@ -125,17 +117,13 @@ class Stereo(nn.Module):
             convolution(3, 32, 3, 2), convolution(32, CHANNELS, 3, 2), convolution(CHANNELS, CHANNELS), last
         )
         self.temperature = nn.Parameter(torch.tensor(10.0).log())
-        matched = 2
         if arm == "two-convolutions":
-            matched, self.both = (
-                CHANNELS,
-                nn.Sequential(convolution(2 * CHANNELS, CHANNELS), convolution(*[CHANNELS] * 2)),
-            )
+            self.both = nn.Sequential(convolution(2 * CHANNELS, CHANNELS), convolution(CHANNELS, 2))
         elif arm != "cost-volume":
             options = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}[arm]
             # Rows as maps of one axis. Its weights are used, and not what it makes of values.
             self.attend = va.Attention1d(CHANNELS, 1, value_dim=1, out_channels=1, **options)
-        self.read = nn.Sequential(convolution(CHANNELS + matched, 64), convolution(64, 64), nn.Conv2d(64, 1, 3, 1, 1))
+        self.read = nn.Sequential(convolution(CHANNELS + 2, 64), convolution(64, 64), nn.Conv2d(64, 1, 3, 1, 1))
 
     def weights(self, left, right):
         """Of each position for the positions of its row in the other view, ``(b, h, w, w)``."""
@@ -152,13 +140,11 @@ class Stereo(nn.Module):
     def forward(self, left, right):
         left, right = (self.features((y - 0.45) / 0.25) for y in (left, right))
         if self.arm == "two-convolutions":
-            return self.enlarged(self.read(torch.cat([left, self.both(torch.cat([left, right], 1))], 1)) * 8 + 8)
-        weights, column = self.weights(left, right), torch.arange(left.shape[3]).float()
-        offset, sure = (column - weights @ column)[:, None], weights.amax(3)[:, None]
-        y = self.read(torch.cat([left, offset / 5 - 1, sure], 1))
-        return self.enlarged(y * 8 + CELL * offset)
-
-    def enlarged(self, y):
+            offset, sure = self.both(torch.cat([left, right], 1)).split(1, dim=1)
+        else:
+            weights, column = self.weights(left, right), torch.arange(left.shape[3]).float()
+            offset, sure = (column - weights @ column)[:, None], weights.amax(3)[:, None]
+        y = 8 * self.read(torch.cat([left, offset / 5 - 1, sure], 1)) + CELL * offset
         return F.interpolate(y, scale_factor=CELL, mode="bilinear", align_corners=False)[:, 0]
 
 
