@@ -15,7 +15,7 @@ import torch
 
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
-from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
 from vision_attn.tools.training.data import cores
 
 #: by arm and seed, what was measured by name
@@ -79,9 +79,10 @@ def trials(
     chosen = {arm: {str(seed): found[arm][str(seed)] for seed in seeds} for arm in arms}
     if step is not None and not noted.get("milliseconds", {}).keys() >= set(arms):
         noted["milliseconds"] = milliseconds({arm: step(arm) for arm in arms})
-    noted["differences"] = {name: [one.as_dict() for one in found] for name, found in differences(chosen).items()}
+    compared = differences(chosen)
+    noted["differences"] = {name: [one.as_dict() for one in of] for name, of in compared.items()}
     write_atomically(file, json.dumps(noted, indent=1).encode())
-    text = report(chosen, noted.get("milliseconds", {}))
+    text = report(chosen, noted.get("milliseconds", {}), compared)
     write_atomically(file.with_name("trials.md"), text.encode())
     print(f"\n{text}\nin {file.with_name('trials.md')}")
     return chosen
@@ -98,7 +99,7 @@ def milliseconds(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {arm: float(np.median(found[ROUNDS // 5 :])) for arm, found in times.items()}  # the first ones warm up
 
 
-def differences(found: Found) -> dict[str, list[Any]]:
+def differences(found: Found) -> dict[str, list[Difference]]:
     """By what was measured, each difference of two arms; none of what is the same in every run of an arm."""
     names = next(iter(next(iter(found.values())).values()))
     scores = {name: {arm: [one[name] for one in runs.values()] for arm, runs in found.items()} for name in names}
@@ -111,7 +112,7 @@ def decimals(name: str) -> int:
     return 1 if name.endswith("%") else 2 if name.endswith(("px", "dB")) else 0
 
 
-def report(found: Found, times: Mapping[str, float]) -> str:
+def report(found: Found, times: Mapping[str, float], compared: Mapping[str, Sequence[Difference]]) -> str:
     """Mean, standard deviation and number of runs by arm, and the differences of the last arm, as Markdown."""
     names = list(next(iter(next(iter(found.values())).values())))
     rows = [("arm", *(["ms a step"] if times else []), *names, "runs")]
@@ -123,6 +124,6 @@ def report(found: Found, times: Mapping[str, float]) -> str:
             cells.append(f"{np.mean(values):,.{digits}f}{spread}")
         rows.append((arm, *([f"{times[arm]:.0f}"] if times else []), *cells, str(len(runs))))
     parts = [markdown(rows)]
-    for name, compared in differences(found).items():
-        parts += [f"{name}:", difference_table(compared[: len(found) - 1])]
+    for name, of in compared.items():
+        parts += [f"{name}:", difference_table(of[: len(found) - 1])]
     return "\n\n".join(parts) + "\n"
