@@ -40,6 +40,8 @@ class Difference:
     low: float | None = None
     high: float | None = None
     p: float | None = None
+    #: whether less is better, as of errors
+    less: bool = False
 
     @property
     def verdict(self) -> str:
@@ -50,15 +52,17 @@ class Difference:
         """
         if self.low is None or self.high is None:
             return "no verdict"
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "no significant difference"
+        if self.low <= 0 <= self.high:
+            return "no significant difference"
+        return "better" if (self.low > 0) is not self.less else "worse"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return {**asdict(self), "verdict": self.verdict}
 
 
-def compare_scores(scores: Scores) -> list[Difference]:
-    """Every arm minus every earlier one; the pairs of the last arm come first.
+def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
+    """Every arm minus every earlier one; the pairs of the last arm come first. ``less``: whether less is better.
 
     Source: Games and Howell, *Pairwise Multiple Comparison Procedures with Unequal N's and/or Variances*, 1976,
     https://doi.org/10.3102/10769986001002113, as ``scipy.stats.tukey_hsd(..., equal_var=False)``.
@@ -71,7 +75,7 @@ def compare_scores(scores: Scores) -> list[Difference]:
     pairs = [(later, earlier) for later in reversed(range(len(arms))) for earlier in range(later)]
     means = [float(np.mean(values)) for values in scores.values()]
     if min(map(len, scores.values())) < 2:
-        return [Difference((arms[one], arms[other]), means[one] - means[other]) for one, other in pairs]
+        return [Difference((arms[one], arms[other]), means[one] - means[other], less=less) for one, other in pairs]
     with np.errstate(divide="ignore", invalid="ignore"):  # two arms without spread
         result = stats.tukey_hsd(*scores.values(), equal_var=False)
         interval = result.confidence_interval(CONFIDENCE)
@@ -79,7 +83,7 @@ def compare_scores(scores: Scores) -> list[Difference]:
     for one, other in pairs:
         numbers = (interval.low[one, other], interval.high[one, other], result.pvalue[one, other])
         known = map(float, numbers) if all(map(math.isfinite, numbers)) else ()
-        found.append(Difference((arms[one], arms[other]), means[one] - means[other], *known))
+        found.append(Difference((arms[one], arms[other]), means[one] - means[other], *known, less=less))
     return found
 
 

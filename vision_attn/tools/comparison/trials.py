@@ -40,8 +40,8 @@ def trials(
     from there. ``trials.md`` has the tables; the last arm is compared with the others first.
 
     Args:
-        run: ``run(arm, seed, **options)`` trains, and gives what it measured by name, which ends in ``%``, ``px``,
-            ``dB`` or is of something counted.
+        run: ``run(arm, seed, **options)`` trains, and gives what it measured by name, which ends in ``%`` or ``dB``,
+            of which more is better, in ``px``, or is of something counted.
         arms: names that ``run`` knows.
         seeds: of each arm.
         output: the folder to write.
@@ -104,7 +104,8 @@ def differences(found: Found) -> dict[str, list[Difference]]:
     names = next(iter(next(iter(found.values())).values()))
     scores = {name: {arm: [one[name] for one in runs.values()] for arm, runs in found.items()} for name in names}
     vary = {name: any(len(set(values)) > 1 for values in by_arm.values()) for name, by_arm in scores.items()}
-    return {name: compare_scores(by_arm) for name, by_arm in scores.items() if vary[name] and len(by_arm) > 1}
+    less = {name: not name.endswith(("%", "dB")) for name in names}
+    return {name: compare_scores(by, less=less[name]) for name, by in scores.items() if vary[name] and len(by) > 1}
 
 
 def decimals(name: str) -> int:
