@@ -82,8 +82,8 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
     found = []
     for one, other in pairs:
         numbers = (interval.low[one, other], interval.high[one, other], result.pvalue[one, other])
-        known = map(float, numbers) if all(map(math.isfinite, numbers)) else ()
-        found.append(Difference((arms[one], arms[other]), means[one] - means[other], *known, less=less))
+        low, high, p = map(float, numbers) if all(map(math.isfinite, numbers)) else (None, None, None)
+        found.append(Difference((arms[one], arms[other]), means[one] - means[other], low, high, p, less))
     return found
 
 
