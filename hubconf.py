@@ -10,6 +10,8 @@ from vision_attn.networks.models import (  # noqa: E402, F401
     digit_pairs,
     digit_pairs_attention,
     efficientnet_b0_attention,
+    recall,
+    recall_attention,
     resnet18_attention,
     resnet20,
     resnet20_a,

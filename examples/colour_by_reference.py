@@ -31,7 +31,7 @@ import vision_attn as va
 from vision_attn.networks.figures import Figure, save_figure
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
-from vision_attn.tools.comparison.trials import trials
+from vision_attn.tools.comparison.own_loop import trials
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket", "stereo_motorcycle", "retina", "immunohistochemistry")
 HELD_OUT = ("china.jpg", "flower.jpg", "grace_hopper.jpg")
@@ -175,7 +175,7 @@ def picture(file, steps):
         light = F.interpolate(maps["both.inserted.attn"].weights[0], scale_factor=CELL, mode="bilinear")[0, 0]
         rgb[4] *= 0.15 + (light / light.max())[..., None]
         for axis, image, title in zip(row, rgb, titles, strict=True):
-            axis.imshow(image.clamp(0, 1), extent=(0, image.shape[1], HALF, 0))
+            axis.imshow(image.clamp(0, 1).numpy(), extent=(0, image.shape[1], HALF, 0))
             axis.set_axis_off()
             axis.set_title(title, fontsize=9)
         for axis in row[[0, 4]]:

@@ -3,7 +3,7 @@
     python examples/recall.py                                   # all blocks, five seeds, 600 steps each
     python examples/recall.py --arms averaging attention --seeds 0 1 --steps 300
 
-The network (`vision_attn.networks.models.recall`) sees each cell of a canvas by itself. One block is inserted in its
+The network (of `vision_attn.networks.models.recall_net`) sees each cell of a canvas alone. One block is inserted in its
 middle, with about as many parameters for all but timm's three and the narrow one, and everything learns from scratch
 on canvases with 4, 8, 16 or 32 pairs. Then 128 canvases for each number of pairs, of glyphs that were never seen, are
 asked. `steps` is how many it takes until nine tenths of 8 pairs are answered rightly, looked at every 20 steps; all
@@ -25,11 +25,11 @@ import torch
 from matplotlib.figure import Figure
 
 from vision_attn.networks.figures import save_figure
-from vision_attn.networks.models.recall import RecallNet
+from vision_attn.networks.models.recall_net import RecallNet
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
+from vision_attn.tools.comparison.own_loop import trials
 from vision_attn.tools.comparison.recall import CELLS, PAIRS, accuracy, training
-from vision_attn.tools.comparison.trials import trials
 
 #: Further arms: attention with options of its own.
 ATTENTION = {

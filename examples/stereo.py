@@ -31,7 +31,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.trials import trials
+from vision_attn.tools.comparison.own_loop import trials
 
 ARMS = ("two-convolutions", "averaging", "attention", "cost-volume", "matching")
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "rocket", "retina", "hubble_deep_field",

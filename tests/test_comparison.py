@@ -74,6 +74,8 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
         **{arm: (block, ()) for arm, block in OF_TIMM.items()},
         "se-residual": ("SqueezeExciteBlock2d", ("gate_init=1",)),
         "pooled-mlp": ("ConvBlock2d", ("gate_init=1", "kernel_size=None")),
+        "gated-convolution": ("GatedConvBlock2d", ("gate_init=1", "kernel_size=13")),
+        "linear": ("LinearBlock2d", ("gate_init=1", "num_heads=2")),
         "averaging": ("attention", (*attention, "scale=0")),
         "attention": ("attention", attention),
     }

@@ -4,44 +4,54 @@ import json
 import re
 
 import pytest
+import torch
 from PIL import Image
 
 import vision_attn as va
-from vision_attn import IMPLS
 from vision_attn.tools.comparison import demo
 from vision_attn.tools.comparison.demo import run_demo
-from vision_attn.tools.training import digits, folder
+from vision_attn.tools.comparison.recall import COLOURS, NOTHING, TRAINING_GLYPHS, canvases, glyphs
 
 
 def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(digits, "TRAIN_CANVASES", 256)
-    monkeypatch.setattr(digits, "EVAL_CANVASES", 64)
-    monkeypatch.setattr(demo, "ARMS", ("pooled-mlp", "attention"))
-    monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
-    run_demo(tmp_path / "demo", epochs=1, jobs=1)
-    results, out = json.loads((tmp_path / "demo" / "results.json").read_text()), capsys.readouterr().out
-    arms, agreement = results["arms"], results["implementations"]
-    assert list(arms) == ["pooled-mlp", "attention"]
-    for arm, found in arms.items():
-        assert f"| {arm} | {found['parameters']:,} |" in out
-        better = "Better" if found["top1"] > 50 + 196 / 16 else "Not better"
-        assert re.search(rf"{better}: .*{arm} \({found['top1']:.1f}\)", out)
-    assert list(agreement) == list(IMPLS)
-    assert all(found["largest_logit_difference"] < 1e-4 for found in agreement.values())
-    assert {found["top1"] for found in agreement.values()} == {arms["attention"]["top1"]}  # of the only epoch
-    with Image.open(tmp_path / "demo" / "attention.png") as picture:
+    monkeypatch.setattr(demo, "ARMS", {"plain": {}, "attention": {"qk_norm": "match"}})
+    run_demo(tmp_path, steps=10, jobs=1)
+    found, out = json.loads((tmp_path / "runs.json").read_text())["runs"], capsys.readouterr().out
+    assert list(found) == ["plain", "attention"]
+    for arm, runs in found.items():
+        assert re.search(rf"\| {arm} \| {runs['0']['4 pairs %']:.1f} \|", out)
+    with Image.open(tmp_path / "attention.png") as picture:
         assert picture.width > 1000
-    assert "the network says" in (tmp_path / "demo" / "explorer.html").read_text()
-    files = {"attention.png", "explorer.html", "results.json", "comparison.md", "comparison.json", "comparison.png"}
-    assert {path.name for path in (tmp_path / "demo").iterdir()} == files | {f"{arm}-0" for arm in arms}
-    assert list(va.inserted(va.load_model(tmp_path / "demo" / "attention-0"))) == ["stage3.1.2"]
+    assert "it says" in (tmp_path / "explorer.html").read_text()
+    files = {"attention.png", "explorer.html", "runs.json", "trials.md", "plain", "attention"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert list(va.inserted(va.load_model(tmp_path / "attention"))) == ["stage2.1.2"]
 
 
 @pytest.mark.thorough
-def test_attention_solves_what_convolution_cannot(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "ARMS", ("plain", "convolution", "attention"))
-    run_demo(tmp_path, epochs=2)
-    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
-    assert arms["attention"]["top1"] > 85
-    assert 40 < arms["plain"]["top1"] < 60
-    assert 40 < arms["convolution"]["top1"] < 60
+def test_attention_recalls_what_a_large_kernel_cannot(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "ARMS", {"large-kernel": {}, "attention": {"qk_norm": "match"}})
+    run_demo(tmp_path)
+    found = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert found["attention"]["0"]["32 pairs %"] > 90
+    assert found["large-kernel"]["0"]["32 pairs %"] < 20
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_each_cell_that_asks_has_one_twin_with_the_colour_of_its_label(train):
+    images, labels = canvases(20, 16, train=train, generator=torch.Generator().manual_seed(0))
+    cells = images.unflatten(3, (12, 8)).unflatten(2, (12, 8)).permute(0, 2, 4, 3, 5, 1)  # (b, h, w, 8, 8, 3)
+    pool = glyphs()[:TRAINING_GLYPHS] if train else glyphs()[TRAINING_GLYPHS:]
+    known = {tuple(one.flatten().tolist()) for one in pool}
+    for canvas, asked in zip(cells, labels, strict=True):
+        for y, x in (asked != NOTHING).nonzero().tolist():
+            glyph = canvas[y, x]
+            assert tuple(glyph[..., 0].flatten().tolist()) in known
+            coloured = [glyph + (1 - glyph) * torch.tensor(colour) for colour in COLOURS.values()]
+            twins = [(canvas - one).abs().amax((2, 3, 4)).lt(1e-6).sum().item() for one in coloured]
+            assert twins == [int(colour == asked[y, x]) for colour in range(8)]
+
+
+def test_glyphs_of_evaluation_are_not_those_of_training():
+    seen = {tuple(one.flatten().tolist()) for one in glyphs()[:TRAINING_GLYPHS]}
+    assert not seen & {tuple(one.flatten().tolist()) for one in glyphs()[TRAINING_GLYPHS:]}

@@ -1,6 +1,7 @@
 """Every script that trains runs, as its header says, on small data."""
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -35,6 +36,8 @@ EXAMPLES = {
     "block_costs.py": ["--only", "LinearAttention2d", "eca", "--sides", "7", "--batch-size", "1", "--rounds", "1"],
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
+    "recall.py": ["--arms", "linear", "matching", "--seeds", "0", "--steps", "20", "--jobs", "1"],
+    "stereo.py": ["--arms", "cost-volume", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
     "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
     "colour_by_reference.py": ["--steps", "1", "--jobs", "1"],
 }
@@ -244,6 +247,35 @@ def test_colours_are_given_by_reference(reference, tmp_path):
     reference.main([*arguments, "--picture", str(tmp_path / "colours.png")])
     with Image.open(tmp_path / "colours.png") as image:
         assert image.width > 1_000
+
+
+# --- recall.py and stereo.py ------------------------------------------------------------------------------------------
+
+
+def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, run_here, monkeypatch):
+    code, out, _ = run_here("recall.py", "--output", tmp_path)
+    assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
+    with Image.open(tmp_path / "curve.png") as picture:
+        assert picture.width > 900
+    monkeypatch.setattr(torch.optim, "AdamW", None)  # nothing is trained again
+    assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| arm") :])
+    code, _, err = run_here("recall.py", "--output", tmp_path, "--steps", "40")
+    assert (code, "holds runs with {'steps': 20}, not {'steps': 40}" in err) == (2, True)
+
+
+def test_stereo_measures_synthetic_pairs_and_the_real_one(tmp_path, monkeypatch):
+    pytest.importorskip("skimage")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    stereo = importlib.import_module("stereo")
+    monkeypatch.setattr(stereo, "TESTED", 2)
+    stereo.main([*EXAMPLES["stereo.py"], "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "runs.json").read_text())
+    assert set(found["runs"]["matching"]["0"]) == {"parameters", "synthetic px", "real px", "real within 3 px %"}
+    left, right, disparity = stereo.pair(torch.Generator().manual_seed(1))
+    column = torch.arange(stereo.WIDTH).expand_as(disparity)
+    seen = (column - disparity).round().long()  # what is at a place of the left view is that much further left
+    same = (right.gather(2, seen.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[seen >= 0]
+    assert same.median() < 0.1 < (right - left).abs().mean()
 
 
 # --- evidence.py ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from vision_attn.networks.models import attention_networks, cifar_resnet
 from vision_attn.networks.models.attention_networks import *  # noqa: F403
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
 from vision_attn.networks.models.digit_pairs import DigitPairsNet, digit_pairs, digit_pairs_attention
-from vision_attn.networks.models.recall import RecallNet, recall, recall_attention
+from vision_attn.networks.models.recall_net import RecallNet, recall, recall_attention
 from vision_attn.networks.models.registry import create_model
 
 # The classes, and what timm adds when it registers a network.

@@ -15,8 +15,8 @@ from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.folder import load_model, save_model
 from vision_attn.networks.recording import capture
 from vision_attn.tools.comparison.arms import insert_arm_
+from vision_attn.tools.comparison.own_loop import trials
 from vision_attn.tools.comparison.recall import CELLS, COLOURS, NOTHING, PAIRS, PIXELS, accuracy, canvases, training
-from vision_attn.tools.comparison.trials import trials
 from vision_attn.tools.explorer import explore
 
 ARMS: dict[str, dict[str, Any]] = {"plain": {}, "large-kernel": {}, "averaging": {}, "attention": {"qk_norm": "match"}}
