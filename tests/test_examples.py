@@ -37,6 +37,7 @@ EXAMPLES = {
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
     "recall.py": ["--arms", "linear", "matching", "--seeds", "0", "--steps", "20", "--jobs", "1"],
+    "mosaic.py": ["--arms", "nearest neighbour", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
     "stereo.py": ["--arms", "cost-volume", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
     "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
     "colour_by_reference.py": ["--steps", "1", "--jobs", "1"],
@@ -249,7 +250,7 @@ def test_colours_are_given_by_reference(reference, tmp_path):
         assert image.width > 1_000
 
 
-# --- recall.py and stereo.py ------------------------------------------------------------------------------------------
+# --- recall.py, mosaic.py and stereo.py -------------------------------------------------------------------------------
 
 
 def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, run_here, monkeypatch):
@@ -261,6 +262,28 @@ def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, 
     assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| arm") :])
     code, _, err = run_here("recall.py", "--output", tmp_path, "--steps", "40")
     assert (code, "holds runs with {'steps': 20}, not {'steps': 40}" in err) == (2, True)
+
+
+def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    mosaic = importlib.import_module("mosaic")
+    for name in range(22):  # of one colour a class, which tells it
+        folder = tmp_path / "data" / "train" / f"{name:02}"
+        folder.mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (32, 32), (11 * name, 255 - 11 * name, 40 * number)).save(folder / f"{number}.png")
+    torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
+    monkeypatch.setattr(mosaic, "HELD_OUT", 11)
+    arguments = ["--data", str(tmp_path / "data"), "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
+    mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
+    found = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert set(found) == {"nearest neighbour", "matching"}
+    pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
+    features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
+    assert (given.sum((1, 2, 3)) == 5).all()
+    assert ((given.sum(1) == 1) == (asked == mosaic.NOTHING)).all()
+    right = mosaic.nearest(features, given).argmax(1) == asked
+    assert right[asked != mosaic.NOTHING].all()
 
 
 def test_stereo_measures_synthetic_pairs_and_the_real_one(tmp_path, monkeypatch):
