@@ -23,13 +23,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from vision_attn.networks.figures import save_figure
+from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models.recall_net import RecallNet
+from vision_attn.networks.recording import capture
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
 from vision_attn.tools.comparison.own_loop import trials
-from vision_attn.tools.comparison.recall import CELLS, PAIRS, accuracy, training
+from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy, canvases, training
 
 #: Further arms: attention with options of its own.
 ATTENTION = {
@@ -92,6 +95,31 @@ def curve(found):
     return figure
 
 
+def beginnings(steps):
+    """Where one cell that asks looks before training, after a hundred steps, and after all."""
+    images, colours = canvases(64, 12, train=False, generator=torch.Generator().manual_seed(0))
+    image = images[(colours[:, 4, 2] != NOTHING).nonzero()[0]]  # the first on which this cell asks
+    figure, arms, looks = Figure((8.4, 4.4), layout="constrained"), ("attention", "matching"), (0, 100, steps)
+    for arm, row in zip(arms, figure.subplots(2, 4), strict=True):
+        row[0].imshow(image[0].permute(1, 2, 0).numpy())
+        row[0].set_title(f"{arm}: the canvas", fontsize=9)
+        model, axes = network(arm, seed=0), iter(row[1:])
+        step = training(model, steps, seed=0)
+        for done in range(steps + 1):
+            if done in looks:
+                with capture(model, queries=[(36, 20)], reduce="mean") as maps, quiet_eval(model):
+                    model(image)
+                axis = next(axes)
+                axis.imshow(next(iter(maps.values())).weights[0, 0, 0].numpy(), extent=(0, 96, 96, 0), vmin=0)
+                axis.set_title(f"after {done} steps", fontsize=9)
+            if done < steps:
+                step()
+        for axis in row:
+            axis.set_axis_off()
+            axis.add_patch(Rectangle((16, 32), 8, 8, fill=False, edgecolor="tab:cyan", linewidth=2))
+    return figure
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
@@ -99,9 +127,13 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=600, help="of training")
     parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
     parser.add_argument("--output", default="runs/recall", help="folder of the results")
+    parser.add_argument("--beginnings", metavar="FILE", help="train attention and matching, and draw where they look")
     told = parser.parse_args(arguments)
-    how = {"seeds": told.seeds, "output": told.output, "jobs": told.jobs, "step": timed}
-    save_figure(curve(trials(run, told.arms, **how, steps=told.steps)), Path(told.output) / "curve.png")
+    if told.beginnings:
+        save_figure(beginnings(told.steps), told.beginnings)
+    else:
+        how = {"seeds": told.seeds, "output": told.output, "jobs": told.jobs, "step": timed}
+        save_figure(curve(trials(run, told.arms, **how, steps=told.steps)), Path(told.output) / "curve.png")
 
 
 if __name__ == "__main__":

@@ -258,6 +258,9 @@ def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, 
     assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
     with Image.open(tmp_path / "curve.png") as picture:
         assert picture.width > 900
+    assert run_here("recall.py", "--beginnings", tmp_path / "beginnings.png")[0] == 0
+    with Image.open(tmp_path / "beginnings.png") as picture:
+        assert picture.width > 1200
     monkeypatch.setattr(torch.optim, "AdamW", None)  # nothing is trained again
     assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| arm") :])
     code, _, err = run_here("recall.py", "--output", tmp_path, "--steps", "40")
