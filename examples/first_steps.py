@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 
 import vision_attn as va
-import vision_attn.networks.models  # registers digit_pairs_attention with timm
+import vision_attn.networks.models  # registers recall_attention with timm
 from vision_attn.networks.figures import attention_figure, save_figure
-from vision_attn.tools.training.digits import CLASSES, digit_pairs
+from vision_attn.tools.comparison.recall import COLOURS, NOTHING, canvases
 
 torch.manual_seed(0)
 OUTPUT = Path("examples-output")
@@ -100,18 +100,21 @@ again
 # %% [markdown]
 # ## Into what it attends to
 #
-# The library comes with a small network that was trained to say whether two digits are of the same class. Where does
-# the marked cell of the left digit look?
+# The library comes with a small network that sees each cell of a canvas by itself. It was trained to say which colour
+# has the twin of every glyph on black. Where does the marked cell look?
 
 # %%
-model = timm.create_model("digit_pairs_attention", pretrained=True).eval()
-images, labels = (part[2:5] for part in digit_pairs(train=False))
-with va.capture(model, queries=[(4, 5)]) as maps, torch.inference_mode():
-    answers = model(images / 255).argmax(1)
+model = timm.create_model("recall_attention", pretrained=True).eval()
+images, colours = canvases(64, 12, train=False, generator=torch.Generator().manual_seed(0))
+row, column = 4, 2
+asks = colours[:, row, column] != NOTHING  # the canvases on which this cell asks
+images, colours = images[asks][:3], colours[asks][:3]
+with va.capture(model, queries=[(8 * row + 4, 8 * column + 4)]) as maps, torch.inference_mode():
+    answers = model(images).argmax(1)
 (attention,) = maps.values()
-assert torch.equal(answers, labels)
-titles = [f"the network says {CLASSES[answer]}" for answer in answers]
-figure = attention_figure(images / 255, attention, titles=titles, width=9)
+assert torch.equal(answers[:, row, column], colours[:, row, column])
+titles = [f"the network says {[*COLOURS][answer]}" for answer in answers[:, row, column]]
+figure = attention_figure(images, attention, titles=titles, width=7)
 save_figure(figure, OUTPUT / "first_steps.png")
 print(f"wrote {OUTPUT / 'first_steps.png'}")
 figure
@@ -123,10 +126,10 @@ figure
 
 # %%
 with torch.inference_mode():
-    expected = model(images / 255)
+    expected = model(images)
     for impl in va.IMPLS:
         with va.use_impl(model, impl):
-            difference = (model(images / 255) - expected).abs().max()
+            difference = (model(images) - expected).abs().max()
         print(f"{impl:<8} {difference:.0e}")
         assert difference < 1e-4
 
