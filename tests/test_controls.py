@@ -7,10 +7,26 @@ import torch
 import torch.nn.functional as F
 
 import vision_attn as va
-from vision_attn.tools.comparison.controls import ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d
+from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
+from vision_attn.tools.comparison.controls import (
+    ConvBlock2d,
+    GatedConvBlock2d,
+    LinearBlock2d,
+    NormBlock2d,
+    SqueezeExciteBlock2d,
+)
+
+#: Each with what learns first.
+FIRST = {
+    ConvBlock2d: {"project.weight", "project.bias"},
+    partial(GatedConvBlock2d, kernel_size=5): {"project.weight", "project.bias"},
+    LinearBlock2d: {"attn.proj.weight", "attn.proj.bias"},
+    NormBlock2d: {"gate"},
+    SqueezeExciteBlock2d: {"gate"},
+}
 
 
-@pytest.mark.parametrize("block", [ConvBlock2d, NormBlock2d, SqueezeExciteBlock2d])
+@pytest.mark.parametrize("block", FIRST)
 def test_a_new_control_is_the_identity_and_its_gate_or_last_projection_learns_first(block):
     torch.manual_seed(0)
     x = torch.randn(2, 16, 4, 5)
@@ -19,7 +35,7 @@ def test_a_new_control_is_the_identity_and_its_gate_or_last_projection_learns_fi
     new = block(16)
     new(x).square().sum().backward()
     moved = {key for key, parameter in new.named_parameters() if parameter.grad is not None and parameter.grad.any()}
-    assert moved == ({"project.weight", "project.bias"} if block is ConvBlock2d else {"gate"})
+    assert moved == FIRST[block]
 
 
 def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
@@ -39,3 +55,19 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
     block = ConvBlock2d(8, kernel_size=None, gate_init=0.5)
     pooled = F.gelu(block.expand(block.norm(x).mean((2, 3), keepdim=True)))  # without a kernel: the mean of the map
     torch.testing.assert_close(block(x) - x, (0.5 * block.project(pooled)).expand_as(x))
+
+
+def test_every_arm_that_is_compared_goes_into_a_network_of_ones_own_exactly():
+    for arm in LOOKING_UP:
+        torch.manual_seed(0)
+        model, x = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 1), torch.nn.ReLU()), torch.randn(2, 3, 6, 6)
+        before = model(x)
+        report = insert_arm_(model, arm, names="0", example_input=x, side=6, num_heads=4, qk_norm="match")
+        assert (report is None) == (arm == "plain")
+        torch.testing.assert_close(model.eval()(x), before)
+    assert model[0].inserted.attn.matches
+    block = GatedConvBlock2d(8, kernel_size=3, gate_init=0.5)
+    torch.nn.init.normal_(block.project.weight)
+    x = torch.randn(2, 8, 4, 5)
+    u, v = block.expand(block.norm(x)).chunk(2, dim=1)
+    torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))

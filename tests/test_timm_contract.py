@@ -12,7 +12,8 @@ import vision_attn as va
 from vision_attn.networks import models
 from vision_attn.networks.insertion.attach import keys_of_blocks
 
-NAMES = [name for name in models.__all__ if timm.is_model(name)]
+#: Those that classify images: recall's classify every cell.
+NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
 #: Quick ones of our own classes with a block: for CIFAR, and the digits'.
 QUICK = ["resnet20_attention", "digit_pairs_attention"]
 
