@@ -22,7 +22,7 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
         assert re.search(rf"\| {arm} \| {runs['0']['4 pairs %']:.1f} \|", out)
     with Image.open(tmp_path / "attention.png") as picture:
         assert picture.width > 1000
-    assert "it says" in (tmp_path / "explorer.html").read_text()
+    assert "Which colour has the twin" in (tmp_path / "explorer.html").read_text()
     files = {"attention.png", "explorer.html", "runs.json", "trials.md", "plain", "attention"}
     assert {path.name for path in tmp_path.iterdir()} == files
     assert list(va.inserted(va.load_model(tmp_path / "attention"))) == ["stage2.1.2"]

@@ -63,4 +63,4 @@ def draw(model: nn.Module, folder: Path) -> None:
     (attention,) = maps.values()
     save_figure(attention_figure(images, attention, titles=titles, width=7.5), folder / "attention.png")
     title = "Which colour has the twin of each glyph on black?"
-    explore(model, images, folder / "explorer.html", titles=titles, title=title)
+    explore(model, images, folder / "explorer.html", title=title)
