@@ -81,6 +81,7 @@ class GatedConvBlock2d(GatedResidual):
     Source: one step of the operator of Poli et al., *Hyena Hierarchy*, 2023, https://arxiv.org/abs/2302.10866, with an
     explicit kernel over two axes
 
+    >>> import torch
     >>> GatedConvBlock2d(64, kernel_size=23)(torch.randn(2, 64, 12, 12)).shape
     torch.Size([2, 64, 12, 12])
     """
@@ -114,6 +115,7 @@ class LinearBlock2d(GatedResidual):
     Raises:
         ValueError: as :class:`LinearAttention2d`.
 
+    >>> import torch
     >>> LinearBlock2d(64)(torch.randn(2, 64, 7, 7)).shape
     torch.Size([2, 64, 7, 7])
     """
