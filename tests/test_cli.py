@@ -240,7 +240,6 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["predict", "RUN", "EMPTY"], 1, "empty has no images"),
         (["predict", "RUN", "broken.png"], 1, "broken.png cannot be read as an image"),
         (["predict", "EMPTY", "IMAGE"], 1, "there is no such file: give a folder that save_model or timm wrote"),
-        (["evaluate", "OLD"], 2, "is of an earlier version"),
         (["evaluate", "RUN"], 2, "data must name the folder of the data set 'folder': give --data"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "model: resnet20 has no attention to look into"),
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
@@ -255,13 +254,11 @@ def test_what_cannot_be_used_or_looked_at_is_said(
     capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "old"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "old" / "best.pth").touch()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.png").write_bytes(b"no image")
     given = {
         "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
-        "EMPTY": tmp_path / "empty", "OLD": tmp_path / "old",
+        "EMPTY": tmp_path / "empty",
     }  # fmt: skip
     found, _, err = run(capsys, *(given.get(word, word) for word in arguments))
     assert (found, err.count("\n")) == (code, 1), err
