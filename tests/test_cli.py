@@ -267,13 +267,13 @@ def test_what_cannot_be_used_or_looked_at_is_said(
 
 def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
     code, out, err = run(
-        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--insert", -1, "--at", "before",
-        "--num-heads", 4, "--pattern", "va.Window(4)",
+        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4,
+        "--pattern", "va.Window(4)",
     )  # fmt: skip
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    assert "1 block inserted (AttentionBlock2d, pattern=va.Window(4)" in words
-    assert "before layer3.0 32 8×16 4 " in words
+    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in words
+    assert "layer3 64 4×8 4 " in words
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg
@@ -31,8 +31,6 @@ def inspect(
     /,
     input_size: tuple[int, ...] = (),
     batch_size: int = 128,
-    insert: tuple[str, ...] = (),
-    at: Literal["after", "before", "branch"] = "after",
     num_heads: int | None = None,
     pattern: str = "full",
 ) -> None:
@@ -42,21 +40,18 @@ def inspect(
         model: a name that timm knows, one of ours, or torchvision:resnet18
         input_size: side of the images in pixels, or height and width (default: the model's, else 224)
         batch_size: images in a step of training
-        insert: where attention goes: modules (globs) or stages by index
-        at: of these sites
         num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
         pattern: full, rows, columns, 'Window(7)', … or a line of einx
     """
     from vision_attn.networks.checkpoints.specification import from_word
-    from vision_attn.networks.insertion import parse_sites
     from vision_attn.networks.inspection import inspect_model
 
-    options: dict[str, Any] = {"batch_size": batch_size, "at": at, "num_heads": num_heads}
+    options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
     if pattern != "full":  # of the block only what is not its default is shown
         options["pattern"] = from_word(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    say(inspect_model(model, **parse_sites(insert), **options))
+    say(inspect_model(model, **options))
 
 
 def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
