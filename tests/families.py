@@ -165,10 +165,6 @@ ENTRIES = (
     Entry("transformers", "Swin", "SwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
     Entry("transformers", "SegFormer", "SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
     Entry("transformers", "MaskFormer", "MaskFormerSwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
-    Entry("transformers", "SAM", "SamVisionModel", TOKENS[:1], {
-        "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "image_size": 64, "window_size": 2,
-        "global_attn_indexes": [1], "mlp_dim": 96,
-    }),
     Entry("vit_pytorch", "ViT", "ViT", TOKENS[:1], PYTORCH),
     Entry("vit_pytorch", "SimpleViT", "SimpleViT", TOKENS[:1], PYTORCH),
     Entry("vit_pytorch", "MaxViT", "max_vit.MaxViT", ((112, 112),), {

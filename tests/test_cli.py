@@ -240,7 +240,6 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["predict", "RUN", "EMPTY"], 1, "empty has no images"),
         (["predict", "RUN", "broken.png"], 1, "broken.png cannot be read as an image"),
         (["predict", "EMPTY", "IMAGE"], 1, "there is no such file: give a folder that save_model or timm wrote"),
-        (["evaluate", "OLD"], 2, "is of an earlier version"),
         (["evaluate", "RUN"], 2, "data must name the folder of the data set 'folder': give --data"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "model: resnet20 has no attention to look into"),
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
@@ -255,13 +254,11 @@ def test_what_cannot_be_used_or_looked_at_is_said(
     capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "old"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "old" / "best.pth").touch()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.png").write_bytes(b"no image")
     given = {
         "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
-        "EMPTY": tmp_path / "empty", "OLD": tmp_path / "old",
+        "EMPTY": tmp_path / "empty",
     }  # fmt: skip
     found, _, err = run(capsys, *(given.get(word, word) for word in arguments))
     assert (found, err.count("\n")) == (code, 1), err
@@ -270,13 +267,13 @@ def test_what_cannot_be_used_or_looked_at_is_said(
 
 def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
     code, out, err = run(
-        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--insert", -1, "--at", "before",
-        "--num-heads", 4, "--pattern", "va.Window(4)",
+        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4,
+        "--pattern", "va.Window(4)",
     )  # fmt: skip
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    assert "1 block inserted (AttentionBlock2d, pattern=va.Window(4)" in words
-    assert "before layer3.0 32 8×16 4 " in words
+    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in words
+    assert "layer3 64 4×8 4 " in words
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):

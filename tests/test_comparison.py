@@ -176,34 +176,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, further, message):
     assert not (tmp_path / "runs").exists()
 
 
-def test_candidates_are_chosen_by_images_held_out_from_training(tmp_path, monkeypatch, capsys):
-    """The images to evaluate on are seen by the arms that are reported alone."""
-    seen = []
-
-    def outcome(settings):
-        settings.output.mkdir(parents=True)
-        seen.append((settings.output.name, settings.val_share, settings.insert, settings.block_options))
-        top1 = {"open-0": 50.0, "shut-0": 60.0}.get(settings.output.name, 40.0)
-        return Outcome(top1, 1.0, 10, 20, 1.0, 1.0, None)
-
-    monkeypatch.setattr(runs, "run", outcome)
-    candidates = ["open=attention --block-options gate_init=1", "shut=attention --block-options gate_init=0"]
-    arguments = ["--dataset", "cifar10", "--arms", "plain", "attention", "--seeds", "0", "--jobs", "1"]
-    arguments += ["--output", str(tmp_path), "--val-share", "0.25", "--candidates", *candidates]
-    assert cli.main(["compare", *arguments]) == 0
-    heads, sites = "num_heads=4", ("layer3.*",)  # the recipe's
-    assert seen[:2] == [
-        ("open-0", 0.25, sites, (heads, "gate_init=1")),
-        ("shut-0", 0.25, sites, (heads, "gate_init=0")),
-    ]
-    assert seen[2:4] == [("plain-0", None, (), ()), ("attention-0", None, sites, (heads,))]
-    assert seen[4:] == [("shut-0", None, sites, (heads, "gate_init=0"))]
-    assert "The best of the candidates, on images held out from training: shut" in capsys.readouterr().out
-    assert list(scores(tmp_path)) == ["plain", "attention", "shut"]
-    assert "held-out training images" in (tmp_path / "candidates" / "comparison.md").read_text()
-    assert "held-out" not in (tmp_path / "comparison.md").read_text()
-
-
 class Process:
     """One that ends at once, with what it was given."""
 

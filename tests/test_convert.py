@@ -233,8 +233,7 @@ for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block
 window = partial(tm.davit.WindowAttention, window_size=(3, 5))
 for kind in (tm.convit.MHSA, window, partial(tm.tnt.Attention, hidden_dim=12)):
     add(partial(kind, 8, num_heads=2), on_tokens)
-sam = partial(tm.vision_transformer_sam.Attention, 8, 2)
-for kind in (partial(tm.volo.Attention, 8, 2), partial(tm.hieradet_sam2.MultiScaleAttention, 8, 12, 2), sam):
+for kind in (partial(tm.volo.Attention, 8, 2), partial(tm.hieradet_sam2.MultiScaleAttention, 8, 12, 2)):
     add(kind, channels_last)
 add(partial(tm.twins.LocallyGroupedAttn, 8, 2, ws=2), sized)
 hugging = partial(transformers_layer, hidden_size=8, num_attention_heads=2)
@@ -278,15 +277,12 @@ only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
 only(partial(tm.twins.GlobalSubSampleAttn, 8, 2, sr_ratio=2), sized, shapes=[(8, 4, 6)])
 only(partial(gcvit, 8, 2, (3, 5), use_global=False), on_tokens)
 only(partial(tm.tiny_vit.Attention, 8, 3, 2, 2, resolution=(3, 5)), on_tokens)
-only(partial(sam, use_rel_pos=True, input_size=(3, 5)), channels_last)
 for path in ("swin.modeling_swin.SwinAttention", "maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"):
     windows = partial(transformers_layer, path, 8, 2, 3)
     only(windows, lambda layer, x: on_tokens(layer, x, MASKS[:, :9, :9]), shapes=[(8, 3, 3)])
 segformer = partial(transformers_layer, "segformer.modeling_segformer.SegformerAttention", 8, 2)
 for ratio in (1, 2):
     only(partial(segformer, ratio), lambda layer, x: layer(tokens(x), *x.shape[2:])[0], shapes=[(8, 4, 6)])
-hugging_sam = partial(hugging, "sam.modeling_sam.SamVisionSdpaAttention", 3, config="SamVisionConfig")
-only(hugging_sam, channels_last, shapes=[(8, 3, 3)])
 for kind in ("vit", "simple_vit"):
     only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
 inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)

@@ -259,15 +259,9 @@ def test_what_cannot_be_resumed_is_said(base, tmp_path):
     for resume, output, message in (
         (tmp_path / "nothing", None, "resume: there is no run in .*nothing"),
         (tmp_path / "nothing", base.output, "output must be the folder that a run goes on in"),
-        (tmp_path / "old" / "last.pth", None, "earlier version, from which none can go on: begin from its weights"),
-        (tmp_path / "old", None, r"earlier version, .* --weights .*old/best\.pth"),
     ):
-        (tmp_path / "old").mkdir(exist_ok=True)
-        (tmp_path / "old" / "best.pth").touch()
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             train(replace(base, resume=str(resume), output=output), say=quiet)
-    with pytest.raises(ValueError, match="earlier version"):  # which overwriting would lose
-        train(replace(base, output=tmp_path / "old"), say=quiet)
 
 
 def test_a_state_that_is_damaged_or_hostile_is_refused_and_runs_nothing(base, tmp_path, capfd):

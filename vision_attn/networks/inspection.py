@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from vision_attn.networks.insertion.costs import Share, percent, together
 from vision_attn.networks.insertion.declared import DryRun
 from vision_attn.networks.insertion.insert import new_block
 from vision_attn.networks.insertion.record import fitting_heads
-from vision_attn.networks.insertion.sites import select_sites, stages_of, targets_of
+from vision_attn.networks.insertion.sites import stages_of
 from vision_attn.text import Report, Table
 
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
@@ -42,15 +42,10 @@ class Site(InsertedBlock):
 
     #: bytes that training keeps for the backward pass of a batch, with the implementation that runs
     saved: int = 0
-    #: its index among the stages; None for a site that was chosen
-    stage: int | None = None
+    #: its index among the stages
+    stage: int = 0
     #: whether a block is inserted there already, so that no other can be
     occupied: bool = False
-
-    @property
-    def path(self) -> str:
-        """Of the module, and on which side of it if not after it."""
-        return self.site if self.at == "after" else f"{self.at} {self.site}"
 
 
 @dataclass(frozen=True)
@@ -91,26 +86,18 @@ class Inspection(Report):
     options: Mapping[str, Any]
     #: what the network itself has and does
     whole: Share
-    #: every stage, or the sites that were chosen
+    #: every stage
     sites: tuple[Site, ...]
     #: of the GPU or else of the machine, in bytes; infinite where the system does not say
     memory_limit: float
-    #: where to begin, the best first; none where sites were chosen
+    #: where to begin, the best first
     proposals: tuple[Proposal, ...]
-
-    @property
-    def chosen(self) -> bool:
-        """Whether the sites were chosen, and are no stages."""
-        return self.sites[0].stage is None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """A line each for maps that are too small or large for a block, and for what does not fit into memory."""
         free = [site for site in self.sites if not site.occupied]
-        sizes = {site.path: site.saved for site in free}
-        if self.chosen:
-            sizes = {" and ".join(sizes): sum(sizes.values())}
-        large = [f"{size / GIBI:,.2f} GiB of {path}" for path, size in sizes.items() if size > self.memory_limit]
+        large = [f"{one.saved / GIBI:,.2f} GiB of {one.site}" for one in free if one.saved > self.memory_limit]
         what = f"training keeps {', '.join(large)}, more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB"
         lines = [f"{what}: take a smaller input or batch, va.Window(7) or a later stage"] if large else []
         return (*InsertionReport(tuple(free)).warnings, *lines)
@@ -118,30 +105,29 @@ class Inspection(Report):
     def parts(self) -> list[str | Table]:
         size = "×".join(map(str, self.input_shape[1:]))
         has = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
-        count, options = len(self.sites), f", {written(self.options)}" if self.options else ""
-        what = f"{count} {'block' if count == 1 else 'blocks'} inserted" if self.chosen else "A block after a stage"
+        options = f", {written(self.options)}" if self.options else ""
         reading = (
-            f"{what} ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
+            f"A block after a stage ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
             f"last: MiB that training keeps of {self.batch_size:,} images):"
         )
         columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", "MiB")
         rows: list[Sequence[str]] = [columns]
         for site in self.sites:
-            name = f"{site.path} (has a block)" if site.occupied else site.path
-            place = "" if site.stage is None else f"{site.stage}", name, f"{site.channels}", site.size
+            name = f"{site.site} (has a block)" if site.occupied else site.site
+            place = f"{site.stage}", name, f"{site.channels}", site.size
             numbers = zip(cost_of([site]), self.whole, strict=True)
             costs = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
             rows.append((*place, f"{site.options.get('num_heads', 8)}", *costs, f"{site.saved / MEBI:,.1f}"))
         heading, table = f"{self.model} on images of {size}: {has}", Table(rows, left=(1,))
-        warned = [together(cost_of(self.sites), self.whole)] if self.chosen else []
-        warned += [f"warning: {line}" for line in self.warnings]
-        none = [] if self.chosen else ["", "No free stage has a map that attention is worth trying on."]
-        advice = ["", "Worth trying:", *map(self.advice, self.proposals)] if self.proposals else none
+        warned = [f"warning: {line}" for line in self.warnings]
+        advice = ["", "No free stage has a map that attention is worth trying on."]
+        if self.proposals:
+            advice = ["", "Worth trying:", *map(self.advice, self.proposals)]
         return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
 
     def advice(self, proposal: Proposal) -> str:
         """One of the proposals: where and why, the call, and what it costs."""
-        names = " and ".join(f"{site.path} ({site.size})" for site in proposal.sites)
+        names = " and ".join(f"{site.site} ({site.size})" for site in proposal.sites)
         call, cost = proposal.call(self.example_input), together(cost_of(proposal.sites), self.whole)
         return f"- {names}: {proposal.why}\n  {call}\n  {cost}"
 
@@ -171,27 +157,20 @@ def inspect_model(
     input_size: int | Sequence[int] | None = None,
     example_input: Any = None,
     batch_size: int = 128,
-    stages: int | str | Iterable[int | str] | None = None,
-    names: str | Iterable[str] | None = None,
-    at: str = "after",
     num_heads: int | None = None,
     **block_options: Any,
 ) -> Inspection:
     """What an attention block would cost at each stage of a network, and where it is worth trying.
 
-    The network is run as :func:`vision_attn.insert_` runs it; blocks are not run at all. With ``stages`` or ``names``
-    what is reported is what blocks at these sites cost. The model is left as it is.
+    The network is run as :func:`vision_attn.insert_` runs it; blocks are not run at all. The model is left as it is.
+    What blocks at other sites cost is in the report of :func:`vision_attn.insert_`.
 
     Args:
         model: a network, or the name of one: as timm knows it, or ``"torchvision:resnet18"``.
         input_size: side of the images, or their height and width, in pixels; the model's own when None, else 224.
         example_input: in its place, what the network's forward takes, as in :func:`vision_attn.insert_`.
         batch_size: images that one step of training holds.
-        stages: as in :func:`vision_attn.insert_`.
-        names: as in :func:`vision_attn.insert_`.
-        at: as in :func:`vision_attn.insert_`; for sites that are chosen.
-        num_heads: heads; at a stage that is not chosen, the largest number up to it that divides the channels. 8 when
-            None, fitted to the channels of chosen sites too.
+        num_heads: heads, or the largest number up to it that divides the channels; 8 when None.
         **block_options: further arguments of :class:`vision_attn.AttentionBlock2d`, such as ``pattern``.
 
     Returns:
@@ -199,10 +178,10 @@ def inspect_model(
 
     Raises:
         ValueError: no such model, a size that it does not take, an option that the block refuses.
-        SiteError: no such site, or one that cannot take a block.
+        SiteError: the model declares no stages, as in :func:`vision_attn.stage_names`.
 
     >>> inspection = inspect_model("torchvision:resnet18", input_size=64, batch_size=1)
-    >>> [(site.path, site.size) for site in inspection.sites][-2:]
+    >>> [(site.site, site.size) for site in inspection.sites][-2:]
     [('layer3', '4×4'), ('layer4', '2×2')]
     """
     check_count("batch_size", batch_size)
@@ -210,20 +189,14 @@ def inspect_model(
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     run = DryRun(network, example)
-    chosen = stages is not None or names is not None
-    side = "before" if chosen and at == "before" else "after"
-    if chosen:
-        paths = targets = targets_of(run, select_sites(run, stages=stages, names=names, where=None), at)
-    else:
-        paths = stages_of(run)
-        targets = [end_of_sequential(network, path) for path in paths]
-    maps = dict(zip(paths, run.the_maps(targets, side), strict=True))
+    paths = stages_of(run)
+    maps = dict(zip(paths, run.the_maps([end_of_sequential(network, path) for path in paths], "after"), strict=True))
 
-    def price(path: str, options: Mapping[str, Any], stage: int | None = None) -> Site:
+    def price(path: str, options: Mapping[str, Any], stage: int = 0) -> Site:
         one = maps[path]
         occupied = one.target in inserted(network)
         one = one._replace(form=one.form._replace(device=torch.device("meta")))
-        block = new_block(run, None, one, side, options)
+        block = new_block(run, None, one, "after", options)
         record: InsertedBlock = vars(block)[RECORD]
         shape = (batch_size, record.channels, *record.map_size)
         kept = count_saved_bytes(block, shape, one.form.dtype)
@@ -233,11 +206,11 @@ def inspect_model(
     for index, (path, one) in enumerate(maps.items()):
         options = dict(block_options)
         if num_heads is not None:
-            options["num_heads"] = num_heads if chosen else fitting_heads(one.shape[1], num_heads)
-        sites.append(price(path, options, None if chosen else index))
+            options["num_heads"] = fitting_heads(one.shape[1], num_heads)
+        sites.append(price(path, options, index))
     # The activation that ends a stem has learned nothing that positions could be compared by.
     learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
-    free = [] if chosen else [site for site in learning if not site.occupied]
+    free = [site for site in learning if not site.occupied]
     proposals = propose(free, len(sites), price, num_heads or 8, block_options)
     # timm writes its name for a network into its configuration.
     known = model if isinstance(model, str) else (getattr(network, "pretrained_cfg", None) or {}).get("architecture")
@@ -304,7 +277,7 @@ def propose(
         heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)
         options = {**({} if heads == 8 else {"num_heads": heads}), **asked, **options}
         # The last two stages are counted from the end, as one speaks of them.
-        indices = [site.stage or 0 for site in chosen]
+        indices = [site.stage for site in chosen]
         stages = [index - count if index >= count - 2 else index for index in indices]
         sites = tuple(price(site.site, options) for site in chosen)
         return Proposal(sites, {"stages": stages, **options}, why)

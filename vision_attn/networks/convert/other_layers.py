@@ -18,7 +18,7 @@ from vision_attn.attention.patterns import Neighborhood
 from vision_attn.networks.convert import row as ours
 from vision_attn.networks.convert.proof import check_without, random_like, random_map
 from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, folded, heads_first, named, rows_of
-from vision_attn.networks.convert.timm_layers import SAM, VIT, over_windows
+from vision_attn.networks.convert.timm_layers import VIT, over_windows
 
 Attend = Callable[..., Tensor]
 
@@ -346,9 +346,6 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys(of_transformers("clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2"), CLIP),
     **dict.fromkeys(of_transformers("segformer.Segformer"), SEGFORMER),
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention": MASKFORMER_SWIN,
-    "transformers.models.sam.modeling_sam.SamVisionSdpaAttention": replace(
-        SAM, options={**SAM.options, "num_heads": "num_attention_heads"}, drops=("", "")
-    ),
     "vit_pytorch.vit.Attention": VIT_PYTORCH,
     "vit_pytorch.simple_vit.Attention": replace(VIT_PYTORCH, weights=named("to_qkv", "to_out"), drops=("", "")),
     "vit_pytorch.max_vit.Attention": VIT_PYTORCH_MAXVIT,

@@ -176,9 +176,9 @@ def cut_of(outer: Any, module: Any) -> Window | Grid | None:
 
 #: Where the modules are that cut a map, each in words of its own.
 CUTS = {
-    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit", "swin_transformer")),
-    *(f"timm.models.{name}" for name in ("swin_transformer_v2", "vision_transformer_sam")),
-    *(f"transformers.models.{name}" for name in ("maskformer.modeling_maskformer_swin", "sam.modeling_sam")),
+    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit")),
+    *(f"timm.models.{name}" for name in ("swin_transformer", "swin_transformer_v2")),
     "torchvision.models.maxvit",
+    "transformers.models.maskformer.modeling_maskformer_swin",
     "transformers.models.swin.modeling_swin",
 }

@@ -153,24 +153,6 @@ def map_size(layer: Any) -> tuple[int, int]:
     return layer.pos_embed.height, layer.pos_embed.width
 
 
-def sam_weights(layer: Any) -> Weights:
-    """Its tables are by query less key."""
-    sides = (("height_rel", "rel_pos_h"), ("width_rel", "rel_pos_w")) if layer.use_rel_pos else ()
-    return vit_weights(layer) | {f"position.{ours}": getattr(layer, theirs).flip(0) for ours, theirs in sides}
-
-
-def sam_size(layer: Any) -> tuple[int, int]:
-    return ((len(layer.rel_pos_h) + 1) // 2, (len(layer.rel_pos_w) + 1) // 2) if layer.use_rel_pos else (3, 4)
-
-
-def attend_sam(layer: Any, attend: Attend, hidden_states: Tensor, output_attentions: Any = None) -> Any:
-    """On a map of the size that its tables are for: it stretches them in another way."""
-    if output_attentions or (layer.use_rel_pos and tuple(hidden_states.shape[1:3]) != sam_size(layer)):
-        return OWN
-    y = attend(hidden_states.movedim(-1, 1)).movedim(1, -1)
-    return (y, None) if hasattr(layer, "num_attention_heads") else y
-
-
 POOLED_QUERIES = "the block has a query for each position"
 POOLED = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
 
@@ -251,15 +233,6 @@ TWINS = replace(
     call=attend_windows_in_tokens,
     example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
 )
-SAM = Row(
-    weights=sam_weights,
-    options={"position": lambda layer: RelPosDecomposed(feat_size=sam_size(layer)) if layer.use_rel_pos else None},
-    axes="b h w c",
-    refuses={"rope": "its angles are another's"},
-    around=("rel_pos_h",),
-    size=sam_size,
-    call=attend_sam,
-)
 TORCHVISION_MAXVIT = replace(
     TIMM_SWIN,
     weights=lambda layer: named("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
@@ -297,7 +270,6 @@ ROWS: dict[str, Row] = {
         around=("rel_pos",),
     ),
     "timm.models.hieradet_sam2.MultiScaleAttention": replace(VIT, axes="b h w c", refuses={"q_pool": POOLED_QUERIES}),
-    "timm.models.vision_transformer_sam.Attention": SAM,
     "timm.layers.attention_pool2d.AttentionPool2d": replace(
         VIT,
         call=attend_pool,

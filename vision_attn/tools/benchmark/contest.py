@@ -15,10 +15,8 @@ class Contest:
 
     rows: tuple[str, ...] = ("implementations",)  # what is compared: implementations, libraries, variants, … or all
     swap: tuple[str, ...] = ()  # in place of rows, networks by name, before and after swap_
-    only: tuple[str, ...] = ()  # contestants, by parts of their names
     shapes: tuple[str, ...] = ()  # of maps: batch,channels,height,width (default: the row's own)
     heads: int | None = None  # of every contestant (default: the row's own)
-    layouts: tuple[str, ...] = ()  # nchw, channels-last (default: the row's own)
     device: Literal["cpu", "cuda"] | None = None  # where it runs (default: cuda, if there is one)
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of maps and weights
     threads: int | None = None  # of the CPU (default: as many as torch has)
@@ -26,4 +24,3 @@ class Contest:
     output: Annotated[Path | None, arg(aliases=["-o"])] = (
         None  # JSON file for all that was measured, written after each table
     )
-    markdown_output: Path | None = None  # Markdown file for the tables, the same

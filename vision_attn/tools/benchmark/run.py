@@ -26,7 +26,7 @@ from vision_attn.errors import BenchmarkError
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.inspection import network_of
 from vision_attn.networks.safe import write_atomically
-from vision_attn.text import markdown, table
+from vision_attn.text import table
 from vision_attn.tools.benchmark.contest import Contest
 from vision_attn.tools.benchmark.contestants import LAYOUTS, ROWS, Maker, Row, Shape
 
@@ -113,21 +113,19 @@ def run_benchmark(contest: Contest, *, say: Callable[[str], None] = print) -> li
     say(f"{about}\n\n{HEADER.format(rounds=contest.rounds)}")
     found: list[BenchmarkTable] = []
     for name, row in rows_of(contest.rows, contest.swap).items():
-        parts = [part.lower() for part in contest.only or [""]]
-        makers = {who: make for who, make in row.contestants.items() if any(part in who.lower() for part in parts)}
-        if not makers:
-            raise ValueError(f"only: no contestant of {name} has {' or '.join(contest.only)} in its name")
         for shape, usual in (dict.fromkeys(shapes, 8) or row.shapes).items():
-            for layout in contest.layouts or row.layouts:
+            for layout in row.layouts:
                 n = contest.heads or usual
                 with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # float32 is float32 for all
                     x = torch.randn(shape).to(place, getattr(torch, contest.dtype)).to(memory_format=LAYOUTS[layout])
-                    timings = measure(makers, x, n, contest.rounds, threads)
+                    timings = measure(row.contestants, x, n, contest.rounds, threads)
                 size = f"batch {shape[0]}, {shape[1]} channels, {shape[2]}×{shape[3]}, {n} heads, {layout}"
                 found.append(BenchmarkTable(f"{name}: {size}", timings))
                 said = [found[-1].title, table(found[-1].rows()), found[-1].warning]
                 say("\n" + "\n".join(filter(None, said)))
-                write_reports(found, about, contest.output, contest.markdown_output)
+                if contest.output:  # after each table, so that an interrupted run has what it measured
+                    content = {"about": about, "tables": [asdict(one) for one in found]}
+                    write_atomically(contest.output, json.dumps(content, indent=1).encode())
     return found
 
 
@@ -264,18 +262,6 @@ def describe_machine(device: torch.device, threads: int, dtype: str) -> str:
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
     versions = ", ".join(f"{name} {version(name)}" for name in ("torchvision", "timm", "einx", "vision-attn"))
     return f"{place}, threads {threads}, dtype {dtype}; torch {torch.__version__}, {versions}"
-
-
-def write_reports(
-    found: Sequence[BenchmarkTable], about: str, output: Path | None, markdown_output: Path | None
-) -> None:
-    """Write what there is so far, so that an interrupted run has what it measured."""
-    if output:
-        content = {"about": about, "tables": [asdict(one) for one in found]}
-        write_atomically(output, json.dumps(content, indent=1).encode())
-    if markdown_output:
-        parts = [part for one in found for part in (f"### {one.title}", markdown(one.rows()), one.warning) if part]
-        write_atomically(markdown_output, "\n\n".join([about, *parts, ""]).encode())
 
 
 def written(value: float) -> str:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg
@@ -31,8 +31,6 @@ def inspect(
     /,
     input_size: tuple[int, ...] = (),
     batch_size: int = 128,
-    insert: tuple[str, ...] = (),
-    at: Literal["after", "before", "branch"] = "after",
     num_heads: int | None = None,
     pattern: str = "full",
 ) -> None:
@@ -42,21 +40,18 @@ def inspect(
         model: a name that timm knows, one of ours, or torchvision:resnet18
         input_size: side of the images in pixels, or height and width (default: the model's, else 224)
         batch_size: images in a step of training
-        insert: where attention goes: modules (globs) or stages by index
-        at: of these sites
         num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
         pattern: full, rows, columns, 'Window(7)', … or a line of einx
     """
     from vision_attn.networks.checkpoints.specification import from_word
-    from vision_attn.networks.insertion import parse_sites
     from vision_attn.networks.inspection import inspect_model
 
-    options: dict[str, Any] = {"batch_size": batch_size, "at": at, "num_heads": num_heads}
+    options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
     if pattern != "full":  # of the block only what is not its default is shown
         options["pattern"] = from_word(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    say(inspect_model(model, **parse_sites(insert), **options))
+    say(inspect_model(model, **options))
 
 
 def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
@@ -195,8 +190,6 @@ class Compared:
 
     # by name, or NAME=ARM FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'
     arms: tuple[str, ...] = ("plain", "convolution", "se", "attention")
-    # arms of which the best on images held out from training becomes the last of --arms; see --val-share
-    candidates: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of each arm
     jobs: int | None = None  # runs side by side (default: as many as GPUs, or as cores)
     output: Output = Path("runs/compare")  # folder of the runs and the tables
@@ -212,27 +205,16 @@ def compare(words: list[str]) -> None:
 
     unset = Settings(insert=("…",))  # the sites are the recipe's or the arm's, where flags name none
     common = recipe(changed(settings_from(rest, prog, unset), unset))
-    share = common.pop("val_share", 0.1) if how.candidates else None
+    arms: dict[str, dict[str, Any]] = {}
+    for name, sign, text in (word.partition("=") for word in how.arms):
+        flags = shlex.split(text)
+        base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
+        if not name or "/" in name or name in arms:
+            raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
+        own = changed(settings_from(flags, f"{prog} --arms {name}", unset), unset)
+        arms[name] = settings_of_arm(base, own, common)
 
     from vision_attn.tools.comparison.runs import compare as compare_arms
 
-    def arms(given: tuple[str, ...], **further: Any) -> dict[str, dict[str, Any]]:
-        found = {}
-        for name, sign, text in (word.partition("=") for word in given):
-            flags = shlex.split(text)
-            base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
-            if not name or "/" in name or name in found:
-                raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
-            own = changed(settings_from(flags, f"{prog} --arms {name}", unset), unset)
-            found[name] = {**settings_of_arm(base, own, common), **further}
-        return found
-
-    chosen = arms((*how.arms, *how.candidates))
     command = shlex.join(["vision-attn", *sys.argv[1:]])
-    if how.candidates:
-        folder = f"{how.output}/candidates"
-        candidates = arms(how.candidates, val_share=share)
-        best = compare_arms(candidates, seeds=how.seeds, jobs=how.jobs, command=command, output=folder).best
-        print(f"\nThe best of the candidates, on images held out from training: {best}\n")
-        chosen = {**arms(how.arms), best: chosen[best]}
-    compare_arms(chosen, seeds=how.seeds, jobs=how.jobs, command=command, output=str(how.output))
+    compare_arms(arms, seeds=how.seeds, jobs=how.jobs, command=command, output=str(how.output))

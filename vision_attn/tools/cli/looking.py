@@ -23,9 +23,7 @@ Output = Annotated[Path, arg(aliases=["-o"])]
 def open_network(path: Path) -> Any:
     """The network in a folder of a run or of ``save_model``."""
     from vision_attn.networks.models.folder import load_model
-    from vision_attn.tools.training.settings import refuse_old_run
 
-    refuse_old_run(path)
     return load_model(path)
 
 

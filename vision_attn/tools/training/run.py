@@ -26,7 +26,7 @@ from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores, 
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network, refuse_block
-from vision_attn.tools.training.settings import Settings, differences, read_settings, refuse_old_run, write_settings
+from vision_attn.tools.training.settings import Settings, differences, read_settings, write_settings
 
 #: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
 PATIENCE = 10
@@ -147,7 +147,6 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) 
     if path is None:
         network = build_network(settings, source, log)
     else:
-        refuse_old_run(path)
         model = load_model(path, block=maker_of(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
@@ -204,7 +203,6 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
         folder = Path(resume)
     if folder is None:
         return settings, False
-    refuse_old_run(folder)
     if newest_state(folder) is None:
         if resume not in (None, "auto"):
             raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")

@@ -198,9 +198,7 @@ def read_settings(path: Path, given: Collection[str]) -> Settings:
     """
     import yaml
 
-    if path.is_dir() or path.suffix == ".pth":
-        refuse_old_run(path)
-        path = path / "settings.yaml"
+    path = path / "settings.yaml" if path.is_dir() else path
     try:
         values = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, RecursionError) as error:
@@ -215,13 +213,3 @@ def read_settings(path: Path, given: Collection[str]) -> Settings:
         return Settings(**kept)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def refuse_old_run(path: Path) -> None:
-    """Refuse a run, or a checkpoint of a run, as versions before 0.1.0 left them."""
-    folder = path.parent if path.name in ("last.pth", "best.pth") else path
-    if path != folder or ((folder / "best.pth").exists() and not (folder / "model").exists()):
-        raise ValueError(
-            f"{path} is of an earlier version, from which none can go on: begin from its weights, with "
-            f"--weights {folder / 'best.pth'} and its --model and --insert"
-        )
