@@ -9,7 +9,6 @@ from scipy import stats
 
 import vision_attn as va
 from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.tools import cli
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of_arm
 from vision_attn.tools.comparison.runs import Outcome, compare
