@@ -106,8 +106,9 @@ class Inspection(Report):
         size = "×".join(map(str, self.input_shape[1:]))
         has = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
         options = f", {written(self.options)}" if self.options else ""
+        dtype = str(self.dtype).removeprefix("torch.")
         reading = (
-            f"A block after a stage ({self.sites[0].block}{options}, {str(self.dtype).removeprefix('torch.')}; %: of the network; "
+            f"A block after a stage ({self.sites[0].block}{options}, {dtype}; %: of the network; "
             f"last: MiB that training keeps of {self.batch_size:,} images):"
         )
         columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", "MiB")
