@@ -209,9 +209,13 @@ def test_attention_that_matches_is_a_page_of_torch(impl):
     nn.init.normal_(block.qkv.bias)
     x, context = torch.randn(2, 8, 3, 4, **DOUBLE) + 2, torch.randn(2, 8, 5, 2, **DOUBLE) - 1
     close(block(x, context=context), Matching(block)(x, context))
-    block = va.Attention2d(8, 2, impl=impl, qk_norm="match", pattern="rows", kv_stride=1, **DOUBLE)
-    shifted = block(x + torch.randn(8, 1, 1, **DOUBLE), context=x)  # what all queries share is no matter
-    close(shifted, block(x, context=x))
+    x, other = torch.randn(2, 8, 6, 6, **DOUBLE), torch.randn(8, 1, 1, **DOUBLE)
+    for pattern in ("full", "rows", va.Window(3), va.Neighborhood(3)):
+        block = va.Attention2d(8, 2, impl=impl, qk_norm="match", pattern=pattern, **DOUBLE)
+        nn.init.normal_(block.qkv.weight)
+        # What all positions share is no matter to the weights, and adds the same everywhere.
+        added = block(x + other) - block(x)
+        close(added, added[:1, :, :1, :1].expand_as(added))
 
 
 @pytest.mark.parametrize(

@@ -240,9 +240,8 @@ class Attention(Specified):
         if self.context_channels is not None:
             q, (k, v) = self.q(x), self.kv(context).split([m * d, m * e], dim=1)
         else:
-            if (
-                context is None and part.keys is part.queries and d == e and not self.matches
-            ):  # heads of one width, laid out alike
+            # heads of one width, laid out alike
+            if context is None and part.keys is part.queries and d == e and not self.matches:
                 return [(part.queries.cut, self.qkv(part.queries.lay_out(x)), [n, m, m])]
             q, k, v = self.qkv(x).split([n * d, m * d, m * e], dim=1)
             if context is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vision_attn.checks import check_counts
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
@@ -50,8 +51,11 @@ def trials(
         **options: for ``run``; numbers and texts, which are noted too.
 
     Raises:
-        ValueError: the folder holds runs with other options.
+        ValueError: the folder holds runs with other options, ``seeds`` do not differ, or ``jobs`` is not at least 1.
     """
+    check_counts(jobs=jobs)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be one or more that differ; got {list(seeds)}")
     file = Path(output) / "runs.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     noted = json.loads(file.read_text()) if file.exists() else {"options": options, "runs": {}}

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.checks import check_count
 from vision_attn.networks.insertion import parameter_groups, quiet_eval
 
 #: cells along a side of a canvas, and pixels along a side of a cell
@@ -72,6 +73,7 @@ def canvases(count: int, pairs: int, *, train: bool, generator: torch.Generator)
 
 def training(model: nn.Module, steps: int, seed: int) -> Callable[[], None]:
     """What makes one of so many training steps of a network; the same canvases for the same seed."""
+    check_count("steps", steps)
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, weight_decay=0.01))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
