@@ -8,7 +8,6 @@ from vision_attn.networks.models import (  # noqa: E402, F401
     convnext_atto_attention,
     convnext_tiny_attention,
     digit_pairs,
-    digit_pairs_attention,
     efficientnet_b0_attention,
     recall,
     recall_attention,

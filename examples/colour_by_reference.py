@@ -15,7 +15,6 @@ canvases. Attention is to be better than every other block by 4 dB. Runs are not
 command goes on from there. It needs `pip install scikit-image`.
 """
 
-import argparse
 import functools
 import math
 import sys
@@ -31,7 +30,7 @@ import vision_attn as va
 from vision_attn.networks.figures import Figure, save_figure
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
-from vision_attn.tools.comparison.own_loop import trials
+from vision_attn.tools.comparison.own_loop import flags, trials
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket", "stereo_motorcycle", "retina", "immunohistochemistry")
 HELD_OUT = ("china.jpg", "flower.jpg", "grace_hopper.jpg")
@@ -185,18 +184,13 @@ def picture(file, steps):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="of each arm")
-    parser.add_argument("--steps", type=int, default=800, help="of training")
-    parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
-    parser.add_argument("--output", default="runs/reference", help="folder of the results")
+    parser = flags(__doc__, ARMS, steps=800, output="runs/reference")
     parser.add_argument("--picture", metavar="FILE", help="train matching and averaging, and draw what they make")
-    told = parser.parse_args(arguments)
-    if told.picture:
-        picture(told.picture, told.steps)
+    told = vars(parser.parse_args(arguments))
+    if file := told.pop("picture"):
+        picture(file, told["steps"])
     else:
-        trials(run, told.arms, seeds=told.seeds, output=told.output, jobs=told.jobs, step=timed, steps=told.steps)
+        trials(run, step=timed, **told)
 
 
 if __name__ == "__main__":

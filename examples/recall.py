@@ -16,7 +16,6 @@ layer norms or cosines of queries and keys, and with `qk_norm="match"`, which sh
 Each run is noted in --output as it ends, and the same command goes on from there.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from vision_attn.networks.models.recall_net import RecallNet
 from vision_attn.networks.recording import capture
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
-from vision_attn.tools.comparison.own_loop import trials
+from vision_attn.tools.comparison.own_loop import flags, trials
 from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy, canvases, training
 
 #: Further arms: attention with options of its own.
@@ -121,19 +120,13 @@ def beginnings(steps):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="of each arm")
-    parser.add_argument("--steps", type=int, default=600, help="of training")
-    parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
-    parser.add_argument("--output", default="runs/recall", help="folder of the results")
+    parser = flags(__doc__, ARMS, steps=600, output="runs/recall")
     parser.add_argument("--beginnings", metavar="FILE", help="train attention and matching, and draw where they look")
-    told = parser.parse_args(arguments)
-    if told.beginnings:
-        save_figure(beginnings(told.steps), told.beginnings)
+    told = vars(parser.parse_args(arguments))
+    if file := told.pop("beginnings"):
+        save_figure(beginnings(told["steps"]), file)
     else:
-        how = {"seeds": told.seeds, "output": told.output, "jobs": told.jobs, "step": timed}
-        save_figure(curve(trials(run, told.arms, **how, steps=told.steps)), Path(told.output) / "curve.png")
+        save_figure(curve(trials(run, step=timed, **told)), Path(told["output"]) / "curve.png")
 
 
 if __name__ == "__main__":

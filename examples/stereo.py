@@ -18,7 +18,6 @@ The plan, written before the runs: five seeds; attention that matches has at mos
 noted in --output as it ends, and the same command goes on from there. Needs `pip install scikit-image`.
 """
 
-import argparse
 import sys
 from functools import cache
 
@@ -31,7 +30,7 @@ from torch import nn
 import vision_attn as va
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.own_loop import trials
+from vision_attn.tools.comparison.own_loop import flags, trials
 
 ARMS = ("two-convolutions", "averaging", "attention", "cost-volume", "matching")
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "rocket", "retina", "hubble_deep_field",
@@ -188,14 +187,8 @@ def timed(arm):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="some alone")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2, 3, 4), help="of each arm")
-    parser.add_argument("--steps", type=int, default=600, help="of training")
-    parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
-    parser.add_argument("--output", default="runs/stereo", help="folder of the results")
-    told = parser.parse_args(arguments)
-    trials(run, told.arms, seeds=told.seeds, output=told.output, jobs=told.jobs, step=timed, steps=told.steps)
+    parser = flags(__doc__, ARMS, steps=600, output="runs/stereo")
+    trials(run, step=timed, **vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

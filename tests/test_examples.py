@@ -37,7 +37,19 @@ EXAMPLES = {
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
     "recall.py": ["--arms", "linear", "matching", "--seeds", "0", "--steps", "20", "--jobs", "1"],
-    "mosaic.py": ["--arms", "nearest neighbour", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
+    "mosaic.py": [
+        "--arms",
+        "nearest neighbour",
+        "matching",
+        "--seeds",
+        "0",
+        "--steps",
+        "1",
+        "--thaw",
+        "1",
+        "--jobs",
+        "1",
+    ],
     "stereo.py": ["--arms", "cost-volume", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
     "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
     "colour_by_reference.py": ["--steps", "1", "--jobs", "1"],
@@ -68,7 +80,7 @@ def test_every_example_is_tested():
     assert scripts == set(EXAMPLES)  # the others are walkthroughs
 
 
-@pytest.mark.parametrize("name", ["resnet20", "resnet56_a", "digit_pairs_attention"])
+@pytest.mark.parametrize("name", ["resnet20", "resnet56_a", "recall_attention"])
 def test_torch_hub_finds_the_networks(name):
     model = torch.hub.load(str(ROOT), name, source="local", trust_repo=True)
     assert sum(p.numel() for p in model.parameters()) > 20_000
@@ -283,9 +295,9 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     assert set(found) == {"nearest neighbour", "matching"}
     pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
     features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
-    assert (given.sum((1, 2, 3)) == 5).all()
-    assert ((given.sum(1) == 1) == (asked == mosaic.NOTHING)).all()
-    right = mosaic.nearest(features, given).argmax(1) == asked
+    assert (given.sum((1, 2)) == 5).all()
+    assert ((given.sum(2) == 1) == (asked == mosaic.NOTHING)).all()
+    right = mosaic.Nearest()(features, given).argmax(1) == asked
     assert right[asked != mosaic.NOTHING].all()
 
 

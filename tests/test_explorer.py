@@ -429,11 +429,10 @@ def test_tokens_are_chosen_and_a_note_is_shown(opened, tmp_path):
 def test_the_page_of_the_documentation_is_as_pages_are_now():
     root = Path(va.__file__).parents[1]
     template = (root / "vision_attn" / "tools" / "explorer" / "page.html").read_text()
-    made = (root / "docs" / "explorer" / "digits.html").read_text()
+    made = (root / "docs" / "explorer" / "recall.html").read_text()
     held = re.search(r'id="data">(.*?)</script>', made, re.DOTALL)[1]
-    remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/digits.html"
+    remedy = "run examples/attention_maps.py, and copy its page to docs/explorer/recall.html"
     assert made.replace(held, "/* DATA */") == template, remedy
-    assert (
-        json.loads(held)["images"][0]["title"] == "same; the network says same"
-    )  # it opens on an answer that is right
+    first = json.loads(held)["images"][0]
+    assert first["title"] == f"the twin is on {first['prediction'][0][0]}"  # it opens on an answer that is right
     assert len(made) < 300_000

@@ -24,7 +24,6 @@ from vision_attn.networks import models
 from vision_attn.networks.models import CifarResNet, WideResNet, create_model
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools.comparison.recall import PAIRS, accuracy
-from vision_attn.tools.training.digits import digit_pairs
 
 ROOT = Path(__file__).parents[1]
 #: What weights/ holds.
@@ -148,7 +147,7 @@ def test_a_card_names_its_file_and_the_page_names_the_card(folder):
     assert f"]({folder.name}/README.md)" in (weights_folder() / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["digit_pairs_attention", "recall_attention", "resnet20_attention.cifar100"])
+@pytest.mark.parametrize("name", ["recall_attention", "resnet20_attention.cifar100"])
 def test_a_trained_network_is_loaded_by_name_as_a_folder_and_by_torch_hub(name):
     ours = timm.create_model(name, pretrained=True).eval()
     theirs = timm.create_model(f"local-dir:{weights_folder() / name.replace('.', '_')}", pretrained=True).eval()
@@ -180,13 +179,6 @@ def test_the_recall_network_does_what_its_card_says():
     said = re.search(r"100.0 % of 4 pairs, 99.8 % of 8 and of 16, 99.5 % of 32", card)
     assert said
     assert [f"{accuracy(model, pairs, 512):.1f}" for pairs in PAIRS] == ["100.0", "99.8", "99.8", "99.5"]
-
-
-def test_the_digits_network_does_what_its_card_says():
-    images, labels = digit_pairs(train=False)
-    found = top1(timm.create_model("digit_pairs_attention", pretrained=True), [(images / 255, labels)])
-    assert found > 95
-    assert f"{found:.2f} %" in (weights_folder() / "digit_pairs_attention" / "README.md").read_text()
 
 
 @pytest.mark.thorough

@@ -314,7 +314,7 @@ NETWORKS = {
     "control": ("tiny", {"drop_path_rate": 0.1}, lambda m: va.insert_(m, ConvBlock2d, stages=-1)),
     "tokens": ("test_vit", {"img_size": 64}, lambda m: va.insert_(m, names="blocks.1", num_heads=2)),
     "none": ("test_efficientnet", {"global_pool": "max"}, lambda m: None),
-    "another than its own": ("digit_pairs_attention", {}, with_another),
+    "another than its own": ("recall_attention", {}, with_another),
 }
 
 

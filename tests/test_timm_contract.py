@@ -14,8 +14,8 @@ from vision_attn.networks.insertion.attach import keys_of_blocks
 
 #: Those that classify images: recall's classify every cell.
 NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
-#: Quick ones of our own classes with a block: for CIFAR, and the digits'.
-QUICK = ["resnet20_attention", "digit_pairs_attention"]
+#: Quick ones of our own classes: with a block, and without.
+QUICK = ["resnet20_attention", "digit_pairs"]
 
 
 def image(model, batch=1):

@@ -12,8 +12,7 @@ from typing import Any
 from timm.models import generate_default_cfgs
 from torch import nn
 
-from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered, weights_file
+from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered
 
 __all__ = ["DigitPairsNet"]  # timm adds the names of the networks
 
@@ -56,20 +55,7 @@ FEATURES = {"out_indices": (0, 1, 2, 3)}
 
 _CFG = own_cfg(2, (1, 8, 44), 4, "stage1.0", mean=(0.0,), std=(1.0,))
 
-_TRAINED = _CFG | {"file": weights_file("digit_pairs_attention")}
-
-default_cfgs = generate_default_cfgs({"digit_pairs.untrained": _CFG, "digit_pairs_attention.seed0": _TRAINED})
-
-
-class DigitPairsAttentionNet(DigitPairsNet):
-    """:class:`DigitPairsNet` with an attention block inserted after ``stage3``, as the demo trains it."""
-
-    def __init__(self, num_classes: int = 2, in_chans: int = 1, width: int = 32, **options: Any) -> None:
-        super().__init__(num_classes, in_chans, width, **options)
-        insert_(self, stages="stage3", num_heads=4, example_input=(1, in_chans, 8, 44))
-
+default_cfgs = generate_default_cfgs({"digit_pairs.untrained": _CFG})
 
 PLAIN = "The plain network: near chance, whatever it is trained with."
-ATTENTION = "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."
 digit_pairs = registered(__name__, "digit_pairs", PLAIN, DigitPairsNet, FEATURES)
-digit_pairs_attention = registered(__name__, "digit_pairs_attention", ATTENTION, DigitPairsAttentionNet, FEATURES)

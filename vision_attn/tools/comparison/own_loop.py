@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import time
@@ -90,6 +91,17 @@ def trials(
     write_atomically(file.with_name("trials.md"), text.encode())
     print(f"\n{text}\nin {file.with_name('trials.md')}")
     return chosen
+
+
+def flags(about: str, arms: Sequence[str], *, steps: int, output: str) -> argparse.ArgumentParser:
+    """A command line whose values :func:`trials` takes: ``--arms --seeds --steps --jobs --output``."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms), help="some alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of each arm")
+    parser.add_argument("--steps", type=int, default=steps, help="of training")
+    parser.add_argument("--jobs", type=int, help="runs side by side; as many as cores by default")
+    parser.add_argument("--output", default=output, help="folder of the results")
+    return parser
 
 
 def milliseconds(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
