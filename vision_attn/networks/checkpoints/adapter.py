@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.form import Saved, fingerprint
-from vision_attn.networks.checkpoints.load import matching, refuse_without_values
+from vision_attn.networks.checkpoints.load import refuse_without_values
 from vision_attn.networks.insertion import (
     InsertionReport,
     changeable,
     inserted,
     inserted_keys,
+    matching,
     plain_network,
     records,
     remove_,

@@ -16,7 +16,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
 from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
 from vision_attn.networks.checkpoints.weights import find_weights
-from vision_attn.networks.insertion import keys_of_blocks, plain_network, replaced
+from vision_attn.networks.insertion import keys_of_blocks, matching, plain_network, replaced
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
 
@@ -141,17 +141,6 @@ def refuse_without_values(model: nn.Module) -> None:
     """Refuse a model on the meta device, or one that a first forward has still to make."""
     if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
         raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
-
-
-def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
-    """The keys that match any of the globs, each of which must match one."""
-    keys, found = list(keys), set[str]()
-    for glob in as_list(argument, globs, "globs on keys", single=str):
-        matches = {key for key in keys if fnmatchcase(key, glob)}
-        if not matches:
-            raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
-        found |= matches
-    return found
 
 
 def kept_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -18,7 +18,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
 from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
 from vision_attn.networks.convert.table import known_class, row_of
-from vision_attn.networks.insertion.backbone import changeable
+from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.text import Report, Table, shorten
 
@@ -193,8 +193,7 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> d
 
 def around(name: str) -> list[str]:
     """The paths of the modules that a module is inside of, the model first."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:count]) for count in range(len(parts))]
+    return ["", *modules_around(name)] if name else []
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from vision_attn.attention.position import PositionTerm
 from vision_attn.checks import as_list, check_flags, check_number
 from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
-from vision_attn.text import Report, Table
+from vision_attn.text import Report, Table, shorten
 
 #: The attribute in which a module with something frozen keeps the names of its own parameters that were trained.
 FROZEN = "_before_freezing"
@@ -120,9 +120,10 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     True
     """
     check_flags(frozen=frozen)
-    globs = as_list("also_train", also_train, "globs on keys", single=str)
     model = plain_network(model)
-    live = trained_keys(model, globs) if frozen else set()
+    live = inserted_keys(model) | matching("also_train", also_train, model.state_dict())
+    if frozen and not live:
+        raise ValueError('model has nothing to train when frozen: insert_ a block, or name keys, also_train="fc.*"')
     thaw(model)
     if frozen:
         # A tensor that is in a block as well is trained under each of its names.
@@ -133,18 +134,15 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def trained_keys(model: nn.Module, globs: Iterable[str]) -> set[str]:
-    """The keys of inserted blocks, and those that globs match."""
-    keys = model.state_dict().keys()
-    live = inserted_keys(model)
-    for pattern in globs:
-        matched = {key for key in keys if fnmatchcase(key, pattern)}
-        if not matched:
-            raise ValueError(f"also_train: {pattern!r} matches no key of the model: see model.state_dict()")
-        live |= matched
-    if not live:
-        raise ValueError('model has nothing to train when frozen: insert_ a block, or name keys, also_train="fc.*"')
-    return live
+def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
+    """The keys that match any of the globs, each of which must match one."""
+    keys, found = list(keys), set[str]()
+    for glob in as_list(argument, globs, "globs on keys", single=str):
+        matches = {key for key in keys if fnmatchcase(key, glob)}
+        if not matches:
+            raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
+        found |= matches
+    return found
 
 
 def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Collection[int]) -> None:
