@@ -15,7 +15,7 @@ averaging, which tells whether it matters where attention looks.
 diagonal? Chance is a third; which classes are there, and how often, never tells. The photographs are CIFAR-10's test
 images, 8,000 for training and 2,000 for evaluation, seen through a frozen ResNet-20 that was trained on CIFAR-10. One
 block after its last stage and a new classifier learn, eight epochs, seeds 0 to 4. Attention with positions is compared
-with eight others.
+with eight others. **matching**, a later plan, is the same for attention with positions and `qk_norm="match"` beside it.
 
 **adapters.** The same frozen network, a new classifier for CIFAR-100, and adapters after each residual block of the
 first or the last stage: attention (in windows of 8×8 in the first), convolution, squeeze and excitation as a residual
@@ -253,9 +253,12 @@ def positions(options):
     }  # fmt: skip
     names = ("plain", "convolution", "se", "se-residual", "pooled-mlp", "large-kernel", "averaging", "attention")
     arms = {name: settings_of_arm(name, {}, common) for name in names}
-    where = {"block_options": (f"position=RelPosDecomposed({SIDE // 2})",)}
-    arms["attention with positions"] = settings_of_arm("attention", where, common)
-    command = f"python examples/evidence.py positions --data {options.data} --weights {options.weights}"
+    where = f"position=RelPosDecomposed({SIDE // 2})"
+    with_positions = settings_of_arm("attention", {"block_options": (where,)}, common)
+    if options.plan == "matching":
+        arms = {"matching": settings_of_arm("attention", {"block_options": (where, "qk_norm=match")}, common)}
+    arms["attention with positions"] = with_positions
+    command = f"python examples/evidence.py {options.plan} --data {options.data} --weights {options.weights}"
     compare(arms, seeds=options.seeds or range(5), output=options.output, jobs=options.jobs, command=command)
 
 
@@ -277,7 +280,7 @@ def adapters(options):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("plan", choices=("cifar", "positions", "adapters"))
+    parser.add_argument("plan", choices=("cifar", "positions", "matching", "adapters"))
     parser.add_argument("--data", required=True, help="folder of images, as the header says")
     parser.add_argument("--weights", help="of a ResNet-20 that was trained on CIFAR-10")
     parser.add_argument("--output", help="folder of the runs (default: runs/evidence-PLAN)")
@@ -289,7 +292,7 @@ def main(arguments=None):
     if options.plan != "cifar" and options.weights is None:
         parser.error("--weights must name the network that is frozen")
     options.output = options.output or f"runs/evidence-{options.plan}"
-    {"cifar": cifar, "positions": positions, "adapters": adapters}[options.plan](options)
+    {"cifar": cifar, "positions": positions, "matching": positions, "adapters": adapters}[options.plan](options)
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def test_stereo_measures_synthetic_pairs_and_the_real_one(tmp_path, monkeypatch)
 # --- evidence.py ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["cifar", "positions", "adapters"])
+@pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
 def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch, plan):
     """Each network is made; none is trained."""
     monkeypatch.setenv("EVIDENCE_MAPS", "")  # the plan sets it
@@ -350,9 +350,12 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
         assert [name for name in made if name.endswith("-10")][:2] == ["plain-10", "convolution-10"]
         assert {(type(one), one.attn.num_heads) for one in made["gating-0"][1]} == {(evidence.Gating, 4)}
     else:
-        assert (len(made), {one.seed for one, _ in made.values()}) == (9, {0})
+        assert (len(made), {one.seed for one, _ in made.values()}) == (2 if plan == "matching" else 9, {0})
+    if plan == "matching":
+        matches = {name: blocks[0].attn.matches for name, (_, blocks) in made.items()}
+        assert matches == {"matching-0": True, "attention with positions-0": False}
     canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
-    assert len(canvases) == (72 if plan == "positions" else 0)
+    assert len(canvases) == (72 if plan in ("positions", "matching") else 0)
     for path in canvases:  # what their class says
         with Image.open(path) as image:
             pixels = np.asarray(image).astype(float).reshape(2, 32, 2, 32, 3).transpose(0, 2, 1, 3, 4)
