@@ -11,6 +11,7 @@ import vision_attn as va
 from vision_attn.errors import Interrupted, TrainingError
 from vision_attn.tools.comparison import runs
 from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of_arm
+from vision_attn.tools.comparison.own_loop import trials
 from vision_attn.tools.comparison.runs import Outcome, compare
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
 from vision_attn.tools.training import digits, folder
@@ -221,3 +222,34 @@ def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
     compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
     assert made[-1].given[1:] == (8 // 3, "3")  # what is left alone has the threads that it would have had
     assert made[-1].given[0].output.name == "b-1"
+
+
+# --- trials in a loop of one's own ------------------------------------------------------------------------------------
+
+SCORES = {"plain": (50.0, 52.0, 51.0), "block": (60.0, 61.0, 65.0)}
+
+
+def measured(arm, seed, shift):
+    score = SCORES[arm][seed] + shift
+    return {"parameters": len(arm), "right %": score, "real px": 100 - score}
+
+
+def test_trials_tell_mean_deviation_and_intervals_of_what_a_loop_measured(tmp_path, monkeypatch, capsys):
+    how = {"seeds": (0, 1, 2), "output": tmp_path, "jobs": 1, "shift": 0.5}
+    assert trials(measured, ["plain", "block"], **how)["block"]["2"]["right %"] == 65.5
+    text = (tmp_path / "trials.md").read_text()
+    mean, spread = np.mean(SCORES["block"]) + 0.5, np.std(SCORES["block"], ddof=1)
+    assert f"| block | 5 | {mean:.1f} ± {spread:.1f} | {100 - mean:.2f} ± {spread:.2f} | 3 |" in text
+    assert text in capsys.readouterr().out
+    found = json.loads((tmp_path / "runs.json").read_text())["differences"]
+    assert set(found) == {"right %", "real px"}  # what is the same in every run of an arm has none
+    interval = stats.tukey_hsd(SCORES["plain"], SCORES["block"], equal_var=False).confidence_interval(0.95)
+    assert found["right %"][0]["low"] == pytest.approx(interval.low[1, 0])
+    assert [found[name][0]["verdict"] for name in found] == ["better", "better"]  # fewer pixels are better
+    monkeypatch.setitem(SCORES, "plain", None)  # what is noted is not run again
+    trials(measured, ["plain", "block"], **how)
+    with pytest.raises(ValueError, match=r"holds runs with \{'shift': 0.5\}, not \{'shift': 1\}: give another folder"):
+        trials(measured, ["plain"], **{**how, "shift": 1})
+    for wrong, named in (({"seeds": (1, 1)}, "seeds must be one or more that differ"), ({"jobs": 0}, "jobs must be")):
+        with pytest.raises(ValueError, match=named):
+            trials(measured, ["plain"], **{**how, **wrong})
