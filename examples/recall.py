@@ -87,7 +87,7 @@ def curve(found):
             at = (PAIRS[-1], scores.mean(0)[-1])
             axis.annotate(arm, at, (8, moved), textcoords="offset points", va="center", color=color)
     axis.annotate("the others", (PAIRS[-1], 12.5), (8, -8), textcoords="offset points", va="center", color="gray")
-    axis.set(xscale="log", xlim=(3.6, 56), ylim=(0, 102), xlabel="pairs on a canvas", ylabel="answered rightly, %")
+    axis.set(xscale="log", xlim=(3.6, 56), ylim=(0, 106), xlabel="pairs on a canvas", ylabel="answered rightly, %")
     axis.set_xticks(PAIRS, map(str, PAIRS))
     axis.minorticks_off()
     axis.axhline(12.5, color="black", linewidth=0.7, linestyle=":")
