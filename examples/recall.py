@@ -1,7 +1,7 @@
 """Recall: which colour has the twin of each glyph on black? Blocks that look it up, beside eleven that cannot.
 
     python examples/recall.py                                   # all blocks, five seeds, 600 steps each
-    python examples/recall.py --width 1024 --arms narrow attention whole --seeds 0 1 2 --steps 300 --output runs/wide
+    python examples/recall.py --width 1024 --arms narrow attention whole --seeds 0 1 2 --steps 400 --output runs/wide
 
 The network (of `vision_attn.networks.models.recall_net`) sees each cell of a canvas alone. One block is inserted in its
 middle, with about as many parameters for all but timm's three and the narrow one, and everything learns from scratch
