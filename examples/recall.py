@@ -1,7 +1,7 @@
 """Recall: which colour has the twin of each glyph on black? Blocks that look it up, beside eleven that cannot.
 
     python examples/recall.py                                   # all blocks, five seeds, 600 steps each
-    python examples/recall.py --width 1024 --arms narrow attention whole --seeds 0 1 2 --steps 400 --output runs/wide
+    python examples/recall.py --arms averaging attention --seeds 0 1 --steps 300
 
 The network (of `vision_attn.networks.models.recall_net`) sees each cell of a canvas alone. One block is inserted in its
 middle, with about as many parameters for all but timm's three and the narrow one, and everything learns from scratch
@@ -13,13 +13,9 @@ The plan, written before the runs: attention answers at least 95 % of 32 pairs, 
 25 % of 32. The last arms are attention that begins otherwise: narrow, with heads of 4 channels instead of 16, with
 layer norms or cosines of queries and keys, and with `qk_norm="match"`, which should take fewer steps.
 
-With --width the map in the middle has so many channels, between two 1×1 convolutions. Of 1,024, `attention` attends in
-512, as it does by default, `narrow` in 256 and `whole` in all. No difference in accuracy is expected, but one in time.
-
 Each run is noted in --output as it ends, and the same command goes on from there.
 """
 
-import functools
 import sys
 from pathlib import Path
 
@@ -30,39 +26,34 @@ from matplotlib.patches import Rectangle
 
 from vision_attn.networks.figures import save_figure
 from vision_attn.networks.insertion import quiet_eval
-from vision_attn.networks.models.recall_net import RecallNet, convolution
+from vision_attn.networks.models.recall_net import RecallNet
 from vision_attn.networks.recording import capture
 from vision_attn.tools import cli
 from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
 from vision_attn.tools.comparison.own_loop import flags, trials
 from vision_attn.tools.comparison.recall import CELLS, NOTHING, PAIRS, accuracy, canvases, training
 
-WIDTH, HEADS = 64, 4
-#: Further arms: attention with options of its own, on a map with so many channels.
+#: Further arms: attention with options of its own.
 ATTENTION = {
-    "narrow": lambda width: dict.fromkeys(("key_dim", "value_dim"), width // 4 // HEADS),
-    "whole": lambda width: dict.fromkeys(("key_dim", "value_dim"), width // HEADS),
-    "layer-norm": lambda width: {"qk_norm": True},
-    "cosine": lambda width: {"qk_norm": "cosine"},
-    "matching": lambda width: {"qk_norm": "match"},
+    "narrow": {"key_dim": 4, "value_dim": 4},
+    "layer-norm": {"qk_norm": True},
+    "cosine": {"qk_norm": "cosine"},
+    "matching": {"qk_norm": "match"},
 }
 ARMS = (*LOOKING_UP, *ATTENTION)
 
 
-def network(arm, seed, width=WIDTH):
+def network(arm, seed):
     """The network with the block of an arm."""
     torch.manual_seed(seed)
-    model = RecallNet(width=WIDTH)
-    if width != WIDTH:
-        model.stage2.append(convolution(WIDTH, width, 1))
-        model.stage3.insert(0, convolution(width, WIDTH, 1))
-    base, options = ("attention", ATTENTION[arm](width)) if arm in ATTENTION else (arm, {})
-    insert_arm_(model, base, names="stage2", example_input=(1, 3, 96, 96), side=CELLS, num_heads=HEADS, **options)
+    model = RecallNet()
+    base, options = ("attention", ATTENTION[arm]) if arm in ATTENTION else (arm, {})
+    insert_arm_(model, base, names="stage2", example_input=(1, 3, 96, 96), side=CELLS, num_heads=4, **options)
     return model
 
 
-def run(arm, seed, steps, width):
-    model = network(arm, seed, width)
+def run(arm, seed, steps):
+    model = network(arm, seed)
     step = training(model, steps, seed)
     matched = steps
     for done in range(1, steps + 1):
@@ -73,9 +64,9 @@ def run(arm, seed, steps, width):
     return {"parameters": sum(p.numel() for p in model.parameters()), "steps": matched, **found}
 
 
-def timed(arm, width):
+def timed(arm):
     """One step of an arm, to be timed."""
-    return training(network(arm, 0, width), steps=100, seed=0)
+    return training(network(arm, seed=0), steps=100, seed=0)
 
 
 #: Arms that are named in the picture: colour, and by how many points their name is moved.
@@ -130,15 +121,12 @@ def beginnings(steps):
 
 def main(arguments=None):
     parser = flags(__doc__, ARMS, steps=600, output="runs/recall")
-    parser.set_defaults(arms=[arm for arm in ARMS if arm != "whole"])  # what attention is, up to 512 channels
-    parser.add_argument("--width", type=int, default=WIDTH, help="channels of the map in the middle")
     parser.add_argument("--beginnings", metavar="FILE", help="train attention and matching, and draw where they look")
     told = vars(parser.parse_args(arguments))
     if file := told.pop("beginnings"):
         save_figure(beginnings(told["steps"]), file)
     else:
-        step = functools.partial(timed, width=told["width"])
-        save_figure(curve(trials(run, step=step, **told)), Path(told["output"]) / "curve.png")
+        save_figure(curve(trials(run, step=timed, **told)), Path(told["output"]) / "curve.png")
 
 
 if __name__ == "__main__":

@@ -276,16 +276,7 @@ def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, 
     monkeypatch.setattr(torch.optim, "AdamW", None)  # nothing is trained again
     assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| arm") :])
     code, _, err = run_here("recall.py", "--output", tmp_path, "--steps", "40")
-    assert (code, "holds runs with {'steps': 20, 'width': 64}, not {'steps': 40" in err) == (2, True)
-
-
-def test_the_arms_of_a_wide_recall_attend_in_so_many_channels(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    recall = importlib.import_module("recall")
-    for arm, width in {"narrow": 256, "attention": 512, "whole": 1024}.items():
-        (block,) = va.inserted(network := recall.network(arm, 0, 1024)).values()
-        assert (block.attn.proj.out_channels, block.attn.proj.in_channels, block.attn.num_heads) == (1024, width, 4)
-        assert network(torch.rand(1, 3, 96, 96)).shape == (1, 8, 12, 12)
+    assert (code, "holds runs with {'steps': 20}, not {'steps': 40}" in err) == (2, True)
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
