@@ -60,7 +60,8 @@ def keep(data, weights, file):
         images = (torch.from_numpy(pixels) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
         with torch.autocast("cpu", torch.bfloat16):
             kept["features"].append(model.forward_features(images.movedim(3, 1)).float().mean((2, 3)))
-    torch.save({name: torch.stack(values) for name, values in kept.items()}, file)
+    torch.save({name: torch.stack(values) for name, values in kept.items()}, f"{file}.new")
+    Path(f"{file}.new").replace(file)
 
 
 @functools.cache
@@ -191,6 +192,8 @@ def main(arguments=None):
     parser.add_argument("--weights", required=True, help="checkpoint of a ResNet-20 for CIFAR-10")
     parser.add_argument("--thaw", type=int, default=0, help="further steps, in which the last stage learns too")
     told = vars(parser.parse_args(arguments))
+    if told["steps"] < 1 or told["thaw"] < 0:
+        parser.error(f"--steps must be at least 1 and --thaw at least 0; got {told['steps']} and {told['thaw']}")
     data, file = told.pop("data"), Path(told["output"]) / "photographs.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():

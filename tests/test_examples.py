@@ -293,6 +293,13 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert set(found) == {"nearest neighbour", "matching"}
+    assert all(set(one["0"]) == {"parameters", "right %", "thawed %"} for one in found.values())
+    kept, seen = torch.load(tmp_path / "photographs.pt"), mosaic.Seen()
+    seen.thaw(tmp_path / "net.pth")  # from the maps it makes the features that are kept, and learns
+    features = seen(kept["maps"])
+    torch.testing.assert_close(features, kept["features"], atol=0.02, rtol=0.02)
+    features.sum().backward()
+    assert all(parameter.grad is not None for parameter in seen.parameters())
     pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
     features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
     assert (given.sum((1, 2)) == 5).all()
