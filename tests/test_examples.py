@@ -295,11 +295,17 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     assert set(found) == {"nearest neighbour", "matching"}
     assert all(set(one["0"]) == {"parameters", "right %", "thawed %"} for one in found.values())
     kept, seen = torch.load(tmp_path / "photographs.pt"), mosaic.Seen()
-    seen.thaw(tmp_path / "net.pth")  # from the maps it makes the features that are kept, and learns
-    features = seen(kept["maps"])
+    seen.thaw(tmp_path / "net.pth", parts=1)  # from the maps it makes the features that are kept, and learns
+    features = seen.features(kept["maps"])
     torch.testing.assert_close(features, kept["features"], atol=0.02, rtol=0.02)
     features.sum().backward()
     assert all(parameter.grad is not None for parameter in seen.parameters())
+    mosaic.keep(tmp_path / "data", tmp_path / "net.pth", tmp_path / "wide.pt", 4)
+    wide = torch.load(tmp_path / "wide.pt")["features"]
+    torch.testing.assert_close(wide.unflatten(2, (64, 16)).mean(3), kept["features"], atol=1e-5, rtol=1e-5)
+    for arm, width in {"narrow": 256, "matching": 512, "whole": 1024}.items():
+        (block,) = va.inserted(mosaic.begin(arm, 0, parts=4)).values()
+        assert (block.attn.proj.in_channels, block.attn.proj.out_channels) == (width, 1024)
     pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
     features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
     assert (given.sum((1, 2)) == 5).all()
