@@ -23,7 +23,7 @@ from torchvision.datasets import ImageFolder
 import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
-from vision_attn.tools.comparison import runs
+from vision_attn.tools.comparison import own_loop, runs
 from vision_attn.tools.training.data import open_data, open_image
 from vision_attn.tools.training.network import build_network
 
@@ -73,6 +73,11 @@ def run_here(monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return run_here
+
+
+@pytest.fixture(autouse=True)
+def few_timed_steps(monkeypatch):
+    monkeypatch.setattr(own_loop, "ROUNDS", 5)
 
 
 def test_every_example_is_tested():
@@ -266,6 +271,7 @@ def test_colours_are_given_by_reference(reference, tmp_path):
 
 
 def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, run_here, monkeypatch):
+    monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
     code, out, _ = run_here("recall.py", "--output", tmp_path)
     assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
     with Image.open(tmp_path / "curve.png") as picture:
@@ -288,7 +294,8 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
         for number in range(2):
             Image.new("RGB", (32, 32), (11 * name, 255 - 11 * name, 40 * number)).save(folder / f"{number}.png")
     torch.save(timm.create_model("resnet20").state_dict(), tmp_path / "net.pth")
-    monkeypatch.setattr(mosaic, "HELD_OUT", 11)
+    for name, value in {"HELD_OUT": 11, "MOSAICS": 8}.items():
+        monkeypatch.setattr(mosaic, name, value)
     arguments = ["--data", str(tmp_path / "data"), "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
     mosaic.main([*arguments, *EXAMPLES["mosaic.py"]])
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
