@@ -42,7 +42,7 @@ from vision_attn.tools.comparison.own_loop import flags, trials
 SIDE, LABELS, WIDTH, NOTHING, NEAREST = 5, 5, 64, -100, "nearest neighbour"
 BATCH, MOSAICS, THAWED_BATCH, THAWED_RATE = 64, 512, 16, 1e-3
 PHOTOGRAPHS, HELD_OUT = 200, 20  # of a class, and classes for the test
-#: Attention that begins by comparing, in a share of the channels, or in as many as by default: all up to 512.
+#: Attention that begins by comparing, in a share of the channels; None is the default: in all up to 512.
 MATCHING = {"narrow": 0.25, "whole": 1, "matching": None}
 ARMS = (NEAREST, *LOOKING_UP, *MATCHING)
 
@@ -137,7 +137,6 @@ def begin(arm, seed, parts):
 
 
 def learning(model, pool, steps, draw, batch=BATCH, rate=3e-3):
-    """What makes one of the steps."""
     optimizer = torch.optim.AdamW(va.parameter_groups(model.train(), rate, weight_decay=0.05))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 10))
 
@@ -188,8 +187,9 @@ def main(arguments=None):
     parser.add_argument("--thaw", type=int, help="further steps, in which the last stage learns too")
     parser.add_argument("--parts", type=int, default=1, help="of a photograph, by its side: 64 channels each")
     told = vars(parser.parse_args(arguments))
-    data, parts, file = told.pop("data"), told["parts"], Path(told["output"]) / "photographs.pt"
+    data, parts = told.pop("data"), told["parts"]
     check_counts(steps=told["steps"], thaw=told["thaw"], parts=parts)
+    file = Path(told["output"]) / f"photographs-{parts}.pt"  # as another command may have been interrupted there
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         keep(data, told["weights"], file, parts)

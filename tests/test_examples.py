@@ -301,7 +301,7 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert set(found) == {"nearest neighbour", "matching"}
     assert all(set(one["0"]) == {"parameters", "right %", "thawed %"} for one in found.values())
-    kept, seen = torch.load(tmp_path / "photographs.pt"), mosaic.Seen()
+    kept, seen = torch.load(tmp_path / "photographs-1.pt"), mosaic.Seen()
     seen.thaw(tmp_path / "net.pth", parts=1)  # from the maps it makes the features that are kept, and learns
     features = seen.features(kept["maps"])
     torch.testing.assert_close(features, kept["features"], atol=0.02, rtol=0.02)
