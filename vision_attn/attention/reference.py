@@ -69,6 +69,7 @@ class Relation(NamedTuple):
     allowed: np.ndarray  #: ``(query, key)``: whether they see each other
     offset: np.ndarray  #: ``(query, key)``: key less query, in steps of the pattern
     extent: int  #: how many places a group has
+    zeros: tuple[int, int] = (0, 0)  #: keys of zeros before and after the axis
 
 
 def along(length: int) -> Relation:
@@ -131,6 +132,26 @@ def grid(length: int, side: int) -> Relation:
     place = np.arange(length)
     remainder, number = place % steps, place // steps
     return Relation(remainder[None, :] == remainder[:, None], number[None, :] - number[:, None], side)
+
+
+def halo(length: int, block: int, halo: int) -> Relation:
+    """The relation of blocks of ``block`` places to the keys in them and in ``halo`` places around them.
+
+    Keys beyond the axis are zeros after normalization and rotation, and are attended to.
+
+    Args:
+        length: of the axis, in positions.
+        block: side of a block, in positions.
+        halo: how far a block attends beyond each of its sides, in positions.
+
+    >>> halo(3, 2, 1).allowed.astype(int).tolist()
+    [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]
+    """
+    after = -length % block + halo
+    query, key = np.arange(length)[:, None], np.arange(-halo, length + after)[None, :]
+    start = query // block * block
+    allowed = (key >= start - halo) & (key < start + block + halo)
+    return Relation(allowed, key - query, block + halo, (halo, after))
 
 
 def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, causal: bool = False) -> Relation:
@@ -284,13 +305,25 @@ def attention_map(
     places = np.indices(size).reshape(len(size), -1)
     tokens = places.shape[1]
     pattern = [along(length) for length in size] if pattern is None else pattern
-    # One entry for each pair of positions, (axes, query, key) and (query, key).
-    offsets = np.stack([axis.offset[place][:, place] for axis, place in zip(pattern, places, strict=True)])
-    allowed = np.all([axis.allowed[place][:, place] for axis, place in zip(pattern, places, strict=True)], axis=0)
+    # Keys are the positions of the map and, where a pattern has them, zeros around it.
+    keys = np.indices([length + sum(axis.zeros) for axis, length in zip(pattern, size, strict=True)])
+    keys = keys.reshape(len(size), -1)
+    before = np.array([axis.zeros[0] for axis in pattern])[:, None]
+    on_map = np.all((keys >= before) & (keys < before + np.array(size)[:, None]), axis=0)
+    # One entry for each pair of a query and a key, (axes, query, key) and (query, key).
+    pairs = list(zip(pattern, places, keys, strict=True))
+    offsets = np.stack([axis.offset[query][:, key] for axis, query, key in pairs])
+    allowed = np.all([axis.allowed[query][:, key] for axis, query, key in pairs], axis=0)
     if causal:
-        allowed &= np.tri(tokens, dtype=bool)
+        allowed[:, on_map] &= np.tri(tokens, dtype=bool)
     if mask is not None:
         mask = np.broadcast_to(mask, (b, n, tokens, tokens))
+
+    def with_zeros(tokens_of_head: np.ndarray) -> np.ndarray:
+        """The keys or values of a head, with the zeros around the map."""
+        y = np.zeros((len(on_map), tokens_of_head.shape[1]))
+        y[on_map] = tokens_of_head
+        return y
 
     def norm(tokens_of_head: np.ndarray, name: str) -> np.ndarray:
         if f"{name}.weight" not in state:
@@ -301,7 +334,7 @@ def attention_map(
 
     def bias_of(q: np.ndarray, head: int) -> np.ndarray:
         """What the term of positions adds to the logits of a head."""
-        bias = np.zeros((tokens, tokens))
+        bias = np.zeros(allowed.shape)
         if position == "decomposed":
             for axis, name in enumerate(("depth", "height", "width")[-len(size) :]):
                 if f"position.{name}_rel" in state:
@@ -342,8 +375,9 @@ def attention_map(
             bias = bias_of(q, head)
             if mask is not None:
                 given = mask[image, head]
-                bias = np.where(given, bias, -np.inf) if given.dtype == bool else bias + given
-            y = attention(q, k, values[shared], scale, np.where(allowed, bias, -np.inf))
+                masked = bias[:, on_map]
+                bias[:, on_map] = np.where(given, masked, -np.inf) if given.dtype == bool else masked + given
+            y = attention(q, with_zeros(k), with_zeros(values[shared]), scale, np.where(allowed, bias, -np.inf))
             heads.append(y.T)
         y = np.concatenate(heads).reshape(n * e, *size)
         if "gate.weight" in state:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.checks import as_list
 from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, replaced
 from vision_attn.networks.insertion.backbone import uncompiled

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import SWAPPED, Attention, attention_modules
-from vision_attn.attention.blocks.weights import looking, weights_on_map
-from vision_attn.attention.implementations import Given
-from vision_attn.attention.patterns import Partition
+from vision_attn.attention.blocks import Attention, attention_modules
+from vision_attn.attention.blocks.attention_maps import attn_hook, weights_on_map
+from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.checks import as_list, product
+from vision_attn.networks.convert.swapped import SWAPPED
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example, uncompiled
 from vision_attn.networks.insertion.sites import Names, match_names, several
@@ -88,8 +88,8 @@ def capture(
         stack.enter_context(uncompiled())
         stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
         for path, (module, swap) in modules.items():
-            seen: deque[tuple[Partition, Given]] = deque(maxlen=1)
-            stack.enter_context(looking(module, lambda *both, seen=seen: seen.append(both)))
+            seen: deque[AttentionInputs] = deque(maxlen=1)
+            stack.enter_context(attn_hook(module, seen.append))
             wanted = numbers("heads", heads, module.num_heads)
             hook = partial(recording.record, path, swap, wanted, seen)
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -123,16 +123,14 @@ class Recording:
                 pixels = f"in pixels of an image of {self.image_size}"
                 raise ValueError(f"queries must be points, as (y, x), {pixels}; got {tuple(point)}")
 
-    def record(
-        self, path: str, kept: Any, heads: list[int], seen: deque[tuple[Partition, Given]], *called: Any
-    ) -> None:
-        """A module has attended."""
+    def record(self, path: str, kept: Any, heads: list[int], seen: deque[AttentionInputs], *called: Any) -> None:
+        """Compute the attention maps of a module after its forward pass."""
         module, args, kwargs, _ = called
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         if not seen:
             return  # an empty batch
-        (part, given), prefix = seen.pop(), 0
+        inputs, prefix, outer = seen.pop(), 0, None
         x = args[0] if args else kwargs["x"]
         if kept is None or kept.sees == "maps":
             size = tuple(x.shape[-module.rank :])
@@ -141,14 +139,14 @@ class Recording:
             placed = kept.placed(x, self.images, self.image_size)
             if placed is None:
                 return  # they are of no map of this image
-            part, prefix = placed
-            size = keys = part.queries.size
-            given = in_groups_of(given, part.groups)
-        whole = part.queries.size
+            outer, prefix = placed
+            size = keys = outer.query_layout.size
+        grouping = outer or inputs.grouping
+        whole = grouping.query_layout.size
         cells = cells_of(self.points, size, self.image_size)
         together = 1 if self.reduce else len(heads)
-        elements = len(given.q) // part.groups * together * len(cells) * product(keys)
-        self.taken += elements * max(4, given.q.element_size())
+        elements = len(inputs.q) // grouping.groups * together * len(cells) * product(keys)
+        self.taken += elements * max(4, inputs.q.element_size())
         if self.taken > self.limit:
             size_of = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
             raise ValueError(f"queries: {size_of}: choose points, sites, heads, a reduction, or allow_large=True")
@@ -156,7 +154,7 @@ class Recording:
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
         def looked(tokens: Tensor | None) -> Tensor:
-            each = (weights_on_map(part, given, tokens, group)[..., prefix:] for group in groups)
+            each = (weights_on_map(inputs, tokens, group, grouping=outer)[..., prefix:] for group in groups)
             weights = fold(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(heads) if self.reduce == "mean" else weights
             if whole == size:
@@ -179,14 +177,6 @@ class Recording:
 
 def chosen(x: Tensor, places: Iterable[Any]) -> Tensor:
     return torch.stack([x[place] for place in places])
-
-
-def in_groups_of(given: Given, groups: int) -> Given:
-    """What a block gives its kernel for groups that are maps of a batch to it, as if it had cut them itself."""
-    mask, reachable = (
-        x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (given.mask, given.reachable)
-    )
-    return given._replace(mask=mask, reachable=reachable)
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Any]]:

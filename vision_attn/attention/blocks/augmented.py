@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention2d
-from vision_attn.attention.blocks.specified import Specified
+from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.checks import check_count, check_counts, check_divides, check_new
 
 
-class AugmentedConv2d(Specified):
+class AugmentedConv2d(Configurable):
     """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
 
     It takes the place of ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
@@ -98,11 +98,11 @@ class AugmentedConv2d(Specified):
         seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
         return torch.cat([self.conv(x), self.attn(seen, mask)], dim=-3)
 
-    def specification(self) -> dict[str, object]:
+    def get_config(self) -> dict[str, object]:
         return {"stride": self.stride}
 
 
-class StridedAttention2d(Specified):
+class StridedAttention2d(Configurable):
     """``average(attention(x))``: attention in the place of ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
 
     Attention sees the whole map; with a stride, what it gives is averaged over squares of that side. A square that
@@ -166,5 +166,5 @@ class StridedAttention2d(Specified):
         y = self.attn(x, mask, context)
         return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)
 
-    def specification(self) -> dict[str, object]:
+    def get_config(self) -> dict[str, object]:
         return {"stride": self.stride}

@@ -18,18 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_format_of, on_maps
-from vision_attn.attention.blocks.specified import Specified
-from vision_attn.attention.implementations import BMM, EINX, without_autocast
-from vision_attn.attention.masks import open_rows, upcast
-from vision_attn.attention.patterns.line import Cut, uncut
+from vision_attn.attention.blocks.config import Configurable
+from vision_attn.attention.blocks.projection import Pointwise2d, on_feature_maps, to_memory_format_of
+from vision_attn.attention.dispatch import without_autocast
+from vision_attn.attention.kernels import BMM, EINX
+from vision_attn.attention.masks import unmask_empty_rows, upcast
 from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
 
 #: By name.
 FEATURE_MAPS = ("softmax", "elu", "none")
-
-#: One group, the map.
-FULL = uncut(2)
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
@@ -108,13 +105,13 @@ def attend_linear(
     """
     check_linear_impl(impl)
     check_feature_map(feature_map)
-    reachable = None
+    row_has_key = None
     if mask is not None:
-        rows, reachable = open_rows(mask.mT)  # of keys: there is one row for all queries
+        rows, row_has_key = unmask_empty_rows(mask.mT)  # of keys: there is one row for all queries
         mask = rows.mT
     with without_autocast(q):
         y = LINEAR_IMPLS[impl].attend(q, k, v, mask, feature_map)
-    return y if reachable is None else torch.where(reachable, y, torch.zeros((), dtype=y.dtype, device=y.device))
+    return y if row_has_key is None else torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 
 def check_linear_impl(impl: str) -> None:
@@ -129,7 +126,7 @@ def check_feature_map(feature_map: str) -> None:
         raise ValueError(f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}; got {feature_map!r}")
 
 
-class LinearAttention2d(Specified):
+class LinearAttention2d(Configurable):
     """Attention at a cost that grows with the positions of a map, not with their square.
 
     ::
@@ -192,7 +189,7 @@ class LinearAttention2d(Specified):
         self.proj: Pointwise2d = Pointwise2d(channels, channels, 1, device=device, dtype=dtype)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
-    @on_maps
+    @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend.
 
@@ -208,21 +205,20 @@ class LinearAttention2d(Specified):
             ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, tells queries apart
                 or does not fit.
         """
-        check_map("x", x, self.channels, self.rank)
         if mask is not None:
             mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
         if 0 in x.shape:  # einx cannot tell the sizes of nothing
             return self.proj(torch.zeros_like(x))
-        impl, cut = LINEAR_IMPLS[self.impl], Cut(FULL, [(length,) for length in x.shape[2:]])
-        q, k, v = (impl.heads_apart(cut, y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
+        kernel = LINEAR_IMPLS[self.impl]
+        q, k, v = (kernel.split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
         y = attend_linear(q, k, v, impl=self.impl, mask=mask, feature_map=self.feature_map)
-        y = impl.heads_together(cut, y)
-        return in_format_of(x, self.proj_drop(self.proj(y)))
+        y = kernel.merge_heads(y, x.shape[2:])
+        return to_memory_format_of(x, self.proj_drop(self.proj(y)))
 
     def check_impl(self, impl: str) -> None:
         check_linear_impl(impl)
 
-    def specification(self) -> dict[str, object]:
+    def get_config(self) -> dict[str, object]:
         other = {} if self.feature_map == "softmax" else {"feature_map": self.feature_map}
         return {"attention": "linear", "num_heads": self.num_heads, **other}
 

@@ -1,8 +1,7 @@
-"""How blocks take, project and give back maps: pointwise convolutions as linear layers, norms, memory formats."""
+"""1×1 convolutions as linear layers, layer norm over channels, and the feature maps that blocks take and return."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,57 +10,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.matching import EXACT_MATCH
-from vision_attn.attention.choices import runs_in_parts
-from vision_attn.attention.masks import upcast
+from vision_attn.attention.dispatch import can_chunk
+from vision_attn.attention.kernels import channels_first, channels_last
 
-#: How messages call the axes of a map, by how many there are.
+#: The axes of a feature map in messages, by their number.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
-def on_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A block's forward that also takes one map without a batch, and is one node where torch.fx traces a network."""
+def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Check the map of a block, also accept one without a batch, and make the block one node of a torch.fx graph."""
 
     @wraps(forward)
-    def taken(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+    def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         given = (mask,) if context is None else (mask, context)  # not every block has a context
-        if isinstance(x, torch.fx.Proxy):  # what happens inside depends on the size of the map
+        if isinstance(x, torch.fx.Proxy):  # the operations depend on the size of the map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
+        if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
+            return forward(self, x, *given)
         if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
-            return forward(self, x[None], mask, *(y[None] for y in given[1:]))[0]
-        return forward(self, x, *given)
+            return batched(self, x[None], mask, *(y[None] for y in given[1:]))[0]
+        raise not_a_map("x", x, self.channels, self.rank)
 
-    return taken
+    return batched
 
 
-def check_map(name: str, x: Tensor, channels: int, rank: int) -> None:
-    """Refuse all but a batch of maps ``(b, channels, …)`` with ``rank`` axes."""
-    if not isinstance(x, Tensor) or x.dim() != 2 + rank or x.shape[1] != channels:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
+def not_a_map(name: str, x: Any, channels: int, rank: int) -> ValueError:
+    """Return the error for what is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
+    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    return ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
 
 
 class Pointwise:
-    """What makes a convolution pointwise: kernel and stride are 1, and a matrix product computes the same.
+    """A convolution with kernel and stride 1 as a matrix product.
 
-    The library behind a convolution may reorder its weights in every call, which costs as much as the product.
+    The library behind a convolution may reorder its weights in every call, which takes as long as the product.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.groups > 1:
             return super().forward(x)  # type: ignore[misc]
-        last = x.dim() - 1
-        weight, channels = self.weight.flatten(1), last - len(self.kernel_size)  # of maps (b, c, *size) or (c, *size)
-        if channels == 1 and self.bias is not None and x.is_contiguous() and spares_a_copy(x, weight):
-            y = torch.baddbmm(self.bias, x.flatten(2).mT, weight.t().expand(len(x), -1, -1))
-            return y.mT.unflatten(2, x.shape[2:])
-        y = F.linear(x.movedim(channels, last).contiguous(), weight, self.bias)
-        return y.movedim(last, channels)
+        if x.dim() == 1 + len(self.kernel_size):
+            return self.forward(x[None])[0]
+        weight, tokens = self.weight.flatten(1), x.flatten(2).transpose(1, 2)
+        if self.bias is not None and x.is_contiguous() and reads_in_place(x, weight):
+            y = torch.baddbmm(self.bias, tokens, weight.t().expand(len(x), -1, -1))
+        else:
+            y = F.linear(tokens.contiguous(), weight, self.bias)
+        return y.transpose(1, 2).unflatten(2, x.shape[2:])
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Keep the strides that the gradient of a matrix has, also in a network that is made channels-last.
+        """Keep the strides of a matrix, which its gradient has, also in a channels-last network.
 
-        Those of axes of length one say nothing about the memory, but DistributedDataParallel compares and warns.
+        Strides of axes of length one do not affect the memory, but DistributedDataParallel compares them and warns.
         """
         super()._apply(fn, recurse)  # type: ignore[misc]
         weight = self._parameters.get("weight")
@@ -82,46 +82,53 @@ class Pointwise3d(Pointwise, nn.Conv3d):
     """``Conv3d(in_channels, out_channels, 1)`` as a linear layer."""
 
 
-#: The pointwise convolution for maps with one, two and three axes.
+#: The 1×1 convolution for feature maps with one, two and three axes.
 POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
-def spares_a_copy(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product for each map, which reads it as it lies, is faster than one for all.
+def reads_in_place(x: Tensor, weight: Tensor) -> bool:
+    """Return True if one product per image, which needs no copy of x, is faster than one for all images.
 
-    It is where maps have many. For training it is not: gradients of weights would be made for each map, and summed.
-    Weights in fewer bits are for products for all.
+    It is for feature maps with many positions. In training it is not: gradients of weights would be computed for each
+    image, and summed. Quantized weights are for one product.
     """
-    if x.dtype != torch.float32 or type(weight) is not Tensor or 8 * x.shape[2:].numel() < len(weight):
+    if x.dtype != torch.float32 or type(weight) is not Tensor or not can_chunk(x):
         return False
-    return runs_in_parts(x) and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    trained = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return not trained and 8 * x.shape[2:].numel() >= len(weight)
 
 
-def in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """A map in the memory format of another; where that is in both, as with a single channel, in the default one."""
-    last = y.dim() - 1
-    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
-        return y.movedim(1, last).contiguous().movedim(last, 1)
-    if y.shape[0] == 1 and y.stride(1) == 1:  # a matrix is transposed in blocks, up to four times as fast on the CPU
-        return y.movedim(1, last).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
-    return y.contiguous()
+class LayerNorm2d(nn.LayerNorm):
+    """Layer normalization over the channels of ``(b, c, h, w)`` or ``(c, h, w)``, at each position separately."""
 
-
-class UnitLength(nn.Module):
-    """Vectors ``(b, n, tokens, d)`` of length one, times ``exp(logit_scale)`` of their head if there is one."""
-
-    def __init__(self, num_heads: int | None = None, scale: float = 10.0, **factory: Any) -> None:
-        super().__init__()
-        scales = None if num_heads is None else torch.full((num_heads, 1, 1), math.log(scale), **factory)
-        self.logit_scale: nn.Parameter | None = None if scales is None else nn.Parameter(scales)
+    rank = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.normalize(upcast(x), dim=-1)  # half precision has no number as small as what its length is at least
-        return x if self.logit_scale is None else x * self.logit_scale.clamp(max=math.log(100)).exp()
+        if x.dim() == 1 + self.rank:
+            return self.forward(x[None])[0]
+        return channels_first(super().forward(channels_last(x)))
 
 
-def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and of keys: none, layer norms, or cosines as in Swin v2 and where they are to match."""
-    if isinstance(kind, str):
-        return UnitLength(num_heads, EXACT_MATCH if kind == "match" else 10.0, **factory), UnitLength()
-    return (nn.LayerNorm(width, **factory), nn.LayerNorm(width, **factory)) if kind else (None, None)
+class LayerNorm1d(LayerNorm2d):
+    """Layer normalization over the channels of ``(b, c, w)`` or ``(c, w)``."""
+
+    rank = 1
+
+
+class LayerNorm3d(LayerNorm2d):
+    """Layer normalization over the channels of ``(b, c, t, h, w)`` or ``(c, t, h, w)``."""
+
+    rank = 3
+
+
+#: Layer normalization for feature maps with one, two and three axes.
+LAYER_NORMS: dict[int, type[LayerNorm2d]] = {1: LayerNorm1d, 2: LayerNorm2d, 3: LayerNorm3d}
+
+
+def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """Return a map in the memory format of x; where x is in both formats, in the default one."""
+    if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
+        return channels_first(channels_last(y).contiguous())
+    if y.shape[0] == 1 and y.stride(1) == 1:  # a matrix is transposed in blocks, up to four times as fast on a CPU
+        return channels_last(y).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
+    return y.contiguous()

@@ -1,19 +1,24 @@
-"""Attention patterns: which positions of a map attend to each other.
+"""Attention patterns: which positions of a feature map attend to each other.
 
-A pattern is one line of einx. On maps of one size it is a partition into groups of tokens, which attend to each other
-and to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the map.
+A pattern is one line of einx. On maps of one size it is a :class:`Grouping` of tokens, which attend to each other and
+to nothing else. Letters: ``b`` batch, ``n`` heads, ``d`` width of a head, ``t h w`` the axes of the map.
 """
 
-from vision_attn.attention.patterns.partition import Partition, Partitioner
-from vision_attn.attention.patterns.specifications import (
-    PATTERNS,
-    AnyPattern,
-    Grid,
-    Halo,
-    Neighborhood,
-    Pattern,
-    Window,
-    resolve_pattern as resolve_pattern,
-)
+from vision_attn.attention.patterns.grouping import Grouping, GroupingCache
+from vision_attn.attention.patterns.halo import Halo
+from vision_attn.attention.patterns.lines import PATTERNS, Grid, Pattern, Window, resolve_pattern
+from vision_attn.attention.patterns.neighborhood import Neighborhood
+from vision_attn.attention.patterns.pattern import AnyPattern
 
-__all__ = ["PATTERNS", "AnyPattern", "Grid", "Halo", "Neighborhood", "Partition", "Partitioner", "Pattern", "Window"]
+__all__ = [
+    "PATTERNS",
+    "AnyPattern",
+    "Grid",
+    "Grouping",
+    "GroupingCache",
+    "Halo",
+    "Neighborhood",
+    "Pattern",
+    "Window",
+    "resolve_pattern",
+]

@@ -1,23 +1,27 @@
-"""Position terms: where things are, told to attention, which by itself does not know.
+"""Position encodings, which tell attention where things are.
 
-A term is asked for by a small frozen specification and lives in the block as its ``position``. Each acts in one way: on
-the map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`AbsPos`,
-:class:`RelPosDecomposed`) or on the logits (:class:`RelPosTable`).
+An encoding is chosen by a small frozen configuration and is the block's module ``position``. Each acts in one way: on
+the feature map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`AbsPos`) or on
+the logits (:class:`RelPosDecomposed`, :class:`RelPosTable`).
 """
 
-from vision_attn.attention.position.absolute import AbsPos, ConditionalPos, Rope2d, SinCos
-from vision_attn.attention.position.relative import RelPosDecomposed, RelPosTable
-from vision_attn.attention.position.term import AnyPosition, BlockShape, PositionTerm, new_term
+from vision_attn.attention.position.abs_pos import AbsPos
+from vision_attn.attention.position.conditional_pos import ConditionalPos
+from vision_attn.attention.position.encoding import AnyPosition, AttentionShape, PositionEncoding, new_encoding
+from vision_attn.attention.position.rel_pos_decomposed import RelPosDecomposed
+from vision_attn.attention.position.rel_pos_table import RelPosTable
+from vision_attn.attention.position.rope import Rope2d
+from vision_attn.attention.position.sin_cos import SinCos
 
 __all__ = [
     "AbsPos",
     "AnyPosition",
-    "BlockShape",
+    "AttentionShape",
     "ConditionalPos",
-    "PositionTerm",
+    "PositionEncoding",
     "RelPosDecomposed",
     "RelPosTable",
     "Rope2d",
     "SinCos",
-    "new_term",
+    "new_encoding",
 ]

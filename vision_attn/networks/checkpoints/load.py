@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from vision_attn.attention.position import PositionTerm
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_flags
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
@@ -154,11 +154,11 @@ def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
     """The tables of positions that were saved for another size of map, for the size that the model has them for."""
     tables = {}
     for path, term in model.named_modules(remove_duplicate=False):
-        for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionTerm) else ():
+        for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionEncoding) else ():
             key = f"{path}.{name}".removeprefix(".")
             saved = weights.get(key, here)
             fits = saved.shape == here.shape or kind(saved) != kind(here)
-            if not fits and (table := term.resampled(name, saved)) is not None:
+            if not fits and (table := term.resize_pos_embed(name, saved)) is not None:
                 tables[key] = table
     return tables
 

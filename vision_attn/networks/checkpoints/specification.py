@@ -11,7 +11,7 @@ import keyword
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vision_attn.attention.blocks.specified import TOLD
+from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
@@ -96,7 +96,7 @@ def arguments_of(state: object) -> Arguments:
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
     metadata = getattr(state, "_metadata", None) or {}
-    return arguments_in({path: said[TOLD] for path, said in metadata.items() if TOLD in said})
+    return arguments_in({path: said[CONFIG_KEY] for path, said in metadata.items() if CONFIG_KEY in said})
 
 
 def arguments_in(said: Any) -> Arguments:

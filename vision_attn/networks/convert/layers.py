@@ -145,7 +145,7 @@ def taken_back(block: Attention, layer: Any, names: dict[str, str], *carried: st
 
     What the layer does not carry over is refused, by name where the proof on a small map would not find it.
     """
-    own = {name: value for name, value in block.specification().items() if name not in ("num_heads", *carried)}
+    own = {name: value for name, value in block.get_config().items() if name not in ("num_heads", *carried)}
     if own.pop("pattern") != "full" or own or block.proj_drop.p * ("proj_drop" not in carried):
         raise ValueError(f"block must be plain attention of the whole map, as all that the layer does; got {block}")
 

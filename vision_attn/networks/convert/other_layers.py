@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention
-from vision_attn.attention.equations import attention_pattern
 from vision_attn.attention.patterns import Neighborhood
 from vision_attn.networks.convert import row as ours
+from vision_attn.networks.convert.equations import attention_pattern
 from vision_attn.networks.convert.proof import check_without, random_like, random_map
 from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, folded, heads_first, named, rows_of
 from vision_attn.networks.convert.timm_layers import VIT, over_windows

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention, Attention1d, Attention2d, Attention3d
-from vision_attn.attention.blocks.projection import in_format_of
+from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.networks.convert.proof import check_source, check_without, drop_of, random_map, random_twin
 from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS
 
@@ -180,7 +180,7 @@ def filled(block: Module, tensors: Mapping[str, Tensor], *, training: bool) -> M
 def residual(attn: Attention, norm: Any = None) -> nn.Module:
     """``x + attn(norm(x))`` with a group norm as the layer's, or none; the gate of ones is not trained."""
     block: Any = ATTENTION_BLOCKS[attn.rank](attn.channels, 1, device="meta")
-    block.attn, block.begins_open = attn, False
+    block.attn, block.zero_init = attn, False
     block.norm = nn.Identity() if norm is None else deepcopy(norm)
     block.gate = nn.Parameter(attn.proj.weight.new_ones(attn.channels).detach(), requires_grad=False)
     return block.train(attn.training)
@@ -197,7 +197,7 @@ class PaddedAttention2d(Attention2d):
             return super().forward(x, mask, context)
         padded = self.padded(x, mask, context)
         y = super().forward(padded, mask, context)
-        return y if padded is x else in_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
+        return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
 
     def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
         """Of the positions of the map as it is padded."""

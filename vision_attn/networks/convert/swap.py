@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision_attn.attention.blocks import SWAPPED
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
-from vision_attn.networks.convert.swapped import Swap, Swapped, note_place, original_class, swapped_class, traits_of
+from vision_attn.networks.convert.swapped import (
+    SWAPPED,
+    Swap,
+    Swapped,
+    note_place,
+    original_class,
+    swapped_class,
+    traits_of,
+)
 from vision_attn.networks.convert.table import known_class, row_of
 from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names, several

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from vision_attn.attention.blocks import SWAPPED, Attention
-from vision_attn.attention.patterns import AnyPattern, Grid, Partition, Window, resolve_pattern
+from vision_attn.attention.blocks import Attention
+from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.networks.convert.proof import HOOKS
 from vision_attn.networks.convert.row import OWN, Row, parameters_of
 from vision_attn.networks.convert.table import TABLE
 from vision_attn.networks.insertion.record import token_grid
+
+#: The attribute of a swapped module that holds its :class:`Swap`.
+SWAPPED = "swapped"
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Swap:
             return "groups"
         return "maps" if self.block.rank == 2 else "unknown" if self.prefix is None else "tokens"
 
-    def placed(self, x: Tensor, images: int, image_size: tuple[int, int]) -> tuple[Partition, int] | None:
+    def placed(self, x: Tensor, images: int, image_size: tuple[int, int]) -> tuple[Grouping, int] | None:
         """How the groups or tokens that the block is given lie on the maps of so many images of a size.
 
         With it comes how many tokens there are before those of the map. None: they lie on no map of that aspect.
@@ -78,11 +81,17 @@ class Swap:
             size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
         if size is None:
             return None
-        return Partition(pattern.partitioner(2), size, size, x.device), prefix
+        return Grouping(pattern.for_rank(2), size, size, x.device), prefix
 
 
 class Swapped(nn.Module):
     """What the class of a swapped module has before its own."""
+
+    @property
+    def running_block(self) -> Attention:
+        """The block that runs for the module; it is not a child of it."""
+        swap: Swap = vars(self)[SWAPPED]
+        return swap.block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)

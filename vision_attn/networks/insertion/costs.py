@@ -103,7 +103,7 @@ def wrong_map(block: nn.Module, site: str, shape: tuple[int, ...], error: Except
 
 def pairs_compared(block: nn.Module, size: tuple[int, ...]) -> int:
     """The pairs of tokens on a map of this size that a block's full attention compares, where it has one."""
-    full = (module for module in attention_modules(block).values() if module.partitioner.is_global)
+    full = (module for module in attention_modules(block).values() if module.resolved_pattern.is_global)
     return max((product(size) * product(-(-side // one.kv_stride) for side in size) for one in full), default=0)
 
 

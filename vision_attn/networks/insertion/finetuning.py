@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision_attn.attention.position import PositionTerm
+from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_flags, check_number
 from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
@@ -251,7 +251,7 @@ def parameter_groups(
 def keys_without_decay(model: nn.Module) -> set[str]:
     """Where a decay would draw towards zero what zero is no neutral value of."""
     named: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
-    scales = [name for name, module in model.named_modules() if isinstance(module, (*NORMS, PositionTerm))]
+    scales = [name for name, module in model.named_modules() if isinstance(module, (*NORMS, PositionEncoding))]
     prefixes = tuple(f"{name}." for name in scales)
     return {
         key

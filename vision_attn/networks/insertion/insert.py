@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import AttentionBlock2d, StridedAttention2d
-from vision_attn.attention.blocks.residual import GatedResidual
+from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
     RECORD,
@@ -320,7 +320,7 @@ def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> float:
         if wrong or not same:
             sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
             raise SiteError(f"{sites} takes no child, since it loops over or counts its own: choose another module")
-        if all(isinstance(block, GatedResidual) and block.begins_open for block in blocks):
+        if all(isinstance(block, GatedResidual) and block.zero_init for block in blocks):
             return 0.0
         changed = difference(output, run_quietly(run.model, run.example)) if same_bits(run.output, output) else 0.0
         if not math.isfinite(changed):

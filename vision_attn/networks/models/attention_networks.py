@@ -195,7 +195,7 @@ def botnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, https://arxiv.org/abs/2101.11605
 
-    >>> botnet50(img_size=64).layer4[0].conv2.attn.position.specification
+    >>> botnet50(img_size=64).layer4[0].conv2.attn.position.config
     RelPosDecomposed(feat_size=(4, 4))
     """
     return build_model_with_cfg(partial(resnet50_with, attention_for, ("layer4",)), "botnet50", pretrained, **kwargs)
@@ -219,7 +219,7 @@ def aa_resnet50(pretrained: bool = False, **kwargs: object) -> ResNet:
 
     Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
 
-    >>> aa_resnet50(img_size=64).layer4[0].conv2.attn.position.specification
+    >>> aa_resnet50(img_size=64).layer4[0].conv2.attn.position.config
     RelPosDecomposed(feat_size=(2, 2))
     """
     network = partial(resnet50_with, augmented, ("layer2", "layer3", "layer4"))

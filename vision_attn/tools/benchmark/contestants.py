@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import timm
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vision_attn.attention.blocks import Attention2d, AttentionBlock2d
-from vision_attn.attention.blocks.weights import looking
-from vision_attn.attention.implementations import IMPLS, Given, groups_as_heads
+from vision_attn.attention.blocks.attention_maps import attn_hook
+from vision_attn.attention.dispatch import AttentionInputs
+from vision_attn.attention.implementations import IMPLS
+from vision_attn.attention.kernels import with_four_axes
 from vision_attn.attention.patterns import Neighborhood, Window
 from vision_attn.attention.position import ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d
+from vision_attn.attention.position.rel_pos_decomposed import DecomposedBias
 from vision_attn.networks.convert import from_layer
 from vision_attn.networks.insertion import insert_
 
@@ -76,15 +80,15 @@ class Floor(nn.Module):
 
     def __init__(self, ours: Attention2d, x: Tensor) -> None:
         super().__init__()
-        seen: list[Given] = []
-        with torch.no_grad(), looking(ours, lambda part, given: seen.append(given)):
+        seen: list[AttentionInputs] = []
+        with torch.no_grad(), attn_hook(ours, seen.append):
             ours(x)
-        q, k, v, _, mask = seen[0][:5]
-        self.scale: float = ours.scale
-        if q.shape[3] != ours.key_dim:  # what comes first in it is scaled
-            q, k = q[..., : ours.key_dim] / self.scale, k[..., : ours.key_dim]
+        q, k, v, self.scale, _, bias = seen[0][:6]
+        mask = seen[0].grouping.build_attn_mask(None, False, bias is not None)[0]
+        if bias is not None and not bias.is_sum_over_axes:
+            mask = bias.apply(q, k, self.scale, mask)[3]
         if mask is not None:
-            q, k, v, mask = groups_as_heads(q, k, v, mask)
+            q, k, v, mask = with_four_axes(q, k, v, mask)
         state = {key: value.detach() for key, value in ours.state_dict().items()}
         maps = x.detach().movedim(1, -1), torch.randn_like(x).movedim(1, -1)
         weights = [state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")]
@@ -132,15 +136,16 @@ def floor(make: Maker) -> Maker:
     return made
 
 
-def added_as(how: str) -> Maker:
-    """Positions by axis, added in a way that is not chosen."""
+class Folded(nn.Module):
+    """Relative positions of each axis folded into queries and keys, as on a GPU."""
 
-    def made(x: Tensor, n: int) -> nn.Module:
-        block: Any = with_position(RelPosDecomposed)(x, n)
-        block.how_to_add = lambda *given: how
-        return block
+    def __init__(self, x: Tensor, n: int) -> None:
+        super().__init__()
+        self.block: Any = with_position(RelPosDecomposed)(x, n)
 
-    return made
+    def forward(self, x: Tensor) -> Tensor:
+        with patch.object(DecomposedBias, "is_sum_over_axes", False):
+            return self.block(x)
 
 
 def compiled(make: Maker) -> Maker:
@@ -225,7 +230,7 @@ CONTESTANTS: dict[str, Maker] = {
     "torch MHA": theirs(torch_layer, TorchOnMaps),
     "torch MHA, training mode": theirs(torch_layer, FusedTorchOnMaps),
     "ours RelPosDecomposed": with_position(RelPosDecomposed),
-    **{f"ours RelPosDecomposed, {how}": added_as(how) for how in ("mask", "blocks", "folded")},
+    "ours RelPosDecomposed, folded": Folded,
     "timm BottleneckAttn": bottleneck,
     "ours window": ours(pattern=Window(7), position=RelPosTable()),
     "torchvision window": theirs(windows(0), OnMaps),
@@ -270,7 +275,8 @@ SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64
 BACKBONES: dict[Shape, int] = {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8}
 WINDOWED: dict[Shape, int] = {(8, 96, 56, 56): 3}
 LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
-OURS = ("ours", *(f"ours {impl}" for impl in IMPLS))
+# FlexAttention has no gradients on a CPU.
+OURS = ("ours", *(f"ours {impl}" for impl in IMPLS if impl != "flex"))
 VARIANTS = ("RelPosDecomposed", "RelPosTable", "Rope2d", "ConditionalPos", "window", "shifted window", "neighbourhood")
 BOTH = tuple(LAYOUTS)
 
@@ -298,7 +304,7 @@ ROWS = {
         {(2048 // side**2 or 1, channels, side, side): 8 for channels in (64, 256, 512) for side in (4, 7, 10, 14, 24)},
     ),
     "position-choices": Row(
-        among("ours RelPosDecomposed", *(f"ours RelPosDecomposed, {how}" for how in ("mask", "blocks", "folded"))),
+        among("ours RelPosDecomposed", "ours RelPosDecomposed, folded"),
         {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
     ),
     "compiled": Row(also_compiled("ours", "ours einx", "ours bmm"), {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8}),

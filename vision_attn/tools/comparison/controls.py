@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.blocks.linear import LinearAttention2d
 from vision_attn.attention.blocks.projection import Pointwise2d
-from vision_attn.attention.blocks.residual import GatedResidual
 from vision_attn.checks import check_count, check_number
 
 

@@ -1,4 +1,4 @@
-"""What all blocks share: a state dict that says what the block is, and the choice of an implementation."""
+"""The configuration of a block, stored with its state dict, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -11,56 +11,51 @@ from torch import nn
 from vision_attn.attention.implementations import check_impl
 from vision_attn.checks import check_type
 
-#: The entry of a block in the metadata of a state dict, beside torch's own ``version``.
-TOLD = "block"
-
-#: The attribute of a module that ``swap_`` took over: the ``.block`` that runs for it, which is no child of it, what
-#: the block ``.sees``, and how that is ``.placed`` on the map.
-SWAPPED = "swapped"
+#: The entry of a block in the metadata of a state dict, next to torch's own ``version``.
+CONFIG_KEY = "block"
 
 
-class Specified(nn.Module):
-    """A block whose state dict says what it is.
+class Configurable(nn.Module):
+    """A block whose state dict contains its configuration.
 
-    It says so in the metadata in which torch keeps the version of every module, and which ``torch.save`` writes along.
-    The keys stay the same, and code that does not know of it is not disturbed.
+    It is in the metadata in which torch keeps the version of every module, and which ``torch.save`` writes. The keys
+    stay the same, and code that does not know of it is not affected.
     """
 
-    def specification(self) -> dict[str, object]:
-        """The arguments that change what the block computes and are in no shape of its weights."""
+    def get_config(self) -> dict[str, object]:
+        """Return the arguments that change the result and do not follow from the shapes of the weights."""
         raise NotImplementedError
 
     def check_impl(self, impl: str) -> None:
-        """Refuse an implementation that the block cannot run."""
+        """Raise for an implementation that the block cannot run."""
         check_impl(impl)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
-            metadata[TOLD] = {name: repr(value) for name, value in self.specification().items()}
+            metadata[CONFIG_KEY] = {name: repr(value) for name, value in self.get_config().items()}
 
 
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
-    """Every block of a model that has a choice of implementation, by its path."""
+    """Return every block of a model that has a choice of implementation, by its path.
+
+    A module that runs a block in its own place, which is not a child of it, has it as ``running_block``.
+    """
     check_type("model", model, nn.Module, "a network, an nn.Module")
-    blocks = {
-        name: module if kept is None else kept.block
-        for name, module in model.named_modules()
-        for kept in [vars(module).get(SWAPPED)]
-    }
-    return {name: block for name, block in blocks.items() if isinstance(block, Specified) and hasattr(block, "impl")}
+    blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}
+    return {name: block for name, block in blocks.items() if isinstance(block, Configurable) and hasattr(block, "impl")}
 
 
 def set_impl_(model: nn.Module, impl: str) -> int:
-    """Let every attention block in a model run another implementation; the weights stay as they are.
+    """Set the implementation of every attention block in a model; the weights stay the same.
 
     Args:
         model: any module.
         impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or one that was registered.
 
     Returns:
-        How many modules run another implementation than before.
+        The number of modules whose implementation changed.
 
     Raises:
         ValueError: unknown ``impl``, or one that a block cannot run; then no block is changed.
@@ -85,7 +80,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 
 @contextmanager
 def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
-    """Run another implementation inside a ``with`` block; afterwards every module runs its own again.
+    """Run another implementation inside a ``with`` block; afterwards every module has its own again.
 
     Args:
         model: any module.

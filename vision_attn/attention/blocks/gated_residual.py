@@ -1,45 +1,16 @@
-"""Blocks that add to the map that came in: gated attention for a backbone, and the transformer's encoder layer."""
+"""Attention for a backbone: a gated residual branch that is an identity at initialization."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.attention import Attention, Attention1d, Attention2d, Attention3d
-from vision_attn.attention.blocks.projection import Pointwise2d, check_map, in_format_of, on_maps
-from vision_attn.attention.blocks.specified import Specified
-from vision_attn.checks import check_count, check_flags, check_new, check_number, check_probability
-
-
-class LayerNorm2d(nn.LayerNorm):
-    """Layer normalisation over the channels of ``(b, c, h, w)`` or ``(c, h, w)``, at each position apart."""
-
-    rank = 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        last = x.dim() - 1
-        channels = last - self.rank
-        return super().forward(x.movedim(channels, last)).movedim(last, channels)
-
-
-class LayerNorm1d(LayerNorm2d):
-    """The same for maps with one axis."""
-
-    rank = 1
-
-
-class LayerNorm3d(LayerNorm2d):
-    """The same for maps with three axes."""
-
-    rank = 3
-
-
-#: By how many axes a map has.
-LAYER_NORMS: dict[int, type[LayerNorm2d]] = {1: LayerNorm1d, 2: LayerNorm2d, 3: LayerNorm3d}
+from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
+from vision_attn.attention.blocks.attention_nd import Attention
+from vision_attn.attention.blocks.projection import LAYER_NORMS
+from vision_attn.checks import check_count, check_new, check_number
 
 
 def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
@@ -72,7 +43,7 @@ class GatedResidual(nn.Module):
         check_new(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
-        self.begins_open: bool = gate_init is None
+        self.zero_init: bool = gate_init is None
         self.norm: nn.Module = LAYER_NORMS[self.rank](channels, device=device, dtype=dtype)
         self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
 
@@ -86,7 +57,7 @@ class GatedResidual(nn.Module):
         timm gives every convolution of a new network its first weights, and then calls a method of this name, in some
         families ``init_weights``.
         """
-        if self.begins_open:
+        if self.zero_init:
             for parameter in self.last_projection().parameters():
                 nn.init.zeros_(parameter)
 
@@ -129,7 +100,7 @@ class AttentionBlock(GatedResidual):
 
     def zero_init_last(self) -> None:
         super().zero_init_last()
-        self.attn.init_matching()
+        self.attn.init_match()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and add.
@@ -200,108 +171,3 @@ class AttentionBlock3d(AttentionBlock):
     """
 
     rank = 3
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
-
-
-class TransformerBlock2d(Specified):
-    """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
-
-    On the positions of a map in the place of the tokens of a sequence it is ``torch.nn.TransformerEncoderLayer``.
-
-    Args:
-        channels: channels of the map.
-        num_heads: number of heads.
-        mlp_ratio: hidden channels of the 1×1 convolutions, in units of ``channels``.
-        norm_first: whether each branch is normalised (pre-norm), or each sum (post-norm, as in the original).
-        activation: ``"gelu"`` (by the error function) or ``"relu"``.
-        mlp_drop: probability of dropping a hidden element and one of the second convolution's output, in training.
-        bias: whether norms, convolutions and projections have a bias.
-        eps: added to the variance by the norms.
-        device: where the parameters live.
-        dtype: type of the parameters.
-        **attention: further arguments of :class:`Attention2d`; ``attn_drop`` and ``proj_drop`` among them.
-
-    Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
-
-    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; norms first:
-    Xiong et al., *On Layer Normalization in the Transformer Architecture*, 2020, https://arxiv.org/abs/2002.04745
-
-    >>> TransformerBlock2d(64, num_heads=4, activation="relu")(torch.randn(2, 64, 7, 5)).shape
-    torch.Size([2, 64, 7, 5])
-    """
-
-    rank = 2
-
-    def __init__(
-        self,
-        channels: int,
-        num_heads: int = 8,
-        *,
-        mlp_ratio: float = 4.0,
-        norm_first: bool = True,
-        activation: str = "gelu",
-        mlp_drop: float = 0.0,
-        bias: bool = True,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **attention: Any,
-    ) -> None:
-        super().__init__()
-        check_new(device, dtype, channels=channels)
-        check_number("mlp_ratio", mlp_ratio, above=0)
-        check_number("eps", eps, above=0)
-        check_flags(norm_first=norm_first, bias=bias)
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
-        check_probability("mlp_drop", mlp_drop)
-        refuse_other_channels("TransformerBlock2d", channels, attention)
-        hidden = max(1, round(channels * mlp_ratio))
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
-        self.norm_first = norm_first
-        self.activation = activation
-        self.norm1: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
-        self.attn: Attention2d = Attention2d(channels, num_heads, **factory, **attention)
-        self.norm2: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
-        self.fc1: Pointwise2d = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
-        self.fc2: Pointwise2d = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
-        self.mlp_drop: nn.Dropout = nn.Dropout(mlp_drop)
-
-    @on_maps
-    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend and transform.
-
-        Args:
-            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
-            mask: as in :meth:`Attention2d.forward`.
-            context: as in :meth:`Attention2d.forward`.
-
-        Returns:
-            ``(b, c, h, w)`` in the type and memory format of ``x``.
-
-        Raises:
-            ValueError: as :meth:`Attention2d.forward`.
-        """
-        check_map("x", x, self.attn.channels, self.rank)
-        if self.norm_first:
-            y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
-            y = y + self.mlp(self.norm2(y)).to(x.dtype)
-        else:
-            y = self.norm1(x + self.attn(x, mask, context)).to(x.dtype)
-            y = self.norm2(y + self.mlp(y)).to(x.dtype)
-        return in_format_of(x, y)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """What the two 1×1 convolutions make of a map, ``(b, c, h, w)``.
-
-        Args:
-            x: maps, ``(b, c, h, w)``.
-        """
-        return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
-
-    def specification(self) -> dict[str, object]:
-        return {"norm_first": self.norm_first, "activation": self.activation}

@@ -11,7 +11,7 @@ import string
 from collections.abc import Sequence
 
 from vision_attn.attention.patterns.line import AXES
-from vision_attn.attention.patterns.specifications import Pattern
+from vision_attn.attention.patterns.lines import Pattern
 
 __all__ = ["attention_equations", "attention_pattern", "projection_equation"]
 

@@ -1,0 +1,293 @@
+"""Multi-head attention on feature maps with any number of axes: one forward pass for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.attention_maps import AttnHook, attn_hook, check_queries, weights_on_map
+from vision_attn.attention.blocks.config import Configurable
+from vision_attn.attention.blocks.projection import POINTWISE, not_a_map, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
+from vision_attn.attention.blocks.rules import check_arguments
+from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
+from vision_attn.attention.implementations import IMPLEMENTATIONS
+from vision_attn.attention.kernels import Kernel, from_groups, to_groups
+from vision_attn.attention.masks import check_mask, upcast
+from vision_attn.attention.patterns import AnyPattern, Grouping, GroupingCache, resolve_pattern
+from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
+from vision_attn.checks import product
+
+#: Average pooling of feature maps with one, two and three axes.
+AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+#: Arguments that a state dict's metadata holds where they differ from their defaults.
+CONFIG = (
+    *("key_dim", "value_dim", "num_kv_heads", "out_channels", "context_channels", "groups"),
+    *("scale", "kv_stride", "causal", "attn_drop"),
+)
+
+
+class Attention(Configurable):
+    """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
+
+    rank: int
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        impl: str = "auto",
+        pattern: str | AnyPattern = "full",
+        position: AnyPosition | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        out_channels: int | None = None,
+        context_channels: int | None = None,
+        groups: int = 1,
+        scale: float | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        qk_norm: bool | str = False,
+        kv_stride: int = 1,
+        causal: bool = False,
+        output_gate: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        given = SimpleNamespace(**locals())
+        super().__init__()
+        self.resolved_pattern: AnyPattern = resolve_pattern(pattern).for_rank(self.rank)
+        check_arguments(given, self.resolved_pattern)
+        self.channels = channels
+        self.num_heads = n = num_heads
+        self.impl = impl
+        self.pattern = pattern
+        self.key_dim: int = channels // n if key_dim is None else key_dim
+        self.value_dim: int = channels // n if value_dim is None else value_dim
+        self.num_kv_heads: int = n if num_kv_heads is None else num_kv_heads
+        m, d, e = self.num_kv_heads, self.key_dim, self.value_dim
+        self.out_channels: int = channels if out_channels is None else out_channels
+        self.context_channels = context_channels
+        self.groups = groups
+        self.qk_norm = qk_norm
+        self.kv_stride = kv_stride
+        self.causal = causal
+        self.attn_drop = attn_drop
+        self.groupings: GroupingCache = GroupingCache(self.resolved_pattern)
+        #: called with the inputs of the kernel, in each forward pass
+        self.attn_hooks: tuple[AttnHook, ...] = ()
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        conv = POINTWISE[self.rank]
+        if groups > 1:  # of the map three times, so that the rows are ordered (qkv, heads, head_dim)
+            self.qkv: nn.modules.conv._ConvNd = conv(
+                3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory
+            )
+        elif context_channels is None:
+            self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
+        else:
+            self.q: nn.modules.conv._ConvNd = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv: nn.modules.conv._ConvNd = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj: nn.modules.conv._ConvNd = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+        self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
+        self.scale: float = self.default_scale if scale is None else scale
+        self.gate: nn.modules.conv._ConvNd | None = conv(channels, n * e, 1, **factory) if output_gate else None
+        is_cross = kv_stride > 1 or context_channels is not None
+        shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
+        self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
+        self.init_match()
+
+    def init_match(self) -> None:
+        """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
+        if self.qk_norm == "match":
+            heads = self.num_heads, self.num_kv_heads, self.key_dim
+            if self.context_channels is None:
+                init_qk_tied_(self.qkv, self.qkv, *heads, heads_before=self.num_heads)
+            else:
+                init_qk_tied_(self.q, self.kv, *heads, heads_before=0)
+
+    @on_feature_maps
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend, in the same steps for every pattern, position encoding and implementation.
+
+        Args:
+            x: feature maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``; with the number of axes of the block.
+            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``,
+                tokens row-major.
+            context: the maps of keys and values, with ``context_channels`` channels, or ``channels`` where that is
+                None; ``x`` when None.
+
+        Returns:
+            ``(b, out_channels, h, w)`` in the memory format of ``x``; a query that may attend to nothing gives the bias
+            of ``proj``.
+
+        Raises:
+            ValueError: ``x``, ``context`` or ``mask`` has another shape or type; the message says what was expected.
+        """
+        keys_size = self.check_inputs(x, mask, context)
+        if 0 in x.shape:  # not every implementation and pattern supports it
+            return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
+        kernel = IMPLEMENTATIONS[self.impl]
+        masks_map = kernel.attend_inputs is not None
+        grouping = self.groupings.get(x, keys_size, masks_map, unmasked=mask is None and not self.causal)
+        q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the norms return float32: the kernel gets the dtype of the values.
+            q, k = self.q_norm(q).to(v.dtype), grouping.zero_padding(self.k_norm(k).to(v.dtype))
+        bias = None
+        if self.position is not None:
+            q, k, bias = self.position(q, k, grouping)
+        inputs = AttentionInputs(q, k, v, self.scale, grouping, bias, mask, self.causal)
+        for hook in self.attn_hooks:
+            hook(inputs)
+        y = attend_in_groups(kernel, inputs, self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
+        y = kernel.merge_heads(y, grouping.query_layout.group_size)  # (b·groups, n·e, h', w')
+        y = from_groups(kernel, grouping.query_layout, y)  # (b, n·e, h, w)
+        y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
+        return to_memory_format_of(x, self.proj_drop(y))
+
+    def project(
+        self, kernel: Kernel, grouping: Grouping, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project maps to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
+        n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
+        queries, keys, widths = grouping.query_layout, grouping.key_layout, [n * d, m * d, m * e]
+        if self.position is not None and self.position.adds_to_map:
+            x = self.position.add_to_map(x, grouping)
+            context = None if context is None else self.position.add_to_map(context, grouping)
+        if self.groups > 1:  # queries, keys and values have their own groups
+            x = torch.cat([x] * 3, dim=1)
+            context = None if context is None else torch.cat([context] * 3, dim=1)
+        if context is None and keys is queries and self.qk_norm != "match":
+            # One map is cut into groups, and not the three that are projected from it.
+            q, k, v = self.qkv(to_groups(kernel, queries, x)).split(widths, dim=1)
+        else:
+            if self.context_channels is None:
+                q, k, v = self.qkv(x).split(widths, dim=1)
+                if context is not None:
+                    _, k, v = self.qkv(context).split(widths, dim=1)
+            else:
+                q, (k, v) = self.q(x), self.kv(context).split(widths[1:], dim=1)
+            if self.qk_norm == "match":
+                q, k = center(q), center(k)
+            q = to_groups(kernel, queries, q)
+            k, v = (to_groups(kernel, keys, self.pool_kv(y)) for y in (k, v))
+        return kernel.split_heads(q, n), kernel.split_heads(k, m), kernel.split_heads(v, m)
+
+    def pool_kv(self, y: Tensor) -> Tensor:
+        """Average a projected map over squares of ``kv_stride``, which equals projecting the averaged map."""
+        if self.kv_stride == 1:
+            return y
+        squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
+        # On a CPU, torch has no average of volumes in half precision.
+        exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
+        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(y.dtype)
+
+    def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
+        """Raise for a mask or context that :meth:`forward` does not take; return the size of the map of the keys."""
+        if context is None and self.context_channels is not None:
+            raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
+        if context is None and mask is None and self.kv_stride == 1:
+            return tuple(x.shape[2:])
+        if context is not None:
+            channels = self.context_channels or self.channels
+            if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
+                raise not_a_map("context", context, channels, self.rank)
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have the batch size of x, {x.shape[0]}; got {context.shape[0]}")
+            is_relative = self.position is not None and self.position.is_relative
+            needs_size = not self.resolved_pattern.is_global or self.causal or is_relative
+            if needs_size and context.shape[2:] != x.shape[2:]:
+                raise ValueError(
+                    f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
+                    f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
+                )
+        keys_size = self.keys_size(x, context)
+        if mask is not None:
+            check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)
+        return keys_size
+
+    def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
+        """Return the size of the map of the keys, in positions."""
+        size = tuple((x if context is None else context).shape[-self.rank :])
+        return (
+            size if self.kv_stride == 1 else tuple((length + self.kv_stride - 1) // self.kv_stride for length in size)
+        )
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """Return how much every query attends to every key, for the inputs of :meth:`forward`.
+
+        Args:
+            x: as in :meth:`forward`.
+            mask: as in :meth:`forward`.
+            queries: indices of tokens, ``(i,)``, row-major; all when None.
+            context: as in :meth:`forward`.
+
+        Returns:
+            ``(b, heads, i, key tokens)``.
+
+        Raises:
+            ValueError: as :meth:`forward`, or ``queries`` are not such indices.
+
+        >>> from vision_attn.attention.blocks import Attention2d
+        >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
+        torch.Size([1, 2, 12, 12])
+        """
+        seen: list[AttentionInputs] = []
+        with attn_hook(self, seen.append):
+            self.forward(x, mask, context)
+        check_queries(queries, x.shape[-self.rank :])
+        if not seen:  # an empty batch or map
+            tokens = x.shape[-self.rank :].numel() if queries is None else len(queries)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
+        return weights_on_map(seen[0], queries)
+
+    @property
+    def default_scale(self) -> float:
+        """The factor on the logits that follows from the other arguments."""
+        return 1.0 if isinstance(self.q_norm, CosineNorm) else self.key_dim**-0.5
+
+    def non_default_config(self) -> dict[str, object]:
+        """Return the arguments that differ from their defaults."""
+        width = self.channels // self.num_heads
+        defaults: dict[str, object] = {
+            name: parameter.default for name, parameter in signature(Attention).parameters.items()
+        }
+        defaults |= {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
+        defaults |= {"out_channels": self.channels, "scale": self.default_scale}
+        found = {name: getattr(self, name) for name in CONFIG if getattr(self, name) != defaults[name]}
+        return {**found, "qk_norm": "match"} if self.qk_norm == "match" else found
+
+    def extra_repr(self) -> str:
+        shown = [f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, pattern={self.pattern!r}"]
+        return ", ".join([*shown, *(f"{name}={value}" for name, value in self.non_default_config().items())])
+
+    def get_config(self) -> dict[str, object]:
+        config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
+        config.pop("attn_drop", None)  # of training alone
+        if self.position is not None:
+            config["position"] = position = copy(self.position.config)
+            if self.position.has_tables:  # whose size is in their shapes, and which are resized when loaded
+                object.__setattr__(position, "feat_size", None)
+        return config

@@ -1,0 +1,46 @@
+"""The rules that the arguments of :class:`Attention2d` must follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vision_attn.attention.implementations import check_impl
+from vision_attn.attention.patterns import AnyPattern, Neighborhood
+from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
+
+
+def check_arguments(a: Any, pattern: AnyPattern) -> None:
+    """Raise for the first rule that the arguments of a block break; ``pattern`` is the resolved one."""
+    check_new(a.device, a.dtype, channels=a.channels, num_heads=a.num_heads, groups=a.groups, kv_stride=a.kv_stride)
+    check_counts(key_dim=a.key_dim, value_dim=a.value_dim, num_kv_heads=a.num_kv_heads)
+    check_counts(out_channels=a.out_channels, context_channels=a.context_channels)
+    check_flags(qkv_bias=a.qkv_bias, proj_bias=a.proj_bias, causal=a.causal, output_gate=a.output_gate)
+    check_probability("attn_drop", a.attn_drop)
+    check_probability("proj_drop", a.proj_drop)
+    check_number("scale", 1.0 if a.scale is None else a.scale)
+    check_impl(a.impl)
+    if a.key_dim is None or a.value_dim is None:
+        check_divides("num_heads", a.num_heads, "channels", a.channels)
+    n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels
+    m, d, e = a.num_kv_heads or n, a.key_dim or width, a.value_dim or width
+    check_divides("num_kv_heads", m, "num_heads", n)
+    check_divides("groups", a.groups, "channels", a.channels)
+    check_divides("groups", a.groups, "num_heads · key_dim", n * d)
+    check_divides("groups", a.groups, "out_channels", a.out_channels or a.channels)
+
+    def refuse(name: str, is_broken: bool, rule: str) -> None:
+        if is_broken:
+            raise ValueError(f"{name} {rule}; got {name}={getattr(a, name)!r}")
+
+    layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
+    refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
+    same = "must be 1 with other num_kv_heads, value_dim or context_channels: queries, keys and values share groups"
+    refuse("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
+    order = "must be False with kv_stride or context_channels: such keys have no order relative to queries"
+    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), order)
+    own = "must be False with a Neighborhood, which has its own: use Neighborhood(causal=True)"
+    refuse("causal", a.causal and isinstance(pattern, Neighborhood), own)
+    refuse("qk_norm", match and a.causal, "must not be 'match' with causal: the mean over the map has later positions")
+    tied = f"must not be 'match' with context_channels={context}: queries and keys are initialized as one projection"
+    refuse("qk_norm", match and context not in (None, a.channels), tied)
+    refuse("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")

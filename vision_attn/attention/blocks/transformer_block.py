@@ -1,0 +1,125 @@
+"""The encoder layer of a transformer on the positions of a feature map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks.attention import Attention2d
+from vision_attn.attention.blocks.config import Configurable
+from vision_attn.attention.blocks.gated_residual import refuse_other_channels
+from vision_attn.attention.blocks.projection import (
+    LayerNorm2d,
+    Pointwise2d,
+    on_feature_maps,
+    to_memory_format_of,
+)
+from vision_attn.checks import check_flags, check_new, check_number, check_probability
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+
+
+class TransformerBlock2d(Configurable):
+    """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
+
+    On the positions of a map in the place of the tokens of a sequence it is ``torch.nn.TransformerEncoderLayer``.
+
+    Args:
+        channels: channels of the map.
+        num_heads: number of heads.
+        mlp_ratio: hidden channels of the 1×1 convolutions, in units of ``channels``.
+        norm_first: whether each branch is normalised (pre-norm), or each sum (post-norm, as in the original).
+        activation: ``"gelu"`` (by the error function) or ``"relu"``.
+        mlp_drop: probability of dropping a hidden element and one of the second convolution's output, in training.
+        bias: whether norms, convolutions and projections have a bias.
+        eps: added to the variance by the norms.
+        device: where the parameters live.
+        dtype: type of the parameters.
+        **attention: further arguments of :class:`Attention2d`; ``attn_drop`` and ``proj_drop`` among them.
+
+    Raises:
+        ValueError: an argument is out of range; the message says which, what was expected and what came.
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; norms first:
+    Xiong et al., *On Layer Normalization in the Transformer Architecture*, 2020, https://arxiv.org/abs/2002.04745
+
+    >>> TransformerBlock2d(64, num_heads=4, activation="relu")(torch.randn(2, 64, 7, 5)).shape
+    torch.Size([2, 64, 7, 5])
+    """
+
+    rank = 2
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        *,
+        mlp_ratio: float = 4.0,
+        norm_first: bool = True,
+        activation: str = "gelu",
+        mlp_drop: float = 0.0,
+        bias: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        check_new(device, dtype, channels=channels)
+        check_number("mlp_ratio", mlp_ratio, above=0)
+        check_number("eps", eps, above=0)
+        check_flags(norm_first=norm_first, bias=bias)
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
+        check_probability("mlp_drop", mlp_drop)
+        refuse_other_channels("TransformerBlock2d", channels, attention)
+        hidden = max(1, round(channels * mlp_ratio))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
+        self.channels = channels
+        self.norm_first = norm_first
+        self.activation = activation
+        self.norm1: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.attn: Attention2d = Attention2d(channels, num_heads, **factory, **attention)
+        self.norm2: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.fc1: Pointwise2d = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
+        self.fc2: Pointwise2d = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
+        self.mlp_drop: nn.Dropout = nn.Dropout(mlp_drop)
+
+    @on_feature_maps
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend and transform.
+
+        Args:
+            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`.
+            context: as in :meth:`Attention2d.forward`.
+
+        Returns:
+            ``(b, c, h, w)`` in the type and memory format of ``x``.
+
+        Raises:
+            ValueError: as :meth:`Attention2d.forward`.
+        """
+        if self.norm_first:
+            y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
+            y = y + self.mlp(self.norm2(y)).to(x.dtype)
+        else:
+            y = self.norm1(x + self.attn(x, mask, context)).to(x.dtype)
+            y = self.norm2(y + self.mlp(y)).to(x.dtype)
+        return to_memory_format_of(x, y)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """What the two 1×1 convolutions make of a map, ``(b, c, h, w)``.
+
+        Args:
+            x: maps, ``(b, c, h, w)``.
+        """
+        return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
+
+    def get_config(self) -> dict[str, object]:
+        return {"norm_first": self.norm_first, "activation": self.activation}

@@ -1,0 +1,166 @@
+"""``impl="flex"``: a pattern and a position encoding, compiled into one fused sparse kernel by FlexAttention.
+
+No tensor has an element for every query and key. A pattern is one small bool table per axis,
+``allowed_h[y_q, y_k] & allowed_w[x_q, x_k]``, from which FlexAttention derives the blocks of keys that it skips
+(``BlockMask``). A bias is a function of the score (``score_mod``). A pattern that is a plain reshape is attention in
+its groups, as in the other implementations; any other pattern runs on the whole map, and copies no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vision_attn.attention.masks import Mask, broadcast_mask
+from vision_attn.attention.patterns.grouping import Grouping
+
+if TYPE_CHECKING:  # FlexAttention takes as long to import as a third of torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from vision_attn.attention.dispatch import AttentionInputs
+
+#: Devices that FlexAttention has kernels for.
+DEVICES = ("cpu", "cuda", "hpu", "xpu")
+
+#: ``(score, b, h, q, kv) -> score``, on indices.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
+    """Attend in the groups of a pattern, ``(b·groups, n, i, e)``."""
+    q, k, v, scale, grouping, bias, mask, causal = inputs
+    block_mask = None
+    if (not grouping.is_global and grouping.is_one_group) or causal:
+        block_mask = grouping.cached(("block_mask", causal), lambda: pattern_mask(grouping, causal))
+    score_mods = [] if bias is None else [bias_score_mod(bias, grouping, q)]
+    if mask is not None:
+        score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
+    return run_flex(q, k, v, scale, score_mods, block_mask, dropout)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    """Attend between tokens, with a mask of five axes and one group."""
+    score_mods = []
+    if mask is not None:
+        score_mods.append(mask_score_mod(mask[:, 0], torch.arange(k.shape[2], device=k.device)))
+    if causal:
+        score_mods.append(lambda score, b, h, i, j: torch.where(j <= i, score, -torch.inf))
+    return run_flex(q, k, v, scale, score_mods, None, dropout)
+
+
+def run_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mods: Sequence[ScoreMod],
+    block_mask: BlockMask | None,
+    dropout: float,
+) -> Tensor:
+    """Call FlexAttention, compiled; raise where torch does not support it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    check_flex(q, k, v, dropout)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        for modify in score_mods:
+            score = modify(score, b, h, i, j)
+        return score
+
+    e = v.shape[3]
+    if q.device.type == "cpu":
+        # Heads of width 8 and 16 give wrong numbers or NaN in torch 2.14's CPU kernel, with 8, 24, 40, … keys.
+        q, k, v = (F.pad(x, (0, -x.shape[3] % 32)) for x in (q, k, v))
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape)
+    options = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return kernel(q, k, v, score_mod=score_mod if score_mods else None, **options)[..., :e]
+
+
+@cache
+def compiled(*shapes: Sequence[int]) -> Any:
+    """Compile FlexAttention for these shapes, on first use; it never runs unfused.
+
+    With a symbolic batch, torch 2.14 writes C++ that does not compile.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return flex_attention(q, k, v, **options)
+
+    attend.__code__ = attend.__code__.replace()  # torch limits how often the code of one function is compiled
+    return torch.compile(attend, fullgraph=True, dynamic=False)
+
+
+def check_flex(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
+    """Raise for what FlexAttention does not support, and name another implementation."""
+    device, width = q.device.type, min(q.shape[3], v.shape[3])
+    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    graph = torch.compiler.is_compiling()
+    transformed = not graph and (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(q))
+    for is_refused, what in (
+        (dropout > 0, f"cannot drop attention weights: attn_drop must be 0 in training, got {dropout}"),
+        (device not in DEVICES, f"runs on {', '.join(DEVICES)}, got a tensor on {device}"),
+        (q.dtype == torch.float64, "computes in float32, float16 or bfloat16, got float64"),
+        (device == "cpu" and trained, "has no gradients on a CPU"),
+        (device == "cuda" and width < 16, f"needs heads of width 16 or more on CUDA, got {width}"),
+        (transformed, "runs neither in torch.jit.trace nor in the transforms of torch.func"),
+    ):
+        if is_refused:
+            raise ValueError(f"impl='flex' {what}. Use another implementation, for example impl='sdpa'")
+
+
+def unravel(index: Tensor, size: Sequence[int]) -> list[Tensor]:
+    """Return the coordinates of a row-major index."""
+    coords = []
+    for length in reversed(size):
+        coords.append(index % length)
+        index = index // length
+    return coords[::-1]
+
+
+def pattern_mask(grouping: Grouping, causal: bool) -> BlockMask:
+    """Build the mask of a pattern on the whole map: the blocks of 128 queries and keys that are not empty."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    tables = [None if axis.allowed is None else axis.allowed[0] for axis in grouping.axes]
+    queries, keys = grouping.query_layout, grouping.key_layout
+    positions = keys.index()[0]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        allowed = positions[j] <= i if causal else j >= 0
+        at = zip(tables, unravel(i, queries.group_size), unravel(j, keys.group_size), strict=True)
+        for table, query, key in at:
+            if table is not None:
+                allowed = torch.logical_and(allowed, table[query, key])
+        return allowed
+
+    return create_block_mask(mask_mod, None, None, queries.tokens, keys.tokens, device=str(positions.device))
+
+
+def bias_score_mod(bias: Any, grouping: Grouping, q: Tensor) -> ScoreMod:
+    """Add the bias of a position encoding, which looks a score up by the coordinates of query and key."""
+    add = bias.scores(q)
+    query_size, key_size = grouping.query_layout.group_size, grouping.key_layout.group_size
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + add(b, h, i, unravel(i, query_size), unravel(j, key_size))
+
+    return score_mod
+
+
+def mask_score_mod(mask: Tensor, positions: Tensor) -> ScoreMod:
+    """Apply a mask ``(b or 1, n or 1, i or 1, j or 1)``, where each key lies at a position, or at -1 unmasked."""
+    batch, heads, queries, keys = (int(length > 1) for length in mask.shape)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = positions[j]
+        value = mask[b * batch, h * heads, i * queries, at.clamp(min=0) * keys]
+        masked = torch.where(value, score, -torch.inf) if mask.dtype == torch.bool else score + value
+        return torch.where(at < 0, score, masked)
+
+    return score_mod

@@ -1,0 +1,300 @@
+"""Attention between the tokens of each group, in einx, torch.bmm, einsum and torch's fused kernels.
+
+A kernel takes five steps, side by side here. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i`` query
+token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
+
+    partition     (b, c, h, w)                                             ->  (b·groups, c, h', w')
+    split heads   (b·groups, n·d, h', w')                                  ->  (b·groups, n, i, d)
+    attend        q (b·groups, n, i, d)   k (…, n, j, d)   v (…, n, j, e)  ->  (b·groups, n, i, e)
+    merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
+    reverse       (b·groups, c, h', w')                                    ->  (b, c, h, w)
+
+The first and the last are for a pattern that is a plain reshape; any other gathers its tokens with one index.
+
+``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, in which each
+row has a key to attend to; with ``causal`` it is None. Logits and softmax are computed in at least float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vision_attn.attention.masks import Mask, add_mask, upcast
+from vision_attn.attention.patterns.layout import TokenLayout
+from vision_attn.attention.patterns.line import AXES, BoundRearrangement
+
+#: Keys from which values are widened for flash attention.
+FLASH_FROM_KEYS = 2048
+#: The largest batch, and the most heads, of torch's CUDA kernels: the second and third axis of a CUDA grid.
+MAX_BATCH = 65_535
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The steps of an implementation."""
+
+    partition: Callable[[Tensor, BoundRearrangement], Tensor]
+    split_heads: Callable[[Tensor, int], Tensor]
+    attend: Callable[..., Tensor]
+    merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
+    reverse: Callable[[Tensor, BoundRearrangement], Tensor]
+    #: attention from the pattern and the bias themselves, in the place of a mask made of them
+    attend_inputs: Callable[..., Tensor] | None = None
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """View ``(b, c, *size)`` as ``(b, *size, c)``."""
+    return x.permute(0, *range(2, x.dim()), 1)
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """View ``(b, *size, c)`` as ``(b, c, *size)``."""
+    return x.permute(0, x.dim() - 1, *range(1, x.dim() - 1))
+
+
+def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
+    """Cut a feature map ``(b, c, *size)`` into its groups, ``(b·groups, c, *group_size)``."""
+    if layout.is_whole:
+        return x
+    if layout.line is not None:
+        return kernel.partition(x, layout.line)
+    x = x.flatten(2).transpose(1, 2)
+    if layout.zero_padded:
+        x = F.pad(x, (0, 0, 0, 1))
+    x = x.index_select(1, layout.gather_index).reshape(-1, layout.tokens, x.shape[2])
+    return x.transpose(1, 2).unflatten(2, layout.group_size)
+
+
+def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
+    """Put groups ``(b·groups, c, *group_size)`` back into a feature map, ``(b, c, *size)``."""
+    if layout.is_whole:
+        return y
+    if layout.line is not None:
+        return kernel.reverse(y, layout.line)
+    y = y.flatten(2).transpose(1, 2).reshape(-1, layout.groups * layout.tokens, y.shape[1])
+    return y.index_select(1, layout.inverse_index).transpose(1, 2).unflatten(2, layout.size)
+
+
+# --- einx: every axis by its name -------------------------------------------------------------------------------------
+
+
+def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
+    import einx
+
+    return channels_first(einx.id(f"{bound.line.map_text} -> {bound.line.groups_text}", x, **bound.sizes))
+
+
+def split_heads_einx(x: Tensor, n: int) -> Tensor:
+    import einx
+
+    return einx.id("b (n d) s... -> b n (s...) d", x, n=n)
+
+
+def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    import einx
+
+    logits = einx.dot("b n i d, b n j d -> b n i j", scale * upcast(q), upcast(k))
+    logits = add_mask(logits, mask, causal)
+    weights = einx.softmax("b n i [j]", logits)
+    weights = drop(weights, dropout).to(v.dtype)
+    return einx.dot("b n i j, b n j e -> b n i e", weights, v)
+
+
+def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
+    import einx
+
+    sizes = dict(zip(AXES[-len(size) :], size, strict=True))
+    axes = " ".join(sizes)
+    return channels_first(einx.id(f"b n ({axes}) e -> b {axes} (n e)", y, **sizes))
+
+
+def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
+    import einx
+
+    return einx.id(f"{bound.line.groups_text} -> {bound.line.map_text}", channels_last(y), **bound.sizes)
+
+
+# --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
+
+
+def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
+    c = x.shape[1]
+    x = channels_last(x).reshape(-1, *bound.split_size, c)
+    return channels_first(x.permute(bound.line.forward_perm).reshape(-1, *bound.group_size, c))
+
+
+def split_heads_torch(x: Tensor, n: int) -> Tensor:
+    return x.reshape(x.shape[0], n, x.shape[1] // n, -1).transpose(2, 3)
+
+
+def attend_bmm(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    b, n, i, d = q.shape
+    j, e = v.shape[2:]
+    q, k = upcast(q).reshape(b * n, i, d), upcast(k).reshape(b * n, j, d)
+    logits = torch.bmm(scale * q, k.transpose(1, 2)).view(b, n, i, j)
+    logits = add_mask(logits, mask, causal)
+    weights = torch.softmax(logits, dim=-1)
+    weights = drop(weights, dropout).to(v.dtype)
+    return torch.bmm(weights.view(b * n, i, j), v.reshape(b * n, j, e)).view(b, n, i, e)
+
+
+def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
+    return y.transpose(1, 2).flatten(2).transpose(1, 2).unflatten(2, size)
+
+
+def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
+    c = y.shape[1]
+    y = channels_last(y).reshape(-1, *bound.grouped_size, c)
+    return channels_first(y.permute(bound.line.inverse_perm).reshape(-1, *bound.size, c))
+
+
+def drop(weights: Tensor, dropout: float) -> Tensor:
+    """Drop attention weights; a graph holds no dropout where there is none."""
+    return F.dropout(weights, dropout) if dropout else weights
+
+
+EINX = Kernel(partition_einx, split_heads_einx, attend_einx, merge_heads_einx, reverse_einx)
+BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, merge_heads_torch, reverse_torch)
+
+
+# --- einsum: every axis by its letter ---------------------------------------------------------------------------------
+
+
+def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    logits = torch.einsum("bnid,bnjd->bnij", scale * upcast(q), upcast(k))
+    logits = add_mask(logits, mask, causal)
+    weights = torch.softmax(logits, dim=-1)
+    weights = drop(weights, dropout).to(v.dtype)
+    return torch.einsum("bnij,bnje->bnie", weights, v)
+
+
+# --- scaled_dot_product_attention: a fused kernel of torch, which never stores the weights ----------------------------
+
+
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+    shape, e, on_cpu, width = q.shape[:3], v.shape[3], q.device.type == "cpu", max(q.shape[3], v.shape[3])
+    if not on_cpu:
+        q, k, v = align_widths(q, k, v, mask)
+    elif q.shape[3] != e:  # this kernel takes one width for all
+        q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+    elif not torch.compiler.is_compiling() and k.shape[2] > 1024 and k.stride(2) * k.element_size() >= 1024:
+        # It reads all keys for each block of queries: where they are many and far apart, a copy saves time.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    inputs = q, k, v
+    if mask is not None:
+        mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
+        q, k, v, mask = with_four_axes(q, k, v, mask)
+    elif causal and scale <= 0:  # the kernel multiplies its -inf by the scale
+        q, scale = scale * q, 1.0
+    sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
+    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
+    if y.requires_grad:
+        name_missing_derivative(y, *inputs)
+    y = y if mask is None else y.reshape(*shape, y.shape[3])
+    return y if y.shape[3] == e else y[..., :e]
+
+
+def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:
+    """Call torch's attention, with at most as many images and groups at once as a CUDA grid holds.
+
+    cuDNN's kernel is excluded where there is a mask: its gradients can be NaN (pytorch/pytorch#196678).
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with nullcontext() if attn_mask is None or not q.is_cuda else sdpa_kernel(backends):
+        if torch.compiler.is_compiling() or q.shape[0] <= MAX_BATCH:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
+        is_one = attn_mask is None or attn_mask.shape[0] == 1
+        masks: Any = repeat(attn_mask) if attn_mask is None or is_one else attn_mask.split(MAX_BATCH)
+        chunks = zip(*(x.split(MAX_BATCH) for x in (q, k, v)), masks, strict=False)
+        return torch.cat([F.scaled_dot_product_attention(*chunk, **options) for chunk in chunks])
+
+
+def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Widen heads with zeros to widths that a GPU has a fused kernel for, which changes nothing.
+
+    Flash attention, for half precision without a mask, takes any width up to 256 if it is the same for all. The
+    memory-efficient kernel takes values of another width; widths, strides and offsets are multiples of 16 bytes
+    (``check_head_dim_size_flash``, ``check_head_dim_size_mem_efficient``, ``minimum_gemm_alignment`` in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Values are widened for flash attention where there are so
+    many keys that its speed outweighs the bytes.
+    """
+    d, e = q.shape[3], v.shape[3]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    step = 8 if half else 4
+    if mask is None and half and d == e <= 256:
+        step = 1
+    elif mask is None and half and e < d <= 256 and not torch.compiler.is_compiling() and k.shape[2] >= FLASH_FROM_KEYS:
+        e = d
+    return align(q, d + -d % step, step), align(k, d + -d % step, step), align(v, e + -e % step, step)
+
+
+def align(x: Tensor, width: int, step: int) -> Tensor:
+    if x.shape[3] != width:
+        return F.pad(x, (0, width - x.shape[3]))
+    aligned = x.stride(3) == 1 and not any(stride % step for stride in (*x.stride()[:3], x.storage_offset()))
+    return x if torch.compiler.is_compiling() or aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same attention with a mask of four axes.
+
+    Where each group has its own mask, either the mask is repeated over the batch, or groups become heads, over which
+    the batch broadcasts: whichever copies less.
+    """
+    batch, groups, heads = mask.shape[:3]
+    i, j = q.shape[2], k.shape[2]
+    if q.device.type != "cpu":  # as the kernels read it, or torch copies it: additive, with rows at multiples of 8
+        mask = F.pad(mask.expand(-1, -1, -1, -1, j), (0, -j % 8))
+        if mask.dtype == torch.bool:
+            mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -torch.inf)
+    if batch == 1 and groups > 1:
+        n, width = q.shape[1], q.shape[3]
+        if torch.compiler.is_compiling() or heads * i * j <= (i + 2 * j) * n * width or groups * n > MAX_BATCH:
+            mask = mask.expand(q.shape[0] // groups, -1, -1, -1, -1)
+        else:
+            q, k, v = (x.reshape(-1, groups * n, *x.shape[2:]) for x in (q, k, v))
+            return q, k, v, mask.expand(-1, -1, n, -1, -1).flatten(1, 2)[..., :j]
+    elif batch > 1:
+        mask = mask.expand(-1, q.shape[0] // batch, -1, -1, -1)
+    return q, k, v, mask.flatten(0, 1)[..., :j]
+
+
+def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast an additive mask: half precision holds a row minus its largest value."""
+    if torch.finfo(dtype).bits < torch.finfo(mask.dtype).bits:
+        mask = mask - mask.detach().amax(dim=-1, keepdim=True)
+    return mask.to(dtype)
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """The identity on gradients of a fused kernel, which have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise NotImplementedError(
+            "torch's fused attention has no second derivative, which gradient penalties need. Use another "
+            "implementation: with va.use_impl(model, 'bmm')"
+        )
+
+
+def name_missing_derivative(y: Tensor, *inputs: Tensor) -> None:
+    """Let gradients of gradients raise an error that names ``impl="bmm"``, where autograd runs as usual."""
+    usual = not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(y)
+    if not usual or "ScaledDotProduct" not in type(y.grad_fn).__name__:
+        return
+    for x in inputs:
+        if x.requires_grad and not x.is_leaf:
+            x.register_hook(lambda gradient: NoSecondDerivative.apply(gradient) if torch.is_grad_enabled() else None)

@@ -1,0 +1,84 @@
+"""Learned absolute positions of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.patterns.pattern import check_lengths
+from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
+
+
+@dataclass(frozen=True)
+class AbsPos:
+    """Adds ``scale · q_i · (H[y_j] + W[x_j])`` to the logit of query ``i`` and key ``j``: a position for each key.
+
+    Parameters: ``position.height (h, d)`` and ``position.width (w, d)``, shared by the heads. They are interpolated
+    linearly for a map of another size.
+
+    Args:
+        feat_size: size of the map that they are learned on, in positions; one for all axes or one for each.
+
+    Raises:
+        ValueError: ``feat_size`` is not a size, or not one for each axis of the map (when the block is built).
+
+    Source: the absolute positions that Srinivas et al., *Bottleneck Transformers*, 2021, compare with,
+    https://arxiv.org/abs/2101.11605
+
+    >>> AbsPos(feat_size=(14, 14))
+    AbsPos(feat_size=(14, 14))
+    """
+
+    feat_size: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_lengths("AbsPos", "feat_size", self.feat_size)
+
+    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return AbsPosEncoding(self, shape, device, dtype)
+
+
+class AbsPosEncoding(PositionEncoding):
+    has_tables = True
+
+    def __init__(self, config: AbsPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
+        super().__init__(config)
+        size = config.feat_size
+        lengths = size if isinstance(size, tuple) else (size,) * shape.rank
+        if len(lengths) != shape.rank:
+            raise ValueError(f"AbsPos: feat_size must be a size for each of {shape.rank} axes; got {size!r}")
+        self.names: tuple[str, ...] = AXIS_NAMES[-shape.rank :]
+        for name, length in zip(self.names, lengths, strict=True):
+            table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+            self.register_parameter(name, nn.Parameter(table))
+
+    def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
+        layout, along = grouping.key_layout, []
+        for axis, (name, length) in enumerate(zip(self.names, layout.size, strict=True)):
+            table = resize_by_position(getattr(self, name), length).to(k.dtype)
+            along.append(table.view([length if other == axis else 1 for other in range(len(layout.size))] + [-1]))
+        positions = reduce(torch.add, along).flatten(0, -2)
+        if layout.is_whole:
+            return q, k + positions, None
+        index = grouping.cached("key_index", layout.index)
+        positions = positions[index] * (index >= 0)[..., None]  # keys beyond the map have no position
+        k = k.reshape(-1, layout.groups, *k.shape[1:]) + positions[:, None]
+        return q, k.flatten(0, 1), None
+
+    def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
+        table = getattr(self, name)
+        fits = saved.dim() == 2 and saved.shape[1] == table.shape[1]
+        return resize_by_position(saved, len(table)) if fits else None
+
+
+def resize_by_position(table: Tensor, length: int) -> Tensor:
+    """Interpolate a table by position, ``(positions, d)``, linearly; a graph is for any length, and always does."""
+    if not torch.compiler.is_compiling() and len(table) == length:
+        return table
+    return interpolate(table.T[None], size=length, mode="linear")[0].T

@@ -1,0 +1,55 @@
+"""A depthwise convolution added to the feature map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.position.encoding import AttentionShape, PositionEncoding
+
+#: The convolution for feature maps with one, two and three axes.
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@dataclass(frozen=True)
+class ConditionalPos:
+    """``x + depthwise(x)``: a convolution whose zero padding marks the borders, as in CPVT.
+
+    Parameters: ``position.conv.weight (c, 1, k, k)`` and ``position.conv.bias (c)``. Any size of map.
+
+    Args:
+        kernel_size: side of the kernel, in positions; odd.
+
+    Raises:
+        ValueError: a kernel that is not odd.
+
+    Source: Chu et al., *Conditional Positional Encodings for Vision Transformers*, 2021,
+    https://arxiv.org/abs/2102.10882
+
+    >>> ConditionalPos(3)
+    ConditionalPos(kernel_size=3)
+    """
+
+    kernel_size: int = 3
+
+    def __post_init__(self) -> None:
+        if type(self.kernel_size) is not int or self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"ConditionalPos: kernel_size must be an odd whole number; got {self.kernel_size!r}")
+
+    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return ConditionalEncoding(self, shape, device, dtype)
+
+
+class ConditionalEncoding(PositionEncoding):
+    adds_to_map = True
+
+    def __init__(self, config: ConditionalPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
+        super().__init__(config)
+        side, c = config.kernel_size, shape.channels
+        self.conv = CONVOLUTIONS[shape.rank](c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)
+
+    def add_to_map(self, x: Tensor, grouping: Grouping) -> Tensor:
+        return x + self.conv(x)

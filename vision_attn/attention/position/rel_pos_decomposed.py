@@ -1,0 +1,157 @@
+"""Relative positions as the sum of a table for each axis, multiplied by the query, as in BoTNet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention.dispatch import PositionBias
+from vision_attn.attention.masks import Mask, upcast
+from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
+from vision_attn.attention.position.relative_table import RelativePosition, resize_by_offset, table_lengths
+from vision_attn.checks import product
+
+
+@dataclass(frozen=True)
+class RelPosDecomposed(RelativePosition):
+    """Adds ``q_i · R_h[y_j - y_i] + q_i · R_w[x_j - x_i]`` to the logit of query ``i`` and key ``j``, as in BoTNet.
+
+    ``q`` is not scaled in it. The tables, ``position.height_rel (2h - 1, d)`` and ``position.width_rel (2w - 1, d)``,
+    are shared by the heads. Memory grows with tokens: on a CPU the bias is computed for a chunk of queries at a time;
+    elsewhere it is folded into the dot product, so that every fused kernel runs it: the query is extended by its logits
+    for each row and column, the key by the one-hot vectors of its row and column. On a map of another size the tables
+    are interpolated linearly.
+
+    Args:
+        feat_size: size of the map that the tables are learned on, in positions; of the window, in a windowed pattern,
+            where it may be left out.
+
+    Raises:
+        ValueError: ``feat_size`` is not a size; or it is missing or does not fit the pattern (when the block is built).
+
+    Source: Srinivas et al., *Bottleneck Transformers*, 2021, appendix, https://arxiv.org/abs/2101.11605
+
+    >>> RelPosDecomposed(feat_size=(14, 14))
+    RelPosDecomposed(feat_size=(14, 14))
+    """
+
+    def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
+        return DecomposedEncoding(self, shape, device, dtype)
+
+
+class DecomposedEncoding(PositionEncoding):
+    is_relative = True
+    has_tables = True
+
+    def __init__(self, config: RelPosDecomposed, shape: AttentionShape, device: Any, dtype: Any) -> None:
+        super().__init__(config)
+        lengths = table_lengths(config, shape)
+        self.fixed: tuple[bool, ...] = tuple(side is not None for side in shape.pattern.window_shape)
+        self.names: dict[int, str] = {}  # of the table of each axis
+        for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
+            if shape.pattern.attention_axes[axis]:
+                self.names[axis] = f"{name}_rel"
+                table = torch.randn(2 * length - 1, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
+                self.register_parameter(f"{name}_rel", nn.Parameter(table))
+
+    def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
+        tables = {}
+        for axis, name in self.names.items():
+            table, length = getattr(self, name), 2 * grouping.axes[axis].extent - 1
+            if not self.fixed[axis] and (torch.compiler.is_compiling() or len(table) != length):
+                table = resize_by_offset(table, length)
+            tables[axis] = table
+        return q, k, DecomposedBias(tables, grouping)
+
+    def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
+        table = getattr(self, name)
+        if saved.dim() != 2 or saved.shape[1] != table.shape[1] or saved.shape[0] % 2 == 0:
+            return None
+        return resize_by_offset(saved, table.shape[0])
+
+
+@dataclass
+class DecomposedBias(PositionBias):
+    """A table ``(2s - 1, d)`` for each axis with attention, on the groups of a pattern."""
+
+    tables: dict[int, Tensor]
+    grouping: Grouping
+
+    is_sum_over_axes: ClassVar[bool] = True
+
+    def axis_logits(self, q: Tensor) -> dict[int, Tensor]:
+        """Return each query's logit for each row (or column) of its keys, ``(b, <tiles>, n, <queries>, keys)``.
+
+        Tiles have axes only where their relative positions differ, as in a :class:`.Neighborhood`.
+        """
+        layout = self.grouping.query_layout
+        differ = any(len(axis.queries.coords) > 1 for axis in self.grouping.axes)
+        tiles = [len(axis.positions) for axis in layout.axes] if differ else []
+        x = q.unflatten(2, layout.group_size)
+        x = x.reshape(-1, *tiles, *x.shape[1:]) if tiles else x
+        found = {}
+        for axis, table in self.tables.items():
+            rows = self.grouping.cached(("offsets", axis), partial(self.offsets, axis, table))
+            relative = table.to(q.dtype).index_select(0, rows.flatten()).reshape(-1, rows.shape[2], q.shape[3])
+            # One product for each query along the axis, and for each tile if tiles differ: these axes come first.
+            first = [*([1 + axis] if len(rows) > 1 else []), 2 + len(tiles) + axis]
+            order = [*first, *(other for other in range(x.dim()) if other not in first)]
+            front = x.permute(order)
+            y = torch.bmm(front.reshape(len(relative), -1, q.shape[3]), relative.transpose(1, 2))
+            back = sorted(range(x.dim()), key=order.__getitem__)
+            found[axis] = y.view(*front.shape[:-1], rows.shape[2]).permute(back)
+        return found
+
+    def offsets(self, axis: int, table: Tensor) -> Tensor:
+        """Return the row of a table for each query and key along its axis, ``(tiles or 1, queries, keys)``."""
+        return self.grouping.relative_coords[axis] + table.shape[0] // 2
+
+    def rel_logits(self, q: Tensor) -> list[Tensor]:
+        """Return the logits by axis, ``(b·groups, n, i, <keys along the axis; 1 along the others>)``."""
+        window = self.grouping.key_layout.group_size
+        return [
+            logits.reshape(*q.shape[:3], *[length if other == axis else 1 for other, length in enumerate(window)])
+            for axis, logits in self.axis_logits(upcast(q)).items()
+        ]
+
+    def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
+        """Fold the bias into queries and keys: memory grows with the tokens, in every kernel.
+
+        Scaled queries are extended by their logits for each row and column, keys by the one-hot vectors of their row
+        and column. The width is a multiple of 8: flash attention would copy queries, keys and values to widen them.
+        """
+        logits = [*self.axis_logits(q).values()]
+        one_hot, zero = self.grouping.cached(("one_hot", k.dtype), lambda: self.one_hot(k))
+        scaled = (scale * q).reshape(*logits[0].shape[:-1], q.shape[3])
+        filler = zero.expand(*scaled.shape[:-1], one_hot.shape[1] - sum(one.shape[-1] for one in logits))
+        extended = torch.cat([scaled, *logits, filler], dim=-1).reshape(*q.shape[:3], -1)
+        return extended, torch.cat([k, one_hot.expand(*k.shape[:2], -1, -1)], dim=-1), 1.0, mask
+
+    def one_hot(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row and column of each key of a group, ``(j, rows + columns)``, and a zero to fill queries."""
+        window = self.grouping.key_layout.group_size
+        number, columns = torch.arange(product(window), device=k.device), []
+        for axis in self.tables:
+            index = number // product(window[axis + 1 :]) % window[axis]
+            columns.append(index[:, None] == torch.arange(window[axis], device=k.device))
+        width = k.shape[3] + sum(column.shape[1] for column in columns)
+        columns.append(columns[0].new_zeros(len(number), -width % 8))
+        return torch.cat(columns, dim=1).to(k.dtype), torch.zeros((), dtype=k.dtype, device=k.device)
+
+    def scores(self, q: Tensor) -> Callable[..., Tensor]:
+        """Return the bias as a function of query and coordinates: each query has a logit for every row of a table."""
+        tables = []
+        for axis, table in self.tables.items():
+            tables.append((axis, upcast(q @ table.to(q.dtype).t()), self.offsets(axis, table)[0]))
+
+        def score(b: Tensor, h: Tensor, i: Tensor, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
+            parts = [logits[b, h, i, rows[queries[axis], keys[axis]]] for axis, logits, rows in tables]
+            return sum(parts[1:], parts[0])
+
+        return score

@@ -1,0 +1,67 @@
+"""Tables by relative position, shared by :class:`RelPosTable` and :class:`RelPosDecomposed`: lengths and resizing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vision_attn.attention.patterns.pattern import check_lengths
+from vision_attn.attention.position.encoding import AttentionShape
+
+
+@dataclass(frozen=True)
+class RelativePosition:
+    """The size of the map that tables are learned on; None along an axis of fixed windows."""
+
+    feat_size: int | tuple[int | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for length in self.feat_size if isinstance(self.feat_size, tuple) else (self.feat_size,):
+            if length is not None:
+                check_lengths(type(self).__name__, "feat_size", length)
+
+
+def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
+    """Return the number of tokens along each axis that a table is for: one along an axis without attention."""
+    owner, feat_size = type(config).__name__, config.feat_size
+    pattern, rank = shape.pattern, shape.rank
+    given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
+    if len(given) != rank:
+        raise ValueError(f"{owner}: feat_size must be one length, or one for each of {rank} axes; got {feat_size!r}")
+    lengths = []
+    for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
+        if attends and fixed is None and length is None:
+            raise ValueError(
+                f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the map "
+                f"that the tables are learned on, as in {owner}(feat_size=(14, 14))"
+            )
+        if attends and fixed is not None and length not in (None, fixed):
+            raise ValueError(
+                f"{owner}: feat_size must be the size of the pattern's groups, {pattern.window_shape}; "
+                f"got {feat_size!r}: leave it out"
+            )
+        lengths.append((fixed or length or 1) if attends else 1)
+    return tuple(lengths)
+
+
+def resize_by_offset(table: Tensor, length: int, axis: int = 0) -> Tensor:
+    """Interpolate a table by offset, ``2s - 1`` long along an axis, linearly to another length.
+
+    The first, the middle and the last offset stay the first, the middle and the last: a map of another size is the same
+    image at another resolution. A graph is for any length, and always interpolates.
+
+    >>> resize_by_offset(torch.tensor([[0.0], [2.0], [4.0]]), 5).flatten()
+    tensor([0., 1., 2., 3., 4.])
+    """
+    old = table.shape[axis]
+    if not torch.compiler.is_compiling() and old == length:
+        return table
+    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+    ratio = (old - 1) / max(length - 1, 1)
+    index = (torch.arange(length, device=table.device, dtype=dtype) - (length - 1) / 2) * ratio + (old - 1) / 2
+    below = index.floor().clamp(0, max(old - 2, 0))
+    fraction = (index - below).to(table.dtype).view([-1 if i == axis else 1 for i in range(table.dim())])
+    low, high = (table.index_select(axis, at.long()) for at in (below, (below + 1).clamp(max=old - 1)))
+    return low * (1 - fraction) + high * fraction
