@@ -27,8 +27,8 @@ from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.attention.blocks import SWAPPED
 from vision_attn.networks.convert.swap import SwapReport
+from vision_attn.networks.convert.swapped import SWAPPED
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 

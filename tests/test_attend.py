@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from impls import CPU_IMPLS
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +12,7 @@ from vision_attn.attention.blocks.linear import attend_linear
 from vision_attn.attention.implementations import IMPLEMENTATIONS, attend
 
 HALVES = (torch.float16, torch.bfloat16)
-each_implementation = pytest.mark.parametrize("impl", va.IMPLS)
+each_implementation = pytest.mark.parametrize("impl", CPU_IMPLS)
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,12 @@ def test_implementations_are_equal_forward_and_backward(options):
         masks = (None, bool_mask, torch.randn(4, *bool_mask.shape[2:], dtype=dtype))
         for mask in masks if dtype == torch.float64 else masks[1:2]:
             results = {}
-            for impl in va.IMPLS:
+            for impl in CPU_IMPLS:
                 leaf = x.clone().requires_grad_()
                 with va.use_impl(block, impl):
                     y = block(leaf, mask)
                 results[impl] = [y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])]
-            for impl in va.IMPLS:
+            for impl in CPU_IMPLS:
                 for found, expected in zip(results[impl], results["bmm"], strict=True):
                     assert torch.isfinite(found).all()
                     largest = max(1.0, float(expected.detach().abs().max()))
@@ -237,16 +238,18 @@ class LargestTensor(TorchDispatchMode):
 
 
 class MasksOfTheKernel(TorchFunctionMode):
-    """Remembers how many elements the masks hold in memory that the fused kernel is given."""
+    """Records how many elements the masks of the fused kernel hold in memory, and its queries, keys and values."""
 
     def __init__(self):
         super().__init__()
         self.elements = []
+        self.inputs = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             mask = kwargs["attn_mask"]
             self.elements.append(mask.untyped_storage().nbytes() // mask.itemsize)
+            self.inputs.append(sum(x.numel() for x in args))
         return func(*args, **(kwargs or {}))
 
 
@@ -276,23 +279,28 @@ def test_no_tensor_of_queries_by_keys_is_made_forward_or_backward(block, options
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "is_repeated"),
     [
-        {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()},
-        {"pattern": va.Neighborhood(3)},
-        {"pattern": va.Grid(4), "position": va.RelPosTable(), "causal": True},
-        {"position": va.RelPosTable(feat_size=8)},
+        ({"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}, True),
+        ({"pattern": va.Neighborhood(3)}, True),
+        ({"pattern": va.Grid(4), "position": va.RelPosTable(), "causal": True}, True),
+        ({"pattern": va.Window(8, shift=4), "position": va.RelPosTable()}, False),
+        ({"pattern": va.Neighborhood(7)}, False),
+        ({"pattern": va.Grid(8), "causal": True}, False),
+        ({"position": va.RelPosTable(feat_size=8)}, False),
     ],
     ids=str,
 )
-def test_masks_and_tables_of_a_pattern_do_not_grow_with_the_batch(options):
+def test_masks_and_tables_of_a_pattern_are_repeated_over_the_batch_only_where_that_is_less_than_the_inputs(
+    options, is_repeated
+):
     block, found = va.Attention2d(16, 2, **options), []
     for batch in (1, 8):
         with MasksOfTheKernel() as masks, torch.no_grad():
-            block(torch.randn(batch, 16, 8, 8))
-        found.append(masks.elements)
-    assert found[0] == found[1]
-    assert len(found[0]) == 1
+            block(torch.randn(batch, 16, 16, 16))
+        found.append((masks.elements, masks.inputs))
+    ((one,), _), ((many,), (inputs,)) = found
+    assert (many <= inputs) if is_repeated else (one == many)
 
 
 # --- masks that do not fit, implementations from outside --------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_a_mask_fits_by_broadcasting(impl):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ([[True]], "mask must be a tensor, or None; got list"),
+        ([[True]], "mask must be a tensor or None.* got list"),
         (torch.ones(9, 9, dtype=torch.int64), r"mask must be bool .* got torch.int64.*mask.bool\(\)"),
         (torch.ones(4, 9, dtype=torch.bool), r"mask must broadcast to .*\(2, 2, 9, 9\); got \(4, 9\)"),
         (torch.ones(3, 1, 9, 9), r"mask must broadcast to .*; got \(3, 1, 9, 9\)"),
@@ -344,7 +352,9 @@ def test_an_implementation_from_outside_is_available_to_every_block(monkeypatch)
 
 def test_what_is_no_implementation_is_refused():
     q = torch.ones(1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'auto'.*; got 'flash'"):
+    with pytest.raises(
+        ValueError, match=r"impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex', 'auto'.*; got 'flash'"
+    ):
         attend(q, q, q, impl="flash")
     for name in ("", "bmm", None):
         with pytest.raises(ValueError, match=r"name must be a new one, none of 'einx', 'bmm'.*; got"):
@@ -353,7 +363,7 @@ def test_what_is_no_implementation_is_refused():
         va.register_impl("short", lambda q, k, v: v)
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_nothing_is_attended_to_by_nobody(impl):
     for b, i, j in ((0, 3, 3), (2, 0, 3), (2, 3, 0)):
         q, k, v = (torch.randn(b, n, tokens, 4, requires_grad=True) for n, tokens in ((2, i), (1, j), (1, j)))
@@ -377,7 +387,7 @@ def test_feature_maps_of_linear_attention_are_what_their_names_say(impl):
         ):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
     block = va.LinearAttention2d(8, 2, impl=impl, feature_map="elu")
-    assert block.specification()["feature_map"] == "elu"
+    assert block.get_config()["feature_map"] == "elu"
     assert not block(torch.randn(1, 8, 3, 4), torch.zeros(12, dtype=torch.bool)).isnan().any()
 
 

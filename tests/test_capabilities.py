@@ -10,8 +10,9 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from impls import CPU_IMPLS
 from torch import nn
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import vision_attn as va
 
@@ -109,6 +110,7 @@ def has_gradients_of_gradients(block):
     assert torch.autograd.grad(gradient.square().sum(), x)[0].abs().sum() > 0
 
 
+@torch.no_grad()
 def survives_deepcopy_and_pickle(block):
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert torch.equal(other(example()), block(example()))
@@ -120,6 +122,7 @@ def is_made_and_run_on_the_meta_device(block):
         assert va.Attention2d(16, 2, impl=block.impl)(example().to("meta")).shape == example().shape
 
 
+@torch.no_grad()
 def is_traced_by_fx(block):
     traced = torch.fx.symbolic_trace(nn.Sequential(block))
     assert "call_module" in {node.op for node in traced.graph.nodes}
@@ -162,7 +165,13 @@ REFUSALS = {
     ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
     ("`torch.export`, any batch and size", "einx"): (TypeError, r"unhashable type: .*SymInt"),
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
-    ("gradients of gradients, on the CPU", "sdpa"): (RuntimeError, r"flash_attention_for_cpu_backward is not impl"),
+    ("gradients of gradients, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
+    ("… and its gradients on the CPU", "flex"): (Unsupported, "flex"),
+    ("`torch.func.vmap`", "flex"): (ValueError, r"flex.*torch\.func"),
+    ("gradients by sample (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
+    ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, r"flex"),
+    ("gradients of gradients, on the CPU", "flex"): (ValueError, "flex"),
+    ("the meta device", "flex"): (ValueError, "flex.*meta"),
 }
 
 
@@ -173,9 +182,15 @@ IMPLIED = {
 }
 
 
-@pytest.mark.parametrize("name", CAPABILITIES)
-def test_the_table_is_so(name):
-    for impl in va.IMPLS:
+@pytest.mark.parametrize(
+    ("name", "impls"),
+    [
+        *((name, CPU_IMPLS) for name in CAPABILITIES),
+        *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
+    ],
+)
+def test_the_table_is_so(name, impls):
+    for impl in impls:
         if (name, impl) in REFUSALS:
             kind, words = REFUSALS[name, impl]
             with pytest.raises(kind, match=words):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from impls import CPU_IMPLS
 from test_attend import LargestTensor
 from torch import nn
 
@@ -22,7 +23,7 @@ def network():
     return model
 
 
-@pytest.mark.parametrize("impl", va.IMPLS)
+@pytest.mark.parametrize("impl", CPU_IMPLS)
 @pytest.mark.parametrize("context_size", [None, (4, 2)])
 def test_maps_are_the_weights_that_the_block_used(impl, context_size):
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_every_arm_that_is_compared_goes_into_a_network_of_ones_own_exactly():
         report = insert_arm_(model, arm, names="0", example_input=x, side=6, num_heads=4, qk_norm="match")
         assert (report is None) == (arm == "plain")
         torch.testing.assert_close(model.eval()(x), before)
-    assert model[0].inserted.attn.matches
+    assert model[0].inserted.attn.qk_norm == "match"
     block = GatedConvBlock2d(8, kernel_size=3, gate_init=0.5)
     torch.nn.init.normal_(block.project.weight)
     x = torch.randn(2, 8, 4, 5)

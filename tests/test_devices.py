@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
+from impls import CPU_IMPLS
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +56,7 @@ class Apart(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-@pytest.mark.parametrize("impl", ["auto", *va.IMPLS])
+@pytest.mark.parametrize("impl", ["auto", *CPU_IMPLS])
 def test_blocks_keep_to_one_device(device, impl):
     crossed = [(pattern, position) for pattern in PATTERNS for position in POSITIONS]
     if impl != "auto":  # each pattern and each position once

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import vision_attn as va
-from vision_attn.attention.equations import attention_equations, attention_pattern, projection_equation
+from vision_attn.networks.convert.equations import attention_equations, attention_pattern, projection_equation
 
 
 @pytest.fixture(scope="module")

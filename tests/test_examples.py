@@ -372,8 +372,8 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
     else:
         assert (len(made), {one.seed for one, _ in made.values()}) == (2 if plan == "matching" else 9, {0})
     if plan == "matching":
-        matches = {name: blocks[0].attn.matches for name, (_, blocks) in made.items()}
-        assert matches == {"matching-0": True, "attention with positions-0": False}
+        qk_norms = {name: blocks[0].attn.qk_norm for name, (_, blocks) in made.items()}
+        assert qk_norms == {"matching-0": "match", "attention with positions-0": False}
     canvases = list((tmp_path / "runs" / "canvases").glob("*/*/*.png"))
     assert len(canvases) == (72 if plan in ("positions", "matching") else 0)
     for path in canvases:  # what their class says

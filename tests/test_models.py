@@ -281,7 +281,7 @@ def test_botnet_has_the_papers_size():
     projections = sum(block.attn.proj.weight.numel() for block in blocks.values()) / 1e6
     assert millions(model) - projections == pytest.approx(20.8, abs=0.06)
     assert [block.stride for block in blocks.values()] == [2, 1, 1]
-    sizes = [block.attn.position.specification.feat_size for block in blocks.values()]
+    sizes = [block.attn.position.config.feat_size for block in blocks.values()]
     assert sizes == [(14, 14), (7, 7), (7, 7)]
 
 
@@ -291,7 +291,7 @@ def test_the_augmented_resnet_has_the_papers_widths():
     assert [sum(name.startswith(f"layer{stage}.") for name in blocks) for stage in range(1, 5)] == [0, 4, 6, 3]
     first = [block.attn for name, block in blocks.items() if name.endswith(".0.conv2")]
     assert [(attn.key_dim, attn.out_channels) for attn in first] == [(20, 16), (20, 24), (20, 48)]
-    assert [attn.position.specification.feat_size for attn in first] == [(28, 28), (14, 14), (7, 7)]
+    assert [attn.position.config.feat_size for attn in first] == [(28, 28), (14, 14), (7, 7)]
 
 
 @pytest.mark.parametrize("name", ["botnet50", "aa_resnet50"])
@@ -305,7 +305,7 @@ def test_timms_ways_of_using_them_work(name, tmp_path):
         sizes = {path: tuple(found.weights.shape[3:]) for path, found in maps.items()}
     assert sizes["layer4.1.conv2.attn"] == (2, 2)
     for path, size in sizes.items():
-        assert model.get_submodule(path).position.specification.feat_size == size
+        assert model.get_submodule(path).position.config.feat_size == size
     folder = va.save_model(model, tmp_path / "saved", architecture=name, model_args=given)
     again = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A pattern is a permutation of the map, the same in einx and in torch; what it makes of a size of map is made once."""
+"""A pattern permutes the tokens of a feature map, equally in einx and in torch; its grouping of a size is cached."""
 
 import copy
 import gc
@@ -11,13 +11,15 @@ import einx
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from impls import CPU_IMPLS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
 from vision_attn.attention.implementations import IMPLEMENTATIONS
-from vision_attn.attention.patterns import PATTERNS, Partition, resolve_pattern
+from vision_attn.attention.kernels import from_groups, to_groups
+from vision_attn.attention.patterns import PATTERNS, Grouping, resolve_pattern
 
-#: What code that prints a specification may name.
+#: The names that the printed code of a pattern may use.
 PUBLIC = {name: getattr(va, name) for name in va.__all__}
 
 EXAMPLES = {
@@ -40,60 +42,70 @@ WHOLE = va.Pattern("b n d (y p) w -> (b y) n (p w) d", y=2, p=3)
 CPU = torch.device("cpu")
 
 
-def partition(pattern, size):
-    return Partition(resolve_pattern(pattern).partitioner(len(size)), size, size, CPU)
+def group(pattern, size):
+    return Grouping(resolve_pattern(pattern).for_rank(len(size)), size, size, CPU)
 
 
-# --- lines of einx, and their twins in torch --------------------------------------------------------------------------
+# --- lines of einx and the same code in torch -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", EXAMPLES.values(), ids=list(EXAMPLES))
-def test_the_einx_form_and_its_twin_are_the_same_and_undo_their_cut(pattern):
+def test_einx_and_torch_cut_a_map_into_the_same_groups_and_put_it_together_again(pattern):
     check_forms(pattern, (5, 7))  # which most of them pad
 
 
 def check_forms(pattern, size):
-    part, x = partition(pattern, size), torch.randn(2, 12 * 5, *size)
+    grouping, x = group(pattern, size), torch.randn(2, 12 * 5, *size)
+    kernels = [IMPLEMENTATIONS[impl] for impl in ("einx", "bmm")]
     for channels_last in (False, True):
         x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-        for side in (part.queries, part.keys):
-            found = [IMPLEMENTATIONS[impl].heads_apart(side.cut, side.lay_out(x), 12) for impl in ("einx", "bmm")]
-            assert torch.equal(*found)
-            assert found[0].shape == (2 * part.groups, 12, side.cut.tokens, 5)
-            for impl in ("einx", "bmm") if side is part.queries else ():
-                back = IMPLEMENTATIONS[impl].heads_together(side.cut, found[0])
-                assert torch.equal(side.take_back(back), x)
+        for layout in (grouping.query_layout, grouping.key_layout):
+            cut = [to_groups(kernel, layout, x) for kernel in kernels]
+            assert torch.equal(*cut)
+            assert cut[0].shape == (2 * grouping.groups, 12 * 5, *layout.group_size)
+            heads = [kernel.split_heads(maps, 12) for kernel, maps in zip(kernels, cut, strict=True)]
+            assert torch.equal(*heads)
+            assert heads[0].shape == (2 * grouping.groups, 12, layout.tokens, 5)
+            for kernel in kernels if layout is grouping.query_layout else ():
+                merged = kernel.merge_heads(heads[0], layout.group_size)
+                assert torch.equal(merged, cut[0])
+                assert torch.equal(from_groups(kernel, layout, merged), x)
 
 
 def check_index(pattern, size):
     check_forms(pattern, size)
-    part = partition(pattern, size)
-    queries, keys = part.queries.index(), part.keys.index()
+    grouping = group(pattern, size)
+    queries, keys = grouping.query_layout.index(), grouping.key_layout.index()
     assert sorted(queries[queries >= 0].tolist()) == list(range(size[0] * size[1]))
     numbered = torch.arange(size[0] * size[1], dtype=torch.float64).view(1, 1, *size)
-    for index, side in ((queries, part.queries), (keys, part.keys)):
-        tokens = IMPLEMENTATIONS["bmm"].heads_apart(side.cut, side.lay_out(numbered), 1).reshape(index.shape).long()
+    for index, layout in ((queries, grouping.query_layout), (keys, grouping.key_layout)):
+        tokens = to_groups(IMPLEMENTATIONS["bmm"], layout, numbered).reshape(index.shape).long()
         assert torch.equal(tokens[index >= 0], index[index >= 0])
-    if part.mask is not None and not isinstance(pattern, va.Halo):  # nothing real looks at padding
-        assert not (part.mask[0, :, 0] & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
+    if grouping.mask is not None and not isinstance(pattern, va.Halo):  # no token of the map attends to padding
+        assert not (grouping.mask[0, :, 0] & (queries >= 0)[:, :, None] & (keys < 0)[:, None, :]).any()
 
 
 drawn = given(pattern=st.sampled_from(list(EXAMPLES.values())), size=st.tuples(st.integers(1, 12), st.integers(1, 12)))
-test_every_position_is_a_query_once_and_the_index_says_where = settings(max_examples=12)(drawn(check_index))
-test_it_says_so_in_many_draws = pytest.mark.thorough(settings.get_profile("anew")(drawn(check_index)))
+test_every_position_is_a_query_once_and_the_index_has_its_place = settings(max_examples=12)(drawn(check_index))
+test_the_index_in_many_draws = pytest.mark.thorough(settings.get_profile("anew")(drawn(check_index)))
 
 
 def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
-    x = torch.randn(2, 3, 4, 12, 12)
+    x, kernels = torch.randn(2, 3, 4, 12, 12), [IMPLEMENTATIONS[impl] for impl in ("einx", "bmm")]
     for pattern in EXAMPLES.values():
         if not isinstance(pattern, va.Neighborhood | va.Halo):
-            cut = partition(pattern, (12, 12)).queries.cut
-            expected = IMPLEMENTATIONS["bmm"].heads_apart(cut, x.flatten(1, 2), 3)
-            assert torch.equal(einx.id(cut.line.einx, x, **cut.lengths), expected)
-            assert torch.equal(eval(cut.line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **cut.lengths}), expected)
-    assert {
-        name: partition(EXAMPLES[name], (12, 12)).queries.cut.line.einx for name in (*PATTERNS, "window", "grid")
-    } == {
+            line = resolve_pattern(pattern).for_rank(2).line
+            plain = va.Window(pattern.size) if isinstance(pattern, va.Window) else pattern
+            layout = group(plain, (12, 12)).query_layout
+            # No axis is padded on this map, and without a shift every pattern is the plain reshape of its line.
+            assert layout.line.line == line
+            expected = einx.id(line.einx, x, **layout.line.sizes)
+            assert torch.equal(eval(line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **layout.line.sizes}), expected)
+            for kernel in kernels:
+                assert torch.equal(kernel.split_heads(kernel.partition(x.flatten(1, 2), layout.line), 3), expected)
+                merged = kernel.merge_heads(expected, layout.group_size)
+                assert torch.equal(kernel.reverse(merged, layout.line), x.flatten(1, 2))
+    assert {name: resolve_pattern(EXAMPLES[name]).for_rank(2).line.einx for name in (*PATTERNS, "window", "grid")} == {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
         "columns": "b n d h w -> (b w) n h d",
@@ -103,16 +115,17 @@ def test_the_printed_lines_are_the_code_that_runs_and_that_is_documented():
 
 
 def test_a_neighborhood_has_as_many_keys_at_the_border_and_never_more_than_the_map():
-    part = partition(va.Neighborhood(3), (7, 5))
-    assert set(part.mask[0, :, 0].sum(-1)[part.queries.index() >= 0].tolist()) == {9}
-    assert partition(va.Neighborhood(31, dilation=3), (7, 7)).keys.index().numel() <= 15 * 15
+    grouping = group(va.Neighborhood(3), (7, 5))
+    assert set(grouping.mask[0, :, 0].sum(-1)[grouping.query_layout.index() >= 0].tolist()) == {9}
+    assert group(va.Neighborhood(31, dilation=3), (7, 7)).key_layout.index().numel() <= 15 * 15
     for pattern, seen in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == seen).all()
-    assert partition(va.Window(4, shift=2), (4, 9)).queries.roll == [0, 2]  # no shift where one window holds the axis
+    # The first window starts at the shift; there is no shift along an axis that fits into one window.
+    assert [int(axis.queries.positions[0, 0]) for axis in group(va.Window(4, shift=2), (4, 9)).axes] == [0, 2]
 
 
-def test_blocks_with_halos_see_zeros_beyond_the_map():
+def test_blocks_with_halos_attend_to_zeros_beyond_the_map():
     """They are compared with timm's in the tests of converters."""
     block, x = va.Attention2d(8, 2, pattern=va.Halo((2, 3), (1, 2))), torch.randn(2, 8, 3, 7)
     allowed = torch.rand(1, 1, 21, 21) < 0.8
@@ -126,9 +139,9 @@ def test_a_stride_of_the_kernel_is_windows():
     strided.load_state_dict(windows.state_dict())
     x = torch.randn(1, 8, 6, 9)
     torch.testing.assert_close(strided(x), windows(x))
-    # A tile holds queries that are there for its shape alone; what they attend to must not come back as NaN.
+    # A tile is padded with queries that are dropped afterwards; their gradients must not be NaN.
     causal, x = va.Attention2d(8, 2, pattern=va.Neighborhood(3, causal=True)), torch.randn(1, 8, 5, 7)
-    for impl in va.IMPLS:
+    for impl in CPU_IMPLS:
         with va.use_impl(causal, impl):
             gradients = torch.autograd.grad(causal(x).sum(), list(causal.parameters()))
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -147,21 +160,22 @@ def test_one_and_three_axes_are_two_with_axes_of_one():
     two = va.Attention2d(8, 2, pattern=va.Window(3))
     three = with_weights_of(va.Attention3d(8, 2, pattern=va.Window((1, 3, 3))), two)
     expected = two(deep.transpose(1, 2).flatten(0, 1)).unflatten(0, (2, 3)).transpose(1, 2)
-    for impl in va.IMPLS:
+    for impl in CPU_IMPLS:
         with va.use_impl(three, impl):
             torch.testing.assert_close(three(deep), expected)
 
 
-# --- what is kept of a pattern for a size of map ----------------------------------------------------------------------
+# --- the cache of groupings -------------------------------------------------------------------------------------------
 
 SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable()}
+POSITIONS = (va.RelPosTable(), va.RelPosDecomposed(), va.AbsPos(3), va.Rope2d(), va.SinCos())
 
 
 def kept(block):
-    return list(block.partitions.kept.values())
+    return list(block.groupings.kept.values())
 
 
-def test_what_is_kept_of_the_last_sizes_is_no_part_of_the_block_and_ends_with_it():
+def test_cached_groupings_are_not_saved_with_the_block_and_are_freed_with_it():
     block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(1, 8, 64, 64)
 
     def written(block):
@@ -210,21 +224,25 @@ def under_the_compiler(block, x):
 
 @pytest.mark.filterwarnings("ignore")  # torch about its own parts
 @pytest.mark.parametrize("first", [under_inference_mode, under_fake_tensors, under_vmap, under_the_compiler])
-def test_a_size_first_met_elsewhere_serves_training_afterwards(first):
-    block, x = va.Attention2d(8, 2, **SHIFTED), torch.randn(2, 8, 5, 7, requires_grad=True)
+@pytest.mark.parametrize("position", POSITIONS, ids=str)
+def test_a_size_first_met_elsewhere_serves_training_afterwards(first, position):
+    block, x = va.Attention2d(8, 2, pattern=SHIFTED["pattern"], position=position), torch.randn(2, 8, 5, 7)
+    x.requires_grad_()
     first(block, x.detach())
     found = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    weights = block.attention_weights(x)
     mask = kept(block)[0].mask
     assert type(mask) is torch.Tensor
     assert not torch._C._functorch.is_functorch_wrapped_tensor(mask)  # of a transform that has ended
-    block.partitions.kept.clear()
+    block.groupings.kept.clear()
     expected = torch.autograd.grad(block(x).sum(), [x, *block.parameters()])
+    torch.testing.assert_close(weights, block.attention_weights(x))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
         assert type(one) is torch.Tensor
 
 
-def test_several_threads_share_what_is_kept():
+def test_several_threads_share_the_cache():
     block = va.Attention2d(8, 2, **SHIFTED)
     maps = [torch.randn(1, 8, 4 + size // 6, 4 + size % 6) for size in range(24)]  # more than are kept
     expected = [block(x).detach() for x in maps]
@@ -239,7 +257,7 @@ def test_several_threads_share_what_is_kept():
         assert all(threads.map(run, range(384)))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,7 +276,7 @@ def test_a_pattern_prints_as_code_compares_and_pickles(code):
     for other in (eval(code, PUBLIC), pickle.loads(pickle.dumps(pattern))):
         assert other == pattern
         assert hash(other) == hash(pattern)
-        assert other.partitioner(2) == pattern.partitioner(2)
+        assert other.for_rank(2) == pattern.for_rank(2)
     assert pattern != va.Window(2)
     assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")  # a set of tokens
 
@@ -266,18 +284,18 @@ def test_a_pattern_prints_as_code_compares_and_pickles(code):
 @pytest.mark.parametrize(
     ("line", "sizes", "message"),
     [
-        ("b n d h w", {}, "it has no single '->'"),
-        ("b c h w -> b n (h w) d", {}, "its left side is not 'b n d'"),
+        ("b n d h w", {}, "it must have exactly one '->'"),
+        ("b c h w -> b n (h w) d", {}, "its left side must be 'b n d'"),
         ("b n d q t h w -> b n (q t h w) d", {}, "one to three axes"),
-        ("b n d h w -> b n h w d", {}, "its right side is not"),
-        ("b n d h w -> b n h d", {}, "no permutation of the map, since 'w' stands 1 and 0 times"),
-        ("b n d (h n) w -> b n (h w) d", {}, "'n' has another meaning and cannot name a part of an axis"),
-        (")b n d h w( -> b n (h w) d", {}, "is not names and names in brackets"),
-        ("b n d gé w -> b n (gé w) d", {}, "is not names and names in brackets"),
-        ("b n d h w -> (b h w) n () d", {}, "is not names and names in brackets"),
+        ("b n d h w -> b n h w d", {}, "its right side must be"),
+        ("b n d h w -> b n h d", {}, "a permutation of the map, but 'w' occurs 1 and 0 times"),
+        ("b n d (h n) w -> b n (h w) d", {}, "'n' is reserved"),
+        (")b n d h w( -> b n (h w) d", {}, "must be names and names in parentheses"),
+        ("b n d gé w -> b n (gé w) d", {}, "must be names and names in parentheses"),
+        ("b n d h w -> (b h w) n () d", {}, "must be names and names in parentheses"),
         ("b n d h (w s) -> (b s) n (h w) d", {}, "give the size of 'w' or 's'"),
-        ("b n d h w -> b n (h w) d", {"s": 2}, "there is no 's' in it to have the size 2"),
-        ("b n d h (w s) -> (b s) n (h w) d", {"s": 0}, "the size of 's' must be a whole number of at least 1; got 0"),
+        ("b n d h w -> b n (h w) d", {"s": 2}, "the size 2 is for 's', which is not in the line"),
+        ("b n d h (w s) -> (b s) n (h w) d", {"s": 0}, "the size of 's' must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, message):

@@ -1,20 +1,23 @@
-"""Position terms: their parameters, both forms of the decomposed one, maps of another size, and what is refused."""
+"""Position encodings: parameters, the forms of the decomposed bias, feature maps of another size, and errors."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from impls import CPU_IMPLS
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention import choices, implementations
-from vision_attn.attention.position.relative import resample
+from vision_attn.attention import dispatch
+from vision_attn.attention.implementations import IMPLEMENTATIONS
+from vision_attn.attention.position.relative_table import resize_by_offset
 
-#: What code that prints a specification may name.
+#: The names that the printed code of a position encoding may use.
 PUBLIC = {name: getattr(va, name) for name in va.__all__}
 
-TERMS = {
+ENCODINGS = {
     "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),
     "table": va.RelPosTable(feat_size=(3, 4)),
     "rotary": va.Rope2d(),
@@ -30,15 +33,15 @@ def seed():
 
 TABLE = "relative_position_bias_table"
 PARAMETERS = [
-    (2, {"position": TERMS["decomposed"]}, {"height_rel": (5, 8), "width_rel": (7, 8)}),
-    (2, {"pattern": "rows", "position": TERMS["decomposed"]}, {"width_rel": (7, 8)}),
+    (2, {"position": ENCODINGS["decomposed"]}, {"height_rel": (5, 8), "width_rel": (7, 8)}),
+    (2, {"pattern": "rows", "position": ENCODINGS["decomposed"]}, {"width_rel": (7, 8)}),
     (3, {"position": va.RelPosDecomposed((2, 3, 4))}, {"depth_rel": (3, 8), "height_rel": (5, 8), "width_rel": (7, 8)}),
-    (2, {"position": TERMS["table"]}, {TABLE: (35, 2)}),
+    (2, {"position": ENCODINGS["table"]}, {TABLE: (35, 2)}),
     (2, {"pattern": va.Window((2, 3)), "position": va.RelPosTable()}, {TABLE: (15, 2)}),
     (2, {"position": va.AbsPos((3, 4))}, {"height": (3, 8), "width": (4, 8)}),
-    (2, {"position": TERMS["rotary"]}, {}),
-    (2, {"position": TERMS["waves"]}, {}),
-    (2, {"position": TERMS["convolution"]}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
+    (2, {"position": ENCODINGS["rotary"]}, {}),
+    (2, {"position": ENCODINGS["waves"]}, {}),
+    (2, {"position": ENCODINGS["convolution"]}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
 ]
 
 
@@ -48,16 +51,35 @@ def test_the_names_and_shapes_of_parameters_are_the_contract(rank, options, shap
     assert {k.removeprefix("position."): tuple(v.shape) for k, v in state.items() if "position" in k} == shapes
 
 
-@pytest.mark.parametrize("term", TERMS)
-def test_a_specification_prints_as_code_compares_and_pickles(term):
-    position = TERMS[term]
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_configuration_prints_as_code_compares_and_pickles(name):
+    position = ENCODINGS[name]
     assert eval(repr(position), PUBLIC) == position
     assert pickle.loads(pickle.dumps(position)) == position
     assert len({position, eval(repr(position), PUBLIC)}) == 1
     assert repr(position) in repr(va.Attention2d(16, 2, position=position))
 
 
-# --- the decomposed term, as a dense bias and folded ------------------------------------------------------------------
+# --- the decomposed bias: one mask, chunks of queries, and folded -----------------------------------------------------
+
+FORMS = {
+    "one mask": {"CHUNK_LOGITS": 2**30, "RECOMPUTE_ABOVE": 2**30},
+    "chunks": {"CHUNK_LOGITS": 1, "RECOMPUTE_ABOVE": 2**30},
+    "recomputed chunks": {"CHUNK_LOGITS": 1, "RECOMPUTE_ABOVE": 0},
+    "folded": {"can_chunk": lambda q: False},
+}
+
+
+def spy_on_kernel(monkeypatch, impl):
+    """Record the queries, keys and mask of every call of a kernel."""
+    calls, kernel = [], IMPLEMENTATIONS[impl]
+
+    def attend(q, k, v, *, mask, **options):
+        calls.append((q, k, mask))
+        return kernel.attend(q, k, v, mask=mask, **options)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, impl, replace(kernel, attend=attend))
+    return calls
 
 
 @pytest.mark.parametrize("impl", ["bmm", "sdpa"])
@@ -73,23 +95,30 @@ def test_a_specification_prints_as_code_compares_and_pickles(term):
     ],
     ids=str,
 )
-def test_a_mask_blocks_of_queries_and_the_folded_form_are_equal(options, feat_size, impl, monkeypatch):
+def test_one_mask_chunks_of_queries_and_the_folded_form_are_equal(options, feat_size, impl, monkeypatch):
     position = va.RelPosDecomposed(feat_size)
     block = va.Attention2d(16, 2, position=position, impl=impl, dtype=torch.float64, **options)
     x, mask = torch.randn(2, 16, 5, 7, dtype=torch.float64), torch.rand(35, 35) < 0.8
-    monkeypatch.setattr(choices, "FEWEST_QUERIES", 2)
-    monkeypatch.setattr(choices, "AT_ONCE", 1)
-    results = []
-    for how, kept in (("mask", 0), ("blocks", 0), ("blocks", 10**9), ("folded", 0)):
-        block.how_to_add = lambda *given, how=how: how
-        monkeypatch.setattr(implementations, "KEPT", kept)
-        leaf = x.clone().requires_grad_()
-        y = block(leaf, mask)
-        results.append((y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])))
+    calls, results, queries = spy_on_kernel(monkeypatch, impl), [], {}
+    for name, values in FORMS.items():
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "MIN_CHUNK_QUERIES", 2)
+            for attribute, value in values.items():
+                patch.setattr(dispatch, attribute, value)
+            leaf = x.clone().requires_grad_()
+            y = block(leaf, mask)
+            results.append((y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])))
+        queries[name] = [q.shape[2] for q, *_ in calls]
     for other in results[1:]:
         for one, same in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, same, rtol=0, atol=1e-11)
     assert results[0][-1].abs().max() > 0
+    (count,) = queries["one mask"]
+    assert queries["folded"] == [count]
+    assert max(queries["chunks"]) == 2
+    assert sum(queries["chunks"]) == 2 * count  # of two images, one after the other
+    assert sum(queries["recomputed chunks"]) == 2 * sum(queries["chunks"])
 
 
 def test_a_conditional_position_is_convolved_once_a_map():
@@ -101,25 +130,38 @@ def test_a_conditional_position_is_convolved_once_a_map():
         assert len(seen) == maps
 
 
-def test_the_form_is_chosen_by_the_keys_of_a_group_and_where_it_runs():
+@pytest.mark.parametrize("size", [(2, 2), (16, 16), (13, 20)])  # the fewest and many keys
+def test_the_bias_is_a_mask_of_a_chunk_on_a_cpu_and_folded_elsewhere(size, monkeypatch):
+    block = va.Attention2d(16, 2, position=va.RelPosDecomposed(feat_size=size), impl="bmm").requires_grad_(False)
+    calls, x = spy_on_kernel(monkeypatch, "bmm"), torch.randn(2, 16, *size)
+    folded = 8 + sum(size) + -sum(size) % 8
+    expected = block(x)
+    assert calls
+    assert all(q.shape[3] == 8 and mask.shape[3:] == (q.shape[2], k.shape[2]) for q, k, mask in calls)
+    calls.clear()
+    torch.testing.assert_close(torch.func.vmap(lambda one: block(one[None])[0])(x), expected)
+    block.to("meta")(x.to("meta"))
+    assert [(q.shape[3], k.shape[3], mask) for q, k, mask in calls] == [(folded, folded, None)] * 2
+
+
+def test_attention_is_computed_in_chunks_only_of_plain_tensors_on_a_cpu():
     q = torch.randn(2, 2, 300, 4)
-    assert choices.how_to_add(q, (13, 20), watched=False) == "blocks"
-    assert choices.how_to_add(q, (13, 20), watched=True) == "folded"
-    assert choices.how_to_add(q.to("meta"), (13, 20), watched=False) == "folded"
-    assert choices.how_to_add(q.to("meta"), (16, 16), watched=False) == "mask"
-    assert choices.how_to_add(q, (16, 16), watched=True) == "mask"
-    seen = torch.func.vmap(lambda one: torch.tensor(choices.how_to_add(one, (13, 20), watched=False) == "folded"))(q)
-    assert seen.all()
+    assert dispatch.can_chunk(q)
+    assert not dispatch.can_chunk(q.to("meta"))
+    assert not dispatch.can_chunk(nn.Parameter(q))
+    assert torch.func.vmap(lambda one: torch.tensor(not dispatch.can_chunk(one)))(q).all()
+    compiled = torch.compile(lambda q: q.new_tensor(dispatch.can_chunk(q)), backend="eager", fullgraph=True)
+    assert not compiled(q)
 
 
 # --- maps of another size ---------------------------------------------------------------------------------------------
 
 
-def test_resampling_is_torchs_linear_interpolation_with_ends_on_ends():
+def test_resizing_a_table_is_torchs_linear_interpolation_with_aligned_ends():
     for old in (1, 3, 9, 27):
         for new in (1, 5, 9, 33):
             table = torch.randn(old, 6, dtype=torch.float64)
-            found = resample(table, new)
+            found = resize_by_offset(table, new)
             assert torch.equal(found[new // 2], table[old // 2])  # no offset stays no offset
             if new > 1:
                 expected = F.interpolate(table.T[None], new, mode="linear", align_corners=True)[0].T
@@ -137,7 +179,7 @@ def test_resampling_is_torchs_linear_interpolation_with_ends_on_ends():
         (va.RelPosTable, (3, 7), (7, 14), None),
     ],
 )
-def test_tables_of_another_size_are_resampled_on_load_and_the_report_says_so(
+def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
     kind, old_size, new_size, changed, tmp_path
 ):
     old, new = (nn.Sequential(va.Attention2d(16, 2, position=kind(size))) for size in (old_size, new_size))
@@ -151,7 +193,7 @@ def test_tables_of_another_size_are_resampled_on_load_and_the_report_says_so(
     assert report.mismatched == {}
     assert f"{len(changed)} resampled for the model's size of map: 0.position." in str(report)
     x = torch.randn(2, 16, *new_size)
-    torch.testing.assert_close(new(x), old(x))  # which stretches its own tables to that map
+    torch.testing.assert_close(new(x), old(x))  # which resizes its tables in the forward pass
 
 
 def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map():
@@ -174,7 +216,7 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,21 +244,21 @@ def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map(
         ({"position": va.RelPosDecomposed(3), "context_channels": 8}, "position must not be RelPosDecomposed"),
     ],
 )
-def test_bad_terms_are_refused_at_construction(make, message):
+def test_bad_encodings_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make() if callable(make) else va.Attention2d(16, 2, **make)
 
 
-def test_a_table_of_any_number_of_rows_is_measured_in_few_steps():
-    """As few numbers, expanded, may claim to be."""
-    term = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
-    assert term.resampled("relative_position_bias_table", torch.zeros(1, 2).expand(10**12, -1)) is None
+def test_the_sides_of_a_table_with_any_number_of_rows_are_found_in_few_steps():
+    """A few numbers in a file can be expanded to a table of any shape."""
+    encoding = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
+    assert encoding.resize_pos_embed(TABLE, torch.zeros(1, 2).expand(10**12, -1)) is None
 
 
 @pytest.mark.parametrize(
     ("pattern", "size"), [("full", (5, 6)), ("rows", (3, 4)), (va.Window((2, 3)), (3, 4))], ids=str
 )
-def test_absolute_positions_are_a_product_with_the_keys_place(pattern, size):
+def test_absolute_positions_are_products_of_the_query_and_the_position_of_the_key(pattern, size):
     options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, "dtype": torch.float64}
     block = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options)
     plain = va.Attention2d(8, 2, **options)
@@ -228,7 +270,7 @@ def test_absolute_positions_are_a_product_with_the_keys_place(pattern, size):
     )
     q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
     expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
-    for impl in va.IMPLS:
+    for impl in CPU_IMPLS:
         with va.use_impl(block, impl):
             torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-11)
     assert (plain(x) - expected).abs().max() > 1e-3

@@ -5,13 +5,13 @@ import pickle
 
 import vision_attn
 from vision_attn import errors
-from vision_attn.attention import equations
 from vision_attn.networks import convert, figures
+from vision_attn.networks.convert import equations
 
 PUBLIC = {
-    f"{room.__name__}.{name}": getattr(room, name)
-    for room in (vision_attn, convert, equations, figures)
-    for name in room.__all__
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (vision_attn, convert, equations, figures)
+    for name in module.__all__
 }
 
 

@@ -20,10 +20,10 @@ import pytest
 import tyro
 
 import vision_attn
-from vision_attn.attention import equations
 from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks import convert, figures
+from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.table import TABLE
 from vision_attn.tools import cli
 from vision_attn.tools.benchmark.contestants import ROWS
@@ -34,7 +34,7 @@ README = (ROOT / "README.md").read_text()
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(page for room in ("docs", "examples", "weights") for page in (ROOT / room).rglob("*.md")),
+    *sorted(page for folder in ("docs", "examples", "weights") for page in (ROOT / folder).rglob("*.md")),
 ]
 WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
 #: What a page imports of the extra `neighbours`; such a page runs in a process of its own, which some of these change.
@@ -135,14 +135,16 @@ def first_cells(text, table):
 
 def test_the_two_forms_are_those_that_run():
     for shown, impl in zip(blocks(page("implementations"), "py"), ("einx", "bmm"), strict=True):
-        assert all(inspect.getsource(step) in shown for step in vars(IMPLEMENTATIONS[impl]).values())
+        steps = [step for step in vars(IMPLEMENTATIONS[impl]).values() if step is not None]
+        assert len(steps) == 5
+        assert all(inspect.getsource(step) in shown for step in steps)
 
 
 def test_the_lines_of_the_patterns_are_those_that_run_and_its_terms_and_options_are_there():
     rows = re.findall(r"^\| `([^`]+)` \| `(b n d [^`]+)` \| `(maps[^`]+)` \|", page("patterns"), flags=re.MULTILINE)
     assert len(rows) == 6
     for pattern, einx_line, torch_line in rows:
-        line = resolve_pattern(eval(pattern, {"va": vision_attn})).partitioner(2).line
+        line = resolve_pattern(eval(pattern, {"va": vision_attn})).for_rank(2).line
         assert (line.einx, line.torch) == (einx_line, torch_line)
     terms = [term for term in first_cells(page("patterns"), "| `position=` |") if term.startswith("va.")]
     assert len(terms) == 6
@@ -159,21 +161,21 @@ def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
     assert sorted(first_cells(page("speed"), "| `--rows` |")) == sorted([*ROWS, "all"])
 
 
-def test_the_table_and_the_drawing_have_every_room():
+def test_the_table_and_the_drawing_have_every_module():
     package = ROOT / "vision_attn"
-    floors = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
-    rooms = {
+    layers = {path.name: path for path in package.iterdir() if (path / "__init__.py").exists()}
+    modules = {
         path.stem
-        for floor in floors.values()
-        for path in floor.iterdir()
+        for layer in layers.values()
+        for path in layer.iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     } - {"__init__"}
-    beside = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    shared = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
     text = page("CONTRIBUTING")
-    assert sorted(first_cells(text, "| room |")) == sorted(rooms)
-    assert set(re.findall(r"^\| \*\*(\w+)\*\* \|", text, flags=re.MULTILINE)) == set(floors)
-    drawn = re.findall(r'class="room"[^>]*>(\w+)<', (ROOT / "docs/rooms.svg").read_text())
-    assert sorted(drawn) == sorted([*rooms, *beside])
+    assert sorted(first_cells(text, "| module |")) == sorted(modules)
+    assert set(re.findall(r"^\| \*\*(\w+)\*\* \|", text, flags=re.MULTILINE)) == set(layers)
+    drawn = re.findall(r'class="module"[^>]*>(\w+)<', (ROOT / "docs/package-layout.svg").read_text())
+    assert sorted(drawn) == sorted([*modules, *shared])
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -266,8 +268,9 @@ def test_the_api_reference_is_complete():
     pages = [path.read_text() for path in sorted((ROOT / "docs/api").glob("*.md"))]
     paths = re.findall(r"^::: (\S+)$", "\n".join(pages), flags=re.MULTILINE)
     assert len(paths) == len(set(paths))
-    found = [getattr(importlib.import_module(room), name) for room, _, name in (path.rpartition(".") for path in paths)]
-    public = [getattr(room, name) for room in (vision_attn, convert, equations, figures) for name in room.__all__]
+    owners = (path.rpartition(".") for path in paths)
+    found = [getattr(importlib.import_module(owner), name) for owner, _, name in owners]
+    public = [getattr(owner, name) for owner in (vision_attn, convert, equations, figures) for name in owner.__all__]
     assert {thing for thing in public if inspect.isfunction(thing) or inspect.isclass(thing)} <= set(found)
 
 

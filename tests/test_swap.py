@@ -23,7 +23,7 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
-from vision_attn.attention.blocks import SWAPPED
+from vision_attn.networks.convert.swapped import SWAPPED
 
 # --- small models -----------------------------------------------------------------------------------------------------
 

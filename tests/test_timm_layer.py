@@ -86,8 +86,8 @@ def test_it_takes_the_place_of_bottleneck_attention(layer, options):
     theirs = ByobNet(small_botnet("bottleneck"), num_classes=3, img_size=(16, 32)).eval()
     first, second = blocks_of(model, StridedAttention2d)
     assert (first.stride, second.stride) == (2, 1)
-    assert first.attn.position.specification == va.RelPosDecomposed((4, 8))
-    assert second.attn.position.specification == va.RelPosDecomposed((2, 4))
+    assert first.attn.position.config == va.RelPosDecomposed((4, 8))
+    assert second.attn.position.config == va.RelPosDecomposed((2, 4))
     state = theirs.state_dict()
     for name in [name for name in state if ".self_attn." in name]:
         ours = name.replace("self_attn.", "self_attn.attn.").replace("pos_embed", "position")

@@ -1,0 +1,5 @@
+"""Implementations that train on a CPU. FlexAttention does not, and has tests of its own."""
+
+import vision_attn as va
+
+CPU_IMPLS = tuple(impl for impl in va.IMPLS if impl != "flex")

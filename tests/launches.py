@@ -1,0 +1,287 @@
+"""Count kernel launches and bytes moved on a GPU, and predict torch's attention kernel, without a GPU.
+
+A pass on meta tensors is recorded operation by operation. ``scaled_dot_product_attention`` is replaced by a fake that
+counts one fused kernel, because torch always decomposes it into matrix products on meta tensors.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HALF = (torch.float16, torch.bfloat16)
+#: Launches of operations that take more than one.
+LAUNCHES = {"constant_pad_nd": 2, "convolution_backward": 3}
+#: Operations that read as many elements as they write, however large their input is.
+GATHERS = ("index_select", "index", "embedding")
+#: Largest y and z dimensions of a CUDA grid.
+MAX_GRID = 65_535
+
+
+class Operation(NamedTuple):
+    """An operation that launches kernels."""
+
+    name: str
+    launches: int
+    bytes: int
+    largest: int  # elements of the largest output
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of one call of ``scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool = False
+
+
+@dataclass
+class Record:
+    """Operations and attention calls of a pass."""
+
+    operations: list[Operation] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        return sum(operation.launches for operation in self.operations)
+
+    @property
+    def megabytes(self) -> float:
+        return sum(operation.bytes for operation in self.operations) / 1e6
+
+    @property
+    def largest(self) -> Operation:
+        """The operation with the largest output."""
+        return max(self.operations, key=lambda operation: operation.largest)
+
+
+def measure(function, backward: bool = False) -> Record:
+    """Record the second call of a function on meta tensors, which finds warm caches.
+
+    Args:
+        function: a forward pass, called without arguments.
+        backward: record the operations of the backward pass instead.
+    """
+    with fake_attention(Record()):
+        function()
+    record = Record()
+    with fake_attention(record), LaunchCounter(record):
+        output = function()
+        if backward:
+            record.operations.clear()
+            output.backward(torch.empty_like(output))
+    return record
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Adds every operation that launches a kernel to a record: views and uninitialized tensors launch none."""
+
+    def __init__(self, record: Record):
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        storages = {storage_of(x) for x in inputs}
+        is_view = not func._schema.is_mutable and all(storage_of(x) in storages for x in outputs)
+        if is_view or name.startswith(("empty", "new_empty")):
+            return result
+        launches = max(1, len(args[2])) if name == "roll" and len(args) > 2 else LAUNCHES.get(name, 1)
+        moved = sum(map(bytes_of, inputs + outputs)) * (launches if name == "roll" else 1)
+        if name in GATHERS:
+            moved = 2 * sum(map(bytes_of, outputs)) + sum(map(bytes_of, inputs[1:]))
+        self.record.operations.append(Operation(name, launches, moved, max(x.numel() for x in outputs)))
+        return result
+
+
+def tensors_in(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def storage_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def bytes_of(x: Tensor | None) -> int:
+    """Bytes of a tensor in memory: an expanded axis counts once."""
+    if x is None:
+        return 0
+    size = x.element_size()
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        size *= length if stride else 1
+    return size
+
+
+# --- scaled_dot_product_attention as one kernel -----------------------------------------------------------------------
+
+
+@contextmanager
+def fake_attention(record: Record):
+    """Replace ``scaled_dot_product_attention`` by a function that records its calls and counts one fused kernel."""
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        record.calls.append(call)
+        kernel, width = selected_kernel(call), value.shape[3]
+        if kernel == "flash" and width % 8:  # pad_last_dim in aten/src/ATen/native/transformers/attention.cpp
+            query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
+        if attn_mask is not None:
+            attn_mask = prepare_mask(attn_mask, query.dtype).expand(*query.shape[:3], key.shape[2])
+        return FakeKernel.apply(record, kernel, query, key, value, attn_mask)[..., :width]
+
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        yield record
+
+
+def prepare_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a bool mask and align strides (``convert_boolean_attn_mask`` and ``preprocess_mask`` in attention.cpp).
+
+    The inversion of a bool mask is a launch that torch 2.14 saves.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask.logical_not(), -torch.inf, torch.zeros((), dtype=dtype, device=mask.device))
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        keys = mask.shape[-1]
+        mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
+    return mask
+
+
+class FakeKernel(torch.autograd.Function):
+    """One fused kernel; the math kernel is several that write and read the logits in float32."""
+
+    @staticmethod
+    def forward(ctx, record, kernel, query, key, value, mask):
+        ctx.record, ctx.kernel = record, kernel
+        ctx.save_for_backward(query, key, value, mask)
+        add_kernel(record, kernel, query, key, value, mask)
+        batch, heads, queries = query.shape[:3]
+        return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask = ctx.saved_tensors
+        add_kernel(ctx.record, ctx.kernel, query, key, value, mask, backward=True, learned=ctx.needs_input_grad[5])
+        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[5] else None
+        return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
+
+
+def add_kernel(record, kernel, query, key, value, mask, backward=False, learned=False):
+    batch, heads, queries, _ = query.shape
+    logits = batch * heads * queries * key.shape[2]
+    moved = sum(map(bytes_of, (query, key, value))) + batch * heads * queries * value.shape[3] * query.element_size()
+    launches, largest = 1, query.numel()
+    if kernel == "math":
+        launches, largest, moved = 6, logits, moved + 4 * 4 * logits
+    if backward:
+        launches, moved = (8 if kernel == "math" else 3) + learned, int(2.2 * moved)
+    name = f"attention_{kernel}" + "_backward" * backward
+    record.operations.append(Operation(name, launches, moved + bytes_of(mask), largest))
+
+
+# --- Which kernel torch selects on a GPU of compute capability 8.0 or later -------------------------------------------
+#
+# select_sdp_backend in pytorch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp tries flash attention, then
+# memory-efficient attention, and falls back on the math kernel. The checks named below are in that file and in
+# ../sdp_utils_cpp.h; they were read at commit 001f694aef6f and compared with the headers of torch 2.14.1.
+#
+# cuDNN is left out: the library excludes it whenever there is a mask, and only capability 9.0 and 10.x prefer it. Flash
+# also refuses to train widths from 193 to 224 (to 256 with dropout) on capability 8.6 to 8.9 and 12.x.
+
+
+def selected_kernel(call: AttentionCall) -> str:
+    """The kernel that torch selects: ``"flash"``, ``"efficient"`` or ``"math"``."""
+    return next((kernel for kernel, reasons in refusals(call).items() if not reasons), "math")
+
+
+def refusals(call: AttentionCall) -> dict[str, list[str]]:
+    """Reasons why torch refuses each fused kernel, in the order in which it tries them."""
+    query, key, value, mask = call[:4]
+    if {query.dim(), key.dim(), value.dim()} != {4}:  # check_tensor_shapes
+        return {kernel: ["query, key and value do not have four axes"] for kernel in ("flash", "efficient")}
+    widths = query.shape[3], key.shape[3], value.shape[3]
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    heads = [x.shape[1] for x in (query, key, value)]
+    strided = any(x.stride(-1) != 1 for x in (query, key, value))
+    shared = []
+    if len({x.shape[0] for x in (query, key, value)}) > 1:  # check_batch_size_and_num_heads_dense
+        shared.append("batch sizes differ")
+    if 0 in (query.shape[2], key.shape[2]):  # check_nonzero_sequence_lengths_dense
+        shared.append("there are no tokens")
+    if mask is not None and mask.stride(-1) != 1:  # check_last_dim_stride_equals_1_dense
+        shared.append(f"the mask has stride {mask.stride(-1)} along keys")
+
+    flash = list(shared)
+    grouped = call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0  # check_grouped_query_attention
+    if len(set(heads)) > 1 and not grouped:
+        flash.append(f"numbers of heads {heads} differ")
+    if len(dtypes) > 1 or query.dtype not in HALF:  # check_dtypes_low_precision
+        flash.append(f"{query.dtype} is not a half-precision type")
+    if mask is not None:  # check_for_attn_mask
+        flash.append("there is a mask")
+    if len(set(widths)) > 1 or widths[0] > 256:  # check_head_dim_size_flash
+        flash.append(f"widths {widths} are not equal and at most 256")
+    if call.is_causal and query.shape[2] != key.shape[2]:  # check_flash_causal_non_square_seqlens
+        flash.append("is_causal with different numbers of queries and keys")
+    if strided and widths[0] != 1:  # check_last_dim_stride_equals_1_dense<ignore_singleton_dim=true>
+        flash.append("query, key or value has a stride other than 1 along its width")
+
+    efficient, multiple = list(shared), alignment(query)
+    if len(set(heads)) > 1:  # stricter than torch 2.14, which takes grouped heads here and broadcasts a single one
+        efficient.append(f"numbers of heads {heads} differ")
+    if len(dtypes) > 1 or query.dtype not in (*HALF, torch.float32):  # can_use_mem_efficient_attention
+        efficient.append(f"{query.dtype} is not a half-precision type or float32")
+    # check_head_dim_size_mem_efficient
+    if widths[0] != widths[1] or widths[0] % multiple or widths[2] % multiple or 0 in widths:
+        efficient.append(f"widths {widths} are not multiples of {multiple}")
+    # check_data_ptr_alignment_mem_efficient
+    if any(x.storage_offset() % multiple for x in (query, key, value) if x.numel()):
+        efficient.append(f"the storage offset of query, key or value is not a multiple of {multiple}")
+    if strided:
+        efficient.append("query, key or value has a stride other than 1 along its width")
+    return {"flash": flash, "efficient": efficient}
+
+
+def alignment(x: Tensor) -> int:
+    """Elements in 16 bytes (``minimum_gemm_alignment`` in sdp_utils.cpp)."""
+    return 8 if x.dtype in HALF else 4
+
+
+def launch_errors(call: AttentionCall) -> list[str]:
+    """Errors that the selected kernel raises, because torch does not check for them before it selects a kernel."""
+    kernel, query, mask, errors = selected_kernel(call), call.query, call.mask, []
+    batch, heads = query.shape[:2]
+    if kernel == "math":
+        return errors
+    # The grid is (query blocks, batch, heads) in flash_fwd_launch_template.h (run_flash_fwd) and (query blocks, heads,
+    # batch) in mem_eff_attention/kernel_forward.h (getBlocksGrid); see pytorch/pytorch#142228 and #146704.
+    if heads > MAX_GRID:
+        errors.append(f"{heads} heads exceed {MAX_GRID}: invalid configuration argument")
+    if kernel == "flash" and batch > MAX_GRID:
+        errors.append(f"a batch of {batch} exceeds {MAX_GRID}: invalid configuration argument")
+    if kernel == "efficient":
+        # _scaled_dot_product_efficient_attention_cuda in cuda/attention.cu runs a large batch in chunks, but raises
+        # with dropout, as its backward in attention_backward.cu does.
+        if batch > MAX_GRID and call.dropout_p > 0:
+            errors.append(f"a batch of {batch} exceeds {MAX_GRID} with dropout: no valid seed and offset outputs")
+        # check_supported in kernel_forward.h
+        for name, x in (("query", query), ("key", call.key), ("value", call.value)):
+            if x.stride(2) % alignment(x) or (heads > 1 and x.stride(1) % alignment(x)):
+                errors.append(f"{name} has strides {x.stride()}: no kernel found to launch")
+        if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+            errors.append(f"the mask is {mask.dtype} and the query {query.dtype}: invalid dtype for bias")
+        if mask is not None and mask.dtype != torch.bool and mask.storage_offset() % alignment(query):
+            errors.append("the storage offset of the mask is not aligned")
+    return errors
