@@ -469,9 +469,9 @@ for weights in (step_by_step(rounded), torch.softmax(rounded, dim=1)):
     assert_close(weights.double().sum(dim=1), torch.ones(64).double(), rtol=2 * once, atol=0)
 
 # %% [markdown]
-# In the library the product and softmax are computed in float32 at least, whatever the inputs are, by every one of the
-# ways in which it can compute a block, its *implementations*. With a matrix of ones on the diagonal for the values,
-# what comes out are the weights: one or two roundings off, where the product in bfloat16 costs more than ten.
+# In the library every implementation computes the product and softmax in at least float32, whatever the dtype of the
+# inputs. With the identity matrix as values, the output is the weights: one or two roundings off, where the product in
+# bfloat16 costs more than ten. `impl="flex"` is left out here and below, since a CPU needs a C++ compiler for it.
 
 # %%
 values = torch.eye(1024).bfloat16()[None, None]
@@ -481,7 +481,8 @@ product_in_bfloat16 = torch.softmax((inputs[0] @ inputs[1].mT / 8).float(), dim=
 print("\nthe worst weight of 64 × 1024 at std 4, in roundings to bfloat16")
 print(f"{'product in bfloat16, softmax in float32':<50} {roundings(product_in_bfloat16, exact):>5.1f}")
 assert roundings(product_in_bfloat16, exact) > 10
-for impl in va.IMPLS:
+impls = [impl for impl in va.IMPLS if impl != "flex"]
+for impl in impls:
     weights = attend(*inputs, values, impl=impl)
     print(f"impl={impl!r:<45} {roundings(weights, exact):>5.1f}")
     assert roundings(weights, exact) < 2.5
@@ -502,7 +503,7 @@ for kind, (to_map, sizes) in maps.items():
     ones = (1,) * kind.rank
     state = {"qkv.weight": torch.cat([wq, wk, wv]), "proj.weight": wo}
     block.load_state_dict({name: matrix.reshape(*matrix.shape, *ones) for name, matrix in state.items()})
-    for impl in va.IMPLS:
+    for impl in impls:
         with va.use_impl(block, impl):
             ours = block(einx.id(to_map, x, **sizes))
         expected = einx.id(to_map, out, **sizes)

@@ -26,7 +26,7 @@ from matplotlib.patches import Patch
 from torch.testing import assert_close
 
 import vision_attn as va
-from vision_attn.attention.equations import attention_equations, attention_pattern, projection_equation
+from vision_attn.networks.convert.equations import attention_equations, attention_pattern, projection_equation
 from vision_attn.networks.figures import Figure, save_figure
 
 try:
