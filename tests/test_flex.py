@@ -103,7 +103,7 @@ def test_a_neighborhood_is_masked_block_by_block_on_the_map_and_copies_no_tokens
     assert given.q.shape == given.k.shape == (1, 2, 576, 4)
     mask = given.grouping.cached(("block_mask", False), None)
     assert mask.shape == (1, 1, 576, 576)
-    assert mask.sparsity() > 40  # percent of the blocks are skipped
+    assert mask.sparsity() > 30  # percent of the blocks are skipped
 
 
 def test_flex_stays_within_its_budget(monkeypatch):

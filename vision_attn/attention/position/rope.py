@@ -71,9 +71,9 @@ class RotaryEncoding(PositionEncoding):
 
         def make() -> tuple[Tensor, Tensor]:
             angles = self.angles(x, layout, grouping.query_layout.size)
-            cos, sin = angles.cos().repeat_interleave(2, dim=-1), angles.sin()
-            sin = torch.stack([-sin, sin], dim=-1).flatten(-2)
-            return cos.to(x.dtype), sin.to(x.dtype)
+            cos, sin = angles.cos(), angles.sin()
+            pairs = torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)
+            return pairs[0].flatten(-2).to(x.dtype), pairs[1].flatten(-2).to(x.dtype)
 
         side = "queries" if layout is grouping.query_layout else "keys"
         return grouping.cached((side, "cos_sin", x.dtype), make)
