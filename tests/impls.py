@@ -1,4 +1,4 @@
-"""Implementations that train on a CPU. FlexAttention does not, and has tests of its own."""
+"""Implementations that train on a CPU. FlexAttention does not, and has separate tests."""
 
 import vision_attn as va
 

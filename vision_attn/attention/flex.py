@@ -35,7 +35,7 @@ def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     """Attend in the groups of a pattern, ``(b·groups, n, i, e)``."""
     q, k, v, scale, grouping, bias, mask, causal = inputs
     block_mask = None
-    if (not grouping.is_global and grouping.is_one_group) or causal:
+    if grouping.masks_map or causal:
         block_mask = grouping.cached(("block_mask", causal), lambda: pattern_mask(grouping, causal))
     score_mods = [] if bias is None else [bias_score_mod(bias, grouping, q)]
     if mask is not None:

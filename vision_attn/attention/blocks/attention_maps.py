@@ -71,7 +71,7 @@ def weights_on_map(
     if queries is None:
         weights = attention_weights(q, k, scale, mask, row_has_key, causal)
         weights = weights.unflatten(0, (-1, grouping.groups))[:, group, :, row].movedim(0, 2)
-    else:  # each query as a group of its own
+    else:  # each query is a separate group
         q = q.unflatten(0, (-1, grouping.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
         k = k.unflatten(0, (-1, grouping.groups))[:, group].flatten(0, 1)
         tokens = grouping.query_layout.tokens

@@ -36,13 +36,14 @@ class Grouping:
         line = whole_line(pattern.rank) if as_one_group else pattern.line
         #: whether every query may attend to every key of the map
         self.is_global: bool = pattern.is_global
-        self.is_one_group: bool = pattern.is_global or as_one_group
+        #: whether the map is one group that the pattern masks, instead of groups
+        self.masks_map: bool = as_one_group
         self.window_shape: tuple[int | None, ...] = pattern.window_shape
         self.axes: list[AxisTiles] = axes
 
         def layout(size: Sequence[int], side: str, axes: list[AxisTiles]) -> TokenLayout:
             layouts = [getattr(axis, side) for axis in axes]
-            whole = self.is_one_group and all(one.sizes is not None for one in layouts)
+            whole = (pattern.is_global or as_one_group) and all(one.sizes is not None for one in layouts)
             padded = pattern.zero_padded and side == "keys"
             return TokenLayout(size, layouts, line, is_whole=whole, zero_padded=padded)
 
@@ -107,7 +108,7 @@ class Grouping:
         is masked.
         """
         in_kernel = causal and self.is_global and mask is None and not has_bias
-        built = self.dense_mask() if self.is_one_group and not self.is_global else self.mask
+        built = self.dense_mask() if self.masks_map else self.mask
         if causal and not in_kernel:
             built = self.causal_mask()
         if mask is None:
@@ -119,7 +120,7 @@ class Grouping:
 
         It does not apply beyond the map: padding stays unmasked.
         """
-        if self.is_one_group and self.key_layout.is_whole:
+        if self.query_layout.is_whole and self.key_layout.is_whole:
             return mask[:, None]
         queries, keys = self.query_layout.index()[:, :, None], self.key_layout.index()[:, None, :]
         rows = queries.clamp(min=0) if mask.shape[2] > 1 else torch.zeros_like(queries)
