@@ -198,6 +198,15 @@ class Twice(nn.Module):
         return self.head(self.conv(self.conv(x)).mean((2, 3)))
 
 
+class Encoders(nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, one, other):
+        return self.encoder(one) + self.encoder(other)
+
+
 REFUSALS = {
     "unknown stage": (resnet18, {"stages": 9}, "stages: there is no stage 9; the stages are 0 'relu', 1 'layer1'"),
     "no stages": (
@@ -207,11 +216,15 @@ REFUSALS = {
     ),
     "unknown name": (resnet18, {"names": "layr*"}, r"'layr\*' matches no module; at the top .*layer1"),
     "nowhere": (resnet18, {"where": lambda name, module: False}, "where is true for none"),
-    "called twice": (Twice, {"names": "conv"}, "'conv' is called 2 times"),
-    "never called": (Twice, {"names": "unused"}, "'unused' is called 0 times"),
-    "a vector": (resnet18, {"names": "fc"}, r"'fc' returns \(1, 1000\) .* no map was found"),
+    "tokens of two grids": (
+        lambda: Encoders(timm.create_model("test_vit", dynamic_img_size=True)),
+        {"names": "encoder.blocks.0", "example_input": (torch.rand(1, 3, 64, 64), torch.rand(1, 3, 96, 96))},
+        r"'encoder.blocks.0' is called 2 times .* va.insert_\(model.encoder",
+    ),
+    "never called": (Twice, {"names": "unused"}, "'unused' is not called"),
+    "a vector": (resnet18, {"names": "fc"}, r"'fc' returns \(1, 1000\) .* no feature map"),
     "takes a vector": (resnet18, {"names": "fc", "at": "before"}, r"'fc' takes \(1, 512\)"),
-    "no branch": (resnet18, {"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1': of no two maps that it adds"),
+    "no branch": (resnet18, {"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no branch"),
     "unknown place": (resnet18, {"stages": 1, "at": "beside"}, "at must be one of 'after', 'before', 'branch'"),
     "wrapped for many processes": (
         lambda: type("DistributedDataParallel", (nn.Sequential,), {})(nn.Conv2d(3, 8, 1)),
@@ -304,7 +317,7 @@ def test_a_site_takes_one_block_and_what_a_network_calls_inserted_itself_stays()
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Identity())
     model[1].inserted, model[1].other = 5, nn.ReLU()
     va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
-    with pytest.raises(va.SiteError, match="'0' has an inserted block already"):
+    with pytest.raises(va.SiteError, match="'0' already has a block"):
         va.insert_(model, names="0", num_heads=4, example_input=(1, 3, 8, 8))
     va.insert_(model, names="1", num_heads=4, example_input=(1, 3, 8, 8))
     assert model[1].inserted == 5

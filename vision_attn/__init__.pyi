@@ -38,6 +38,7 @@ from .networks.checkpoints import (
 from .networks.contributions import contribution as contribution
 from .networks.convert.swap import swap_ as swap_, swap_back_ as swap_back_
 from .networks.insertion import (
+    check_optimizer as check_optimizer,
     freeze_backbone_ as freeze_backbone_,
     gates as gates,
     insert_ as insert_,

@@ -18,10 +18,10 @@ from torch.func import functional_call
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
-from vision_attn.networks.insertion.attach import RECORD
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
 from vision_attn.networks.insertion.costs import Share, percent, together
 from vision_attn.networks.insertion.declared import DryRun
+from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.insert import new_block
 from vision_attn.networks.insertion.record import fitting_heads
 from vision_attn.networks.insertion.sites import stages_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import LAYER_NORMS
 from vision_attn.checks import check_count, check_new, check_number
 
+#: Parameters of layers that the hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` normalize.
+NORMALIZED = ("weight_orig", "weight_g")
+
 
 def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
     """A residual block gives back the channels that it takes."""
@@ -20,6 +24,24 @@ def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) 
             f"out_channels must be left out of {owner}, which adds to a map of {channels} channels; "
             f"got {attention['out_channels']!r}"
         )
+
+
+#: Layers with a normalized weight that has been seen to be finite.
+FINITE: WeakSet[nn.Module] = WeakSet()
+
+
+def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
+    """Raise if spectral or weight normalization has divided a weight of zeros by its norm."""
+    normalized = "parametrizations" in layer._modules or any(name in layer._parameters for name in NORMALIZED)
+    if not normalized or torch.compiler.is_compiling() or layer in FINITE:
+        return
+    if isinstance(weight := getattr(layer, "weight", None), Tensor) and not weight.isfinite().all():
+        name = next(name for name, module in owner.named_modules() if module is layer)
+        raise ValueError(
+            f"{name!r} of {type(owner).__name__} has a weight of zeros at initialization, which spectral_norm and "
+            "weight_norm turn into NaN. Create the block with gate_init=0, or another block with exact=False"
+        )
+    FINITE.add(layer)
 
 
 class GatedResidual(nn.Module):
@@ -68,6 +90,7 @@ class GatedResidual(nn.Module):
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
+        refuse_normalized_zeros(self, self.last_projection())
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
         return x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype)
 

@@ -37,8 +37,9 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
-from vision_attn.networks.insertion.attach import REPLACED, replacement_options
+from vision_attn.networks.insertion.attach import replacement_options
 from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.hooks import REPLACED
 from vision_attn.networks.insertion.makers import BLOCKS, OF_TIMM, make_block, maker_of
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors

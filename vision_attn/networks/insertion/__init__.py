@@ -10,7 +10,14 @@ from vision_attn.networks.insertion.attach import (
 )
 from vision_attn.networks.insertion.backbone import changeable, plain_network, quiet_eval
 from vision_attn.networks.insertion.costs import count_multiply_adds
-from vision_attn.networks.insertion.finetuning import freeze_backbone_, gates, matching, parameter_groups, set_gates_
+from vision_attn.networks.insertion.finetuning import (
+    check_optimizer,
+    freeze_backbone_,
+    gates,
+    matching,
+    parameter_groups,
+    set_gates_,
+)
 from vision_attn.networks.insertion.insert import insert_, remove_, replace_, timm_layer
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
 from vision_attn.networks.insertion.sites import parse_sites, stage_names
@@ -21,6 +28,7 @@ __all__ = [
     "InsertionReport",
     "attach_records_",
     "changeable",
+    "check_optimizer",
     "count_multiply_adds",
     "freeze_backbone_",
     "gates",

@@ -8,88 +8,35 @@ and keeps it. Where it goes, a block says in its record: :func:`attach_` and :fu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
+from vision_attn.networks.insertion.hooks import (
+    RECORD,
+    REPLACED,
+    block_at,
+    check_grid,
+    hook_,
+    is_fusible,
+    is_site,
+    keep_block,
+    unhook_,
+)
 from vision_attn.networks.insertion.makers import hint, make_block, reason
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, change, of_map, prefix_of, to_map, token_grid
+from vision_attn.networks.insertion.record import CHILD, InsertedBlock
+from vision_attn.networks.insertion.untrained import warn_if_untrained
 
 #: Modules that hold others and may loop over them.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-#: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
-RECORD = "insertion"
-
-#: The attribute in which a target whose block is no child of it keeps the block's path from itself.
-HELD = "inserted_at"
-
-#: The attribute in which a block keeps the module that it replaced; that is no child, so that its keys are gone.
-REPLACED = "replaced"
-
-
-def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
-    """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
-    return run_block(block_at(module), output)
-
-
-def run_before(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The hook that runs a block on what its module is given."""
-    block = block_at(module)
-    if isinstance(vars(block)[RECORD].element, str):
-        return args, run_block(block, kwargs)
-    return run_block(block, args), kwargs
-
-
-def block_at(module: nn.Module) -> nn.Module:
-    """The block that runs at a module: its child, or one that a module inside it holds."""
-    return module.get_submodule(vars(module).get(HELD, CHILD))
-
-
-def run_block(block: nn.Module, value: Any) -> Any:
-    """The same value with the block applied to the map in it."""
-    record: Any = block.insertion
-    layout, size = record.layout, record.map_size
-
-    def run_on(x: Tensor) -> Tensor:
-        if "(" in layout and x.shape[1] != prefix_of(layout) + record.tokens:
-            raise wrong_grid(record, f"{x.shape[1] - prefix_of(layout)} tokens")
-        return of_map(x, block(to_map(x, layout, size)), layout)
-
-    return change(value, record.element, run_on)
-
-
-def check_grid(network: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], record: InsertedBlock) -> None:
-    """Refuse images whose tokens are as many as a block expects, and another grid: 448×112 pixels for 224×224."""
-    images = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == len(record.input_shape))
-    size = next((tuple(x.shape[2:]) for x in images), ())
-    if len(size) != 2 or size == record.input_shape[2:]:
-        return
-    grid = token_grid(record.tokens, *size)
-    if grid not in (None, record.map_size):
-        raise wrong_grid(record, f"{grid[0]}×{grid[1]} for images of {size[0]}×{size[1]}")
-
-
-def wrong_grid(record: InsertedBlock, got: str) -> ValueError:
-    """The error where tokens are of another grid than a block was inserted for."""
-    remedy = "insert it with example_input of the size that is used"
-    return ValueError(f"the block at {record.site!r} is for a grid of {record.size} tokens; got {got}: {remedy}")
-
-
-def is_site(module: nn.Module) -> bool:
-    """Whether a block runs at this module, or is in its place."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return REPLACED in vars(module) or run_after in hooks or run_before in hooks
 
 
 def holder(model: nn.Module, target: str, inside: bool = False) -> str:
@@ -97,9 +44,17 @@ def holder(model: nn.Module, target: str, inside: bool = False) -> str:
 
     That is a child of the target, unless the target is a container, which would run the block as one of its row, or has
     an attribute of that name, or is seen to mind its children (``inside``). Then it is a child of the first module
-    inside it that is no container.
+    inside it that is no container. A norm or convolution may be frozen, fused or converted later: the module around it
+    holds its block, and a dot at the beginning of the path stands for each level up.
     """
     module = model.get_submodule(target)
+    if is_fusible(module) and not inside:
+        parts = target.split(".")
+        for level in range(1, len(parts) + 1):
+            child = f"{CHILD}_{'_'.join(parts[-level:])}"
+            around = model.get_submodule(".".join(parts[:-level]))
+            if not isinstance(around, CONTAINERS) and not hasattr(around, child):
+                return "." * level + child
     paths = [] if inside or isinstance(module, CONTAINERS) else [CHILD]
     for name, inner in module.named_modules():
         # What replaced a module goes when that module comes back, and its parts with it.
@@ -120,27 +75,42 @@ def hold_inside(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         vars(block)[RECORD] = replace(record, held=holder(model, record.site, inside=True))
 
 
+def path_of_block(record: InsertedBlock) -> tuple[str, str]:
+    """Return the path of the module that holds a block, and the name of the block in it."""
+    levels = len(record.held) - len(record.held.lstrip("."))
+    parts = [*record.site.split("."), *record.held.lstrip(".").split(".")]
+    del parts[-1 - levels : -1]
+    return ".".join(parts[:-1]), parts[-1]
+
+
 def attach_(model: nn.Module, block: nn.Module) -> None:
     """Let a block run where its record says; :func:`detach_` undoes it."""
     record: InsertedBlock = vars(block)[RECORD]
     target = model.get_submodule(record.site)
-    path, _, child = f"{record.site}.{record.held}".rpartition(".")
+    path, child = path_of_block(record)
     owner = model.get_submodule(path)
     if record.at not in ("after", "before", "instead") or not child.startswith(CHILD):
         raise SiteError(f"{record.site!r}: no block can be {record.at!r} a module as its child {child!r}")
     if is_site(target) or (record.at != "instead" and hasattr(owner, child)):
-        raise SiteError(f"{record.site!r} has an inserted block already, or is one: remove_ it first")
+        raise SiteError(
+            f"{record.site!r} already has a block, or is one. To run two blocks in order, insert one class that holds "
+            "both, such as a subclass of nn.Sequential; to replace the block, call va.remove_(model) first"
+        )
     if record.at == "instead":
         vars(block)[REPLACED] = target
         exchange_(model, target, block)
         return
     owner.add_module(child, block)
-    if record.held != CHILD:
-        vars(target)[HELD] = record.held
-    if record.at == "before":
-        target.register_forward_pre_hook(run_before, with_kwargs=True)
-    else:
-        target.register_forward_hook(run_after)
+    hook_(target, block)
+    held = f"{path}.{child}".strip(".") if record.held.startswith(".") else ""
+    if not held:  # the nearest module around the target that is called
+        lists = nn.ModuleList, nn.ModuleDict
+        around = ("", *modules_around(record.site))
+        path = next(name for name in reversed(around) if not isinstance(model.get_submodule(name), lists))
+    for name in {"", path}:
+        inside = len(name) + bool(name)
+        keep = partial(keep_block, target=record.site[inside:], held=held[inside:], record=record)
+        model.get_submodule(name).register_forward_pre_hook(keep)
     if "(" in record.layout:
         model.register_forward_pre_hook(partial(check_grid, record=record), with_kwargs=True)
 
@@ -183,11 +153,11 @@ def attached(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
         for block in blocks:
             attach_(model, block)
             done.append(block)
+            warn_if_untrained(model, block, vars(block)[RECORD].site)
         forget_compiled_graphs()
         yield
     except BaseException:
-        for block in reversed(done):
-            detach_(model, vars(block)[RECORD].site, block)
+        detach_(model, done)
         forget_compiled_graphs()
         raise
 
@@ -197,7 +167,7 @@ def block_of(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Mod
 
     Its device and type are those of ``like``, or else of that module or its model.
     """
-    site, owner = record.site, f"{record.site}.{record.held}".rpartition(".")[0]
+    site, (owner, _) = record.site, path_of_block(record)
     try:
         target, _ = model.get_submodule(site), model.get_submodule(owner)
     except AttributeError as error:
@@ -234,31 +204,32 @@ def replacement_options(old: nn.Module) -> dict[str, int]:
     return {"stride": int(old.stride[0]), "out_channels": old.out_channels} if isinstance(old, nn.Conv2d) else {}
 
 
-def detach_(model: nn.Module, site: str, block: nn.Module) -> None:
-    """Take a block out, or put back what it replaced: where, and of the type and in the mode that, the model is now.
+def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Take blocks out, and put back what they replaced: where, and of the type and in the mode that, the model is now.
 
-    The block keeps its record, which says where it was.
+    The blocks keep their records, which say where they were.
     """
-    record = vars(block)[RECORD]
-    vars(block)[RECORD] = replace(record, site=site)
-    if REPLACED in vars(block):
-        old: nn.Module = vars(block).pop(REPLACED)
-        as_now(old, block)
-        exchange_(model, block, old)
-        return
-    target = model.get_submodule(site)
-    owner, _, child = f"{site}.{vars(target).pop(HELD, CHILD)}".rpartition(".")
-    del model.get_submodule(owner)._modules[child]
-    for module in model.modules():
-        for hooks, with_kwargs in (
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    for block in reversed(blocks):
+        if REPLACED in vars(block):
+            old: nn.Module = vars(block).pop(REPLACED)
+            as_now(old, block)
+            exchange_(model, block, old)
+    registered = {*model.modules()}
+    kept = [vars(module)[RECORD] for module in registered.difference(blocks) if RECORD in vars(module)]
+    for module in [*model.modules()]:
+        # A copy of a module that was fused runs a copy of its block.
+        if (
+            is_site(module)
+            and REPLACED not in vars(module)
+            and ((block := block_at(module)) in blocks or block not in registered)
         ):
-            for key, hook in list(hooks.items()):
-                runs_block = module is target and hook in (run_after, run_before)
-                if runs_block or getattr(hook, "keywords", {}).get("record") == record:
-                    del hooks[key]
-                    with_kwargs.pop(key, None)
+            unhook_(module)
+        for name in [name for name, child in module._modules.items() if child in blocks]:
+            del module._modules[name]
+        for key, hook in [*module._forward_pre_hooks.items()]:
+            if getattr(hook, "func", None) in (keep_block, check_grid) and hook.keywords["record"] not in kept:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def as_now(module: nn.Module, like: nn.Module) -> None:
@@ -285,8 +256,8 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
         model: any network.
 
     Raises:
-        SiteError: a block is there and nothing runs it, since what it was inserted at was converted into another
-            module.
+        SiteError: a block is no longer run, since other code has replaced or removed the module at which it was
+            inserted.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
     >>> inserted(model)
@@ -296,15 +267,20 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(inserted(model))
     ['0']
     """
-    modules = list(plain_network(model).named_modules())
-    blocks = {
-        name: module if REPLACED in vars(module) else block_at(module) for name, module in modules if is_site(module)
+    network = plain_network(model)
+    for owner in network.modules():
+        for hook in owner._forward_pre_hooks.values():
+            if getattr(hook, "func", None) is keep_block:
+                hook(owner, ())
+    return blocks_by_site(network)
+
+
+def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module if REPLACED in vars(module) else block_at(module)
+        for name, module in network.named_modules()
+        if is_site(module)
     }
-    run = set(map(id, blocks.values()))
-    if lost := [name for name, module in modules if RECORD in vars(module) and id(module) not in run]:
-        remedy = "convert norms to synchronised ones first, and insert then"
-        raise SiteError(f"the block {lost[0]!r} is no longer run, as what it was at was converted: {remedy}")
-    return blocks
 
 
 def replaced(model: nn.Module) -> dict[str, nn.Module]:

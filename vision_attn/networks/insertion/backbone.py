@@ -66,15 +66,21 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    #: of an image: one for sound, two for photographs, three for videos and volumes
+    axes: int = 2
 
     @cached_property
     def image(self) -> Tensor:
         """The first of the images: photographs, volumes, sounds, or what a generator makes them of."""
-        return max(tensors_in((self.args, self.kwargs)), key=Tensor.dim)
+        if found := tensors_in((self.args, self.kwargs)):
+            return max(found, key=Tensor.dim)
+        raise ValueError(f"model must be called with floating-point images, got {self}: convert them to float first")
 
     @cached_property
     def count(self) -> int:
         """How many there are in a list, as detection models take them, each ``(c, h, w)``; 0 if they are a batch."""
+        if self.image.dim() > 1 + self.axes:  # a list of batches, such as the pathways of SlowFast
+            return 0
         lists = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, (list, tuple))]
         return next((len(value) for value in lists if any(item is self.image for item in value)), 0)
 
@@ -117,11 +123,11 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     if given is None:
         given = own_shape(model, first, axes)
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given) and tensors_in(dict(given)):
-        return Example((), dict(given))
+        return Example((), dict(given), axes)
     if isinstance(given, tuple) and tensors_in(given):
-        return Example(given)
+        return Example(given, axes=axes)
     if isinstance(given, Tensor) or (isinstance(given, list) and tensors_in(given)):
-        return Example((given,))
+        return Example((given,), axes=axes)
     shape = tuple(given) if isinstance(given, Sequence) else ()
     whole = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
     if not all(whole) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
@@ -130,7 +136,7 @@ def example_of(model: nn.Module, given: Any = None) -> Example:
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     # Zeros would come out as zeros whatever a network does with them.
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return Example((drawn.to(device=like.device, dtype=like.dtype),))
+    return Example((drawn.to(device=like.device, dtype=like.dtype),), axes=axes)
 
 
 def own_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
@@ -148,11 +154,12 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
     """The module that gives a plain Sequential its output or, at index 0, takes what it takes; any other is its own.
 
     A Sequential calls every child it has, so a block cannot be one of them without being run in their row. Of a
-    ModuleList, which is not called itself, the last module is meant, too.
+    ModuleList, or a module of a traced graph, which are not called themselves, the last module is meant, too.
     """
     module = model.get_submodule(name)
     while True:
-        row = type(module).forward is nn.Sequential.forward or isinstance(module, nn.ModuleList)
+        kind = type(module)
+        row = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
         # The wrapper of torch.compile has no hooks of its own.
         if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
             name, module = f"{name}._orig_mod", inner
@@ -170,18 +177,26 @@ def modules_around(name: str) -> list[str]:
 
 
 def run_quietly(
-    model: nn.Module, example: Example, hooks: Iterable[tuple[str, Hook]] = (), gradients: bool = False
+    model: nn.Module,
+    example: Example,
+    hooks: Iterable[tuple[str, Hook]] = (),
+    gradients: bool = False,
+    before: bool = False,
 ) -> object:
-    """What a model gives for an example, in evaluation, with the same random numbers each time.
+    """Run a model on a copy of an example, in evaluation mode, with the same random numbers each time.
 
-    Hooks, each after the path of its module, are called as ``hook(module, args, kwargs, output)`` and then removed.
+    Hooks, each after the path of its module, are called as ``hook(module, args, kwargs, output)``, or ``before`` the
+    module as ``hook(module, args, kwargs)``, and then removed.
     """
     try:
         with quiet_eval(model), same_random_numbers(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
             for path, hook in hooks:
-                handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-            return model(*example.args, **example.kwargs)
+                module = model.get_submodule(path)
+                register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+                stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
+            # A forward may normalize an image in place, assign to a list or pop from a dictionary.
+            args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (example.args, dict(example.kwargs)))
+            return model(*args, **kwargs)
     except SiteError:
         raise
     except Exception as error:

@@ -7,7 +7,8 @@ a grid, whether channels are last. No value is looked at. What shapes and declar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, run_quietly
+from vision_attn.networks.insertion.backbone import Example, Hook, end_of_sequential, modules_around, run_quietly
 from vision_attn.networks.insertion.costs import Counting, Share
 from vision_attn.networks.insertion.record import Element, change, map_shape, prefix_of, token_grid
 
@@ -67,6 +69,10 @@ SCRAMBLED = {
     "torchvision.models.video.mvit.MViT": "the tokens of MViT are those of a video",
 }
 
+#: Layouts that a user can name; with other numbers of tokens before the grid.
+LAYOUTS = ("b c w", "b c h w", "b c t h w", "b w c", "b h w c", "b t h w c", "b (h w) c", "b (1 + h w) c")
+LAYOUT = re.compile(r"b c (w|h w|t h w)|b (w|h w|t h w) c|b \((\d+ \+ )?h w\) c")
+
 #: How many tokens a sequence may begin with where the model does not say it: of a class, of a class and a teacher, and
 #: four registers without and with the first.
 PREFIXES = (0, 1, 2, 4, 5)
@@ -112,8 +118,7 @@ def said_by(module: nn.Module, path: str) -> Declared:
         paths = [row.format(i=i, j=i + 1) for row in rows for i in range(len(known) if "{" in row else 1)]
         paths = [name for name in paths if name in known]
     else:
-        # features_only=True flattens the paths of timm's networks.
-        paths = [name if (name := entry["module"]) in known else name.replace(".", "_") for entry in entries]
+        paths = [existing_path(entry["module"], known) for entry in entries]
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     stages = dict(zip((before + name for name in paths), channels, strict=False))  # crossvit says each one twice
     prefix = getattr(module, "num_prefix_tokens", None)
@@ -124,6 +129,12 @@ def said_by(module: nn.Module, path: str) -> Declared:
         channels_last="NHWC" in str(getattr(module, "output_fmt", "")),
         scrambled=row_of(SCRAMBLED, module) or "",
     )
+
+
+def existing_path(name: str, known: Collection[str]) -> str:
+    """Return the path of a declared module: ``features_only=True`` flattens paths or wraps the network in a module."""
+    wrapped = [path for path in known if path.endswith(f".{name}")]
+    return next((path for path in (name, name.replace(".", "_"), *wrapped[:1]) if path in known), name)
 
 
 def stage_entries(module: nn.Module) -> list[Mapping[str, Any]]:
@@ -164,15 +175,22 @@ class Map(NamedTuple):
     element: Element
     form: Form
     layout: str
-    #: rows and columns
+    #: rows and columns; of the largest feature map where the module is called several times
     size: tuple[int, ...]
     #: whether the output of the network depends on it
     read: bool = True
+    #: the tensors of all calls of the module
+    calls: tuple[Form, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch, channels, rows, columns, or as many axes as there are."""
         return map_shape(self.form.shape, self.layout, self.size)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of the map in each call of the module."""
+        return [map_shape(form.shape, self.layout, self.size) for form in self.calls]
 
 
 def forms_in(value: object) -> dict[Element, Form]:
@@ -189,6 +207,8 @@ class DryRun:
     """All calls of a model's modules in one forward of an example, and the maps in them."""
 
     def __init__(self, model: nn.Module, example: Example, layout: str | None = None) -> None:
+        if layout is not None and not LAYOUT.fullmatch(layout):
+            raise ValueError(f"layout must be like {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
         self.model = model
         self.example = example
         #: how maps lie, where the user says it
@@ -221,16 +241,29 @@ class DryRun:
         return output, Share(parameters, counter.operations // 2 // self.example.shape[0])
 
     def maps(self, target: str, at: str = "after") -> list[Map]:
-        """The maps in what a module that is called once gives, or takes."""
-        calls = self.calls.get(target, [])
-        forms = calls[0][at] if len(calls) == 1 else {}
+        """Return the feature maps in a module's input or output that lie alike in each of its calls."""
+        calls = [self.maps_of_call(target, call[at]) for call in self.calls.get(target, [])]
+        found = []
+        for one in calls[0] if calls else []:
+            same = [next((other for other in call if is_alike(one, other)), None) for call in calls]
+            alike = [other for other in same if other is not None]
+            if len(alike) == len(calls):
+                largest = max(alike, key=lambda other: product(other.size))
+                found.append(largest._replace(calls=tuple(other.form for other in alike)))
+        return found
+
+    def maps_of_call(self, target: str, forms: Mapping[Element, Form]) -> list[Map]:
         found = ((element, form, self.layout_of(form, target)) for element, form in forms.items())
         return [Map(target, element, form, *layout) for element, form, layout in found if layout is not None]
 
     def layout_of(self, form: Form, target: str) -> tuple[str, tuple[int, ...]] | None:
-        """How a map lies in a tensor, and its size; None if it can be no map of the images."""
+        """Return the layout and size of the feature map in a tensor; None if it can be no map of the images."""
         shape, batch, axes = form.shape, self.example.shape[0], len(self.example.size)
-        if not form.dtype.is_floating_point or len(shape) not in (3, 4, 5) or 0 in shape or shape[0] % batch:
+        if not form.dtype.is_floating_point or len(shape) not in (3, 4, 5) or 0 in shape:
+            return None
+        if self.layout is not None:
+            return self.declared_layout(shape, self.layout)
+        if shape[0] % batch:
             return None
         if self.example.image.dim() == 2:  # vectors of which images are made, or sound without channels
             axes = len(shape) - 2
@@ -240,12 +273,20 @@ class DryRun:
             return self.token_layout(shape[1])
         return None
 
+    def declared_layout(self, shape: tuple[int, ...], layout: str) -> tuple[str, tuple[int, ...]] | None:
+        """The layout that the user declares, whatever axes and batch the model's input has."""
+        if "(" in layout:
+            tokens, size = shape[1] - prefix_of(layout), self.example.image.shape[-2:]
+            grid = token_grid(tokens, *size) if len(shape) == 3 and len(size) == 2 else None
+            return None if grid is None else (layout, grid)
+        if len(layout.split()) != len(shape):
+            return None
+        return layout, shape[2:] if layout.startswith("b c") else shape[1:-1]
+
     def spatial_layout(self, shape: tuple[int, ...], target: str) -> tuple[str, tuple[int, ...]] | None:
-        """Channels second, unless the user, the model or the aspect of the image says that they are last."""
+        """Channels second, unless the model or the aspect of the image says that they are last."""
         names = {3: "w", 4: "h w", 5: "t h w"}[len(shape)]
         sizes = {f"b c {names}": shape[2:], f"b {names} c": shape[1:-1]}
-        if self.layout is not None:
-            return (self.layout, sizes[self.layout]) if self.layout in sizes else None
         fits = [layout for layout, size in sizes.items() if self.keeps_aspect(size)]
         if not fits and shape[0] != self.example.shape[0]:
             return None
@@ -270,25 +311,21 @@ class DryRun:
         return abs(height * columns - width * rows) <= rows + columns
 
     def token_layout(self, tokens: int) -> tuple[str, tuple[int, ...]] | None:
-        """A grid with the aspect of the image, after as many other tokens as the user or the model says, or usual."""
-        prefixes: tuple[int, ...] = PREFIXES if self.said.prefix is None else (self.said.prefix, 0)
-        if self.layout is not None:
-            prefixes = (prefix_of(self.layout),) if "(" in self.layout else ()
-        for prefix in prefixes:
+        """A grid with the aspect of the image, after as many other tokens as the model says, or usual."""
+        for prefix in PREFIXES if self.said.prefix is None else (self.said.prefix, 0):
             if (grid := token_grid(tokens - prefix, *self.example.size)) is not None:
                 return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
         return None
 
     def the_maps(self, targets: Iterable[str], at: str) -> list[Map]:
-        """The one map of each of several modules, and whether it is read.
+        """Return the one map of each of several modules, and whether the output of the network depends on it.
 
-        Of several it is the one that the network reads, and else the one that it declares. A map that is all that a
-        module gives is read by what comes next. What is given among other things may be for those who ask for features
-        only, and a head may read a class token alone.
+        Of several it is the one that the network reads, and else the one that it declares. A network that ignores the
+        only map of a module is refused: a block there would never be used. Of a map among other things, features-only
+        networks or a head on the class token alone may read nothing, which is a warning.
         """
         found = [self.some_maps(target, at) for target in targets]
-        every = [one for maps in found for one in maps if at == "after"]
-        unread = self.unread([one for one in every if one.element is not None or prefix_of(one.layout)])
+        unread = self.unread([one for maps in found for one in maps], at)
         chosen = []
         for maps in found:
             read = [one for one in maps if one not in unread] or [one._replace(read=False) for one in maps]
@@ -296,49 +333,82 @@ class DryRun:
             if len(read) > 1:
                 what = f"{read[0].target!r} {'takes' if at == 'before' else 'returns'} {len(read)} maps"
                 raise SiteError(f"{what}, and a block works on one: choose modules inside it")
+            if not read[0].read and self.is_ignored(maps[0], at):
+                what = f"{maps[0].target!r}: the network ignores the {'input' if at == 'before' else 'output'}"
+                raise SiteError(f"{what} of this module, so a block there would have no effect. Choose another module")
             chosen.append(read[0])
         return chosen
 
     def some_maps(self, target: str, at: str) -> list[Map]:
         """The maps that a module gives or takes, one at least."""
-        self.check_called_once(target)
+        self.check_called(target)
         if maps := self.maps(target, at):
             return maps
-        shapes = ", ".join(str(form.shape) for form in self.calls[target][0][at].values())
+        calls = self.calls[target]
+        shapes = ", ".join(str(form.shape) for form in calls[0][at].values())
+        if self.maps_of_call(target, calls[0][at]):
+            owner = next((f"model.{name}" for name in [*modules_around(target)[:1], target]), "model")
+            raise SiteError(
+                f"{target!r} is called {len(calls)} times in one forward pass, on different tokens or layouts: a block "
+                f"stores one token grid. Insert into the shared module itself, as in va.insert_({owner}, ...)"
+            )
         what = f"{'takes' if at == 'before' else 'returns'} {shapes or 'no tensor'} for images {self.example.shape}"
         why = f", as {self.said.scrambled}" if self.said.scrambled else ""
-        remedy = "choose another module, or say by layout= how a map lies in it"
-        raise SiteError(f"{target!r} {what}, and no map was found in that{why}: {remedy}")
+        remedy = "choose another module, or declare the layout of its feature map with layout="
+        raise SiteError(f"{target!r} {what}, and no feature map was found in that{why}: {remedy}")
 
-    def check_called_once(self, target: str) -> None:
-        """Refuse a module that one block cannot follow."""
-        if (times := len(self.calls.get(target, []))) != 1:
-            raise SiteError(f"{target!r} is called {times} times in one forward pass, not once: choose another module")
+    def check_called(self, target: str) -> None:
+        """Raise for a module that the forward pass does not call."""
+        if target not in self.calls:
+            raise SiteError(f"{target!r} is not called in the forward pass: choose another module")
 
-    def unread(self, maps: list[Map]) -> list[Map]:
-        """Those of some maps that the output does not depend on, by one forward and backward."""
-        held: dict[Map, Tensor] = {}
-
-        def tap(one: Map, module: nn.Module, args: object, kwargs: object, output: object) -> object:
-            return change(output, one.element, partial(hold, held, one))
-
-        if not maps:
-            return []
+    def unread(self, maps: list[Map], at: str) -> list[Map]:
+        """Return the maps that the output does not depend on, by one forward and backward pass."""
+        held: dict[Map, list[Tensor]] = {one: [] for one in maps}
         try:
-            hooks = [(one.target, partial(tap, one)) for one in maps]
-            output = run_quietly(self.model, self.example, hooks, gradients=True)
+            output = self.run_changed(maps, at, lambda one, x: hold(held[one], x), gradients=True)
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in leaves(output) if x.requires_grad]
-                found = torch.autograd.grad(torch.stack(sums).sum(), list(held.values()), allow_unused=True)
+                every = [x for tensors in held.values() for x in tensors]
+                found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
         except (SiteError, RuntimeError):  # a network that has no backward
             return []
-        return [one for one, gradient in zip(held, found, strict=True) if not is_read(one, gradient)]
+        gradients = {one: [next(found) for _ in tensors] for one, tensors in held.items()}
+        return [one for one, each in gradients.items() if not any(is_read(one, gradient) for gradient in each)]
+
+    def is_ignored(self, one: Map, at: str) -> bool:
+        """Return True if not even other values in a map, which has no gradient, change the output of the network."""
+        output = self.run_changed([one], at, lambda _, x: x + (1 + x.abs().amax()) * torch.rand_like(x))
+        return any(x.numel() for x in leaves(output)) and same_bits(self.output, output)
+
+    def run_changed(
+        self, maps: Iterable[Map], at: str, function: Callable[[Map, Tensor], Tensor], gradients: bool = False
+    ) -> object:
+        """Run the model with a function applied to some of its maps."""
+
+        def after(one: Map, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return change(output, one.element, partial(function, one))
+
+        def before(one: Map, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            in_kwargs = isinstance(one.element, str)
+            changed = change(kwargs if in_kwargs else args, one.element, partial(function, one))
+            return (args, changed) if in_kwargs else (changed, kwargs)
+
+        hook: Callable[..., Any] = before if at == "before" else after
+        hooks = [(one.target, partial(hook, one)) for one in maps]
+        return run_quietly(self.model, self.example, hooks, gradients=gradients, before=at == "before")
 
 
-def hold(held: dict[Map, Tensor], one: Map, x: Tensor) -> Tensor:
+def is_alike(one: Map, other: Map) -> bool:
+    """Return True if one block can work on the maps of both calls: only a token grid has to keep its size."""
+    same_place = (one.element, one.layout, one.shape[1]) == (other.element, other.layout, other.shape[1])
+    return same_place and ("(" not in one.layout or one.size == other.size)
+
+
+def hold(held: list[Tensor], x: Tensor) -> Tensor:
     """Keep a tensor to follow its gradient; another goes on, as the network may change it in place."""
-    held[one] = x * 1 if x.requires_grad else x.detach().clone().requires_grad_()
-    return held[one] * 1
+    held.append(x * 1 if x.requires_grad else x.detach().clone().requires_grad_())
+    return held[-1] * 1
 
 
 def is_read(one: Map, gradient: Tensor | None) -> bool:

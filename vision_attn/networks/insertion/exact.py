@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks.gated_residual import refuse_normalized_zeros
 from vision_attn.checks import check_flags, check_number
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import quiet_eval, same_random_numbers
@@ -63,6 +64,8 @@ class ExactBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.scale * self.block(x.clone(memory_format=torch.contiguous_format) if self.copied else x)
+        for layer in self.block.modules():
+            refuse_normalized_zeros(self.block, layer)
         if self.gate is None:
             return y.to(x.dtype)
         return x + (self.gate.view(-1, *(1,) * (x.dim() - 2)) * (y - x)).to(x.dtype)

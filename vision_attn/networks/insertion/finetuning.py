@@ -14,13 +14,11 @@ from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_flags, check_number
 from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
+from vision_attn.networks.insertion.hooks import NORMS
 from vision_attn.text import Report, Table, shorten
 
 #: The attribute in which a module with something frozen keeps the names of its own parameters that were trained.
 FROZEN = "_before_freezing"
-
-#: Norms, whose scales do not decay whatever their shape.
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Gates(Report, dict[str, nn.Parameter]):
@@ -103,8 +101,8 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
         model: a model that blocks are inserted in. Copies and pickles of it are frozen as it is; convert batch norms
             to synchronised ones before, not after.
         frozen: False to thaw it.
-        also_train: globs on keys of the state dict that are trained beside the blocks: ``"fc.*"`` for a new head.
-            A batch norm keeps its statistics unless they match.
+        also_train: globs on keys of the state dict that are trained beside the blocks, such as ``"fc.*"``; ``"head"``
+            for the classifier that the model declares. A batch norm keeps its statistics unless they match.
 
     Returns:
         How many parameters (numbers) are trained then.
@@ -121,9 +119,9 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     """
     check_flags(frozen=frozen)
     model = plain_network(model)
-    live = inserted_keys(model) | matching("also_train", also_train, model.state_dict())
+    live = inserted_keys(model) | trained_keys(model, also_train)
     if frozen and not live:
-        raise ValueError('model has nothing to train when frozen: insert_ a block, or name keys, also_train="fc.*"')
+        raise ValueError('model has nothing to train when frozen: insert a block, or pass also_train="head"')
     thaw(model)
     if frozen:
         # A tensor that is in a block as well is trained under each of its names.
@@ -134,13 +132,64 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str]) -> set[str]:
+def trained_keys(model: nn.Module, also_train: str | Iterable[str]) -> set[str]:
+    """Return the keys of the state dict that ``also_train`` selects."""
+    heads = classifiers_of(model)
+    globs = as_list("also_train", also_train, 'globs on keys, or "head"', single=str)
+    globs = [glob for one in globs for glob in ([f"{head}.*" for head in heads] if one == "head" and heads else [one])]
+    known = f'. The classifier of this model is {shorten(map(repr, heads))}; pass also_train="head"' if heads else ""
+    return matching("also_train", globs, model.state_dict(), known)
+
+
+def classifiers_of(model: nn.Module) -> list[str]:
+    """Return the paths of a model's classifiers, declared as in timm or under the names of torchvision's models."""
+    declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
+    modules = dict(model.named_modules())
+    return [name for name in names if name in modules and any(True for _ in modules[name].parameters())]
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Raise if an inserted block has a trainable parameter that is in no group of an optimizer.
+
+    An optimizer that was created before a block was inserted does not update the block.
+
+    Args:
+        model: a model that blocks are inserted in.
+        optimizer: an optimizer, or several that train the model together: anything with ``param_groups``.
+
+    Raises:
+        ValueError: a block is left out; the message lists the sites of all such blocks.
+
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
+    >>> check_optimizer(model, optimizer)
+    Traceback (most recent call last):
+    ValueError: optimizer lacks parameters of the blocks at '0': create it after the blocks are inserted
+    >>> check_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
+    """
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else [*optimizer]
+    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    blocks = inserted(model).items()
+    lacking = [
+        site for site, block in blocks if any(p.requires_grad and id(p) not in known for p in block.parameters())
+    ]
+    if lacking:
+        sites = ", ".join(map(repr, lacking))
+        raise ValueError(
+            f"optimizer lacks parameters of the blocks at {sites}: create it after the blocks are inserted"
+        )
+
+
+def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
     """The keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on keys", single=str):
         matches = {key for key in keys if fnmatchcase(key, glob)}
         if not matches:
-            raise ValueError(f"{argument}: {glob!r} matches no key of the model; it has {shorten(keys)}")
+            raise ValueError(f"{argument}={glob!r} matches no parameter; the model has {shorten(keys)}{hint}")
         found |= matches
     return found
 

@@ -6,10 +6,11 @@ its output is not the same bits they are detached again. For timm's hooks, :func
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,22 +22,28 @@ from vision_attn.attention.blocks import AttentionBlock2d, StridedAttention2d
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import (
-    RECORD,
     attached,
     block_of,
+    blocks_by_site,
     detach_,
     forget_compiled_graphs,
     hold_inside,
     holder,
-    inserted,
-    records,
     with_record,
 )
 from vision_attn.networks.insertion.backbone import changeable, example_of, run_quietly
-from vision_attn.networks.insertion.costs import Share, cost, pairs_compared
+from vision_attn.networks.insertion.costs import Share, cost, count_multiply_adds, pairs_compared
 from vision_attn.networks.insertion.declared import DryRun, Map, leaves, same_bits, without_values
 from vision_attn.networks.insertion.exact import begin
-from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS, OF_TIMM, Maker, arguments_of, maker_of
+from vision_attn.networks.insertion.hooks import RECORD
+from vision_attn.networks.insertion.makers import (
+    ATTENTION_BLOCKS,
+    OF_TIMM,
+    SITE_ARGUMENTS,
+    Maker,
+    arguments_of,
+    maker_of,
+)
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport, fitting_heads
 from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
 
@@ -45,6 +52,7 @@ from vision_attn.networks.insertion.sites import Names, select_sites, targets_of
 WIDEST = 512
 
 
+@torch.inference_mode(False)  # whose tensors could not be trained
 def insert_(
     model: nn.Module,
     block: Maker | str | None = None,
@@ -110,6 +118,10 @@ def insert_(
     >>> report.blocks[0].site, report.blocks[0].tokens
     ('layer4.1', 49)
     """
+    if stages is None and names is None and where is None:
+        close = (difflib.get_close_matches(name, SITE_ARGUMENTS, n=1) for name in block_options)
+        for name, (meant, *_) in ((name, found) for name, found in zip(block_options, close, strict=True) if found):
+            raise TypeError(f"insert_() got an unexpected argument {name!r}. Did you mean {meant!r}?")
     model = changeable(model)
     run = DryRun(model, example_of(model, example_input), layout)
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
@@ -118,13 +130,14 @@ def insert_(
     blocks = [new_block(run, block, one, side, block_options, exact=exact) for one in maps]
     report = reported(blocks, "inserted", run)
     try:
-        changed = attach_unseen(run, blocks)
+        changed = attach_checked(run, blocks)
     except SiteError:
         hold_inside(model, blocks)
-        changed = attach_unseen(run, blocks)
+        changed = attach_checked(run, blocks)
     return replace(report, changed=changed)
 
 
+@torch.inference_mode(False)
 def replace_(
     model: nn.Module,
     block: Maker | str | None = None,
@@ -175,9 +188,8 @@ def replace_(
     run = DryRun(model, example_of(model, example_input))
     sites = select_sites(run, stages=stages, names=names, where=where, exclude=exclude)
     blocks: list[nn.Module] = []
-    for site in sites:
+    for site, taken, given in zip(sites, run.the_maps(sites, "before"), run.the_maps(sites, "after"), strict=True):
         old = model.get_submodule(site)
-        (taken,), (given,) = run.the_maps([site], "before"), run.the_maps([site], "after")
         same = isinstance(old, nn.Conv2d) or taken.shape == given.shape
         plain = all(one.layout.startswith("b c") for one in (taken, given))
         if not (same and plain and taken.element == 0 and given.element is None):
@@ -219,12 +231,13 @@ def remove_(model: nn.Module) -> InsertionReport:
     (2, True)
     """
     model = changeable(model)
-    blocks = inserted(model)
+    blocks = [module for module in model.modules() if RECORD in vars(module)]
     if not blocks:
         raise ValueError("model has no inserted block to remove")
-    report = InsertionReport(records(model), verb="removed")
-    for site, block in blocks.items():
-        detach_(model, site, block)
+    run = {site: block for site, block in blocks_by_site(model).items() if block in blocks}
+    report = InsertionReport(tuple(replace(vars(one)[RECORD], site=site) for site, one in run.items()), verb="removed")
+    detach_(model, blocks)
+    for block in blocks:
         del vars(block)[RECORD]
     forget_compiled_graphs()
     return report
@@ -256,6 +269,8 @@ def new_block(
         record = replace(record, **begin(new, one.target, one.shape, form, exact))
     new = with_record(new, record, one.form)
     parameters, multiply_adds = cost(new, one.target, one.shape[1:], (given or one).shape[1:])
+    if len(one.calls) > 1:
+        multiply_adds = sum(count_multiply_adds(new, shape) for shape in one.shapes)
     compared = pairs_compared(new, one.size)
     vars(new)[RECORD] = replace(record, parameters=parameters, multiply_adds=multiply_adds, compared=compared)
     return new
@@ -288,44 +303,76 @@ def reported(blocks: Sequence[nn.Module], verb: str, run: DryRun) -> InsertionRe
     """The report on new blocks; its warnings come before anything is changed, as they may have been made errors."""
     report = InsertionReport(tuple(vars(block)[RECORD] for block in blocks), verb, run.whole)
     for line in report.warnings:
-        warnings.warn(line, stacklevel=3)
+        warnings.warn(line, stacklevel=4)  # insert_ is decorated
     return report
 
 
-def attach_unseen(run: DryRun, blocks: Sequence[nn.Module]) -> float:
-    """Attach blocks if the network gives the same bits with each of them standing still, and called once.
+def attach_checked(run: DryRun, blocks: Sequence[nn.Module]) -> float:
+    """Attach blocks if the network's output stays bitwise identical, but for what the blocks themselves change.
 
     Returns:
-        By how much the blocks themselves change its output, as a share of that.
+        By how much the blocks change the output, as a ratio.
     """
-    calls: list[nn.Module] = []
-
-    def stand_still(block: nn.Module, x: Tensor) -> Tensor:
-        calls.append(block)
-        return x
-
     with attached(run.model, blocks):
+        failure, output, wrong = None, None, list(blocks)
         try:
-            for block in blocks:
-                vars(block)["forward"] = partial(stand_still, block)
-            output = run_quietly(run.model, run.example)
-            wrong = [block for block in blocks if calls.count(block) != 1]
+            output, wrong = run_with(run, blocks)
+        except SiteError as error:
+            failure = error
+        if failure is None and not wrong and same_bits(run.output, output):
+            return 0.0
+        # Copies of the maps in place of the blocks' outputs separate a block from the network around it.
+        try:
+            copy, wrong = run_with(run, blocks, blocks)
             # A network that gives other numbers each time cannot be compared.
-            same = same_bits(run.output, output) or not same_bits(output, run_quietly(run.model, run.example))
+            same = same_bits(run.output, copy) or not same_bits(copy, run_with(run, blocks, blocks)[0])
         except SiteError:
             wrong, same = list(blocks), False
-        finally:
-            for block in blocks:
-                vars(block).pop("forward", None)
+        if not wrong and not same and same_bits(run.output, run_with(run, blocks, ())[0]):
+            culprits = [one for one in blocks if not same_bits(run.output, run_with(run, blocks, [one])[0])]
+            raise SiteError(
+                f"{sites_of(culprits)} cannot take a block: the network changes this tensor in place and reads it "
+                "elsewhere too, where it would lack the change. Choose another module, or set inplace=False in it"
+            )
         if wrong or not same:
-            sites = ", ".join(repr(vars(block)[RECORD].site) for block in wrong or blocks)
-            raise SiteError(f"{sites} takes no child, since it loops over or counts its own: choose another module")
-        if all(isinstance(block, GatedResidual) and block.zero_init for block in blocks):
-            return 0.0
-        changed = difference(output, run_quietly(run.model, run.example)) if same_bits(run.output, output) else 0.0
+            what = "takes no child, since it loops over or counts its own"
+            raise SiteError(f"{sites_of(wrong or blocks)} {what}: choose another module")
+        if failure is not None:
+            raise failure
+        changed = difference(run.output, output) if same_bits(run.output, copy) else 0.0
         if not math.isfinite(changed):
             raise SiteError(f"{vars(blocks[0])[RECORD].block} makes NaN or infinity of the network's output")
         return changed
+
+
+def sites_of(blocks: Iterable[nn.Module]) -> str:
+    return ", ".join(repr(vars(block)[RECORD].site) for block in blocks)
+
+
+def run_with(
+    run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None
+) -> tuple[object, list[nn.Module]]:
+    """Run the network with its blocks, or without them: some return a copy of their input, the others the input.
+
+    Returns:
+        Its output, and the blocks that are not called as often as the modules at their sites.
+    """
+    calls: list[nn.Module] = []
+
+    def forward(block: nn.Module, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        calls.append(block)
+        if copies is None:
+            return own(x)
+        return x.clone() if block in copies else x
+
+    try:
+        for block in blocks:
+            vars(block)["forward"] = partial(forward, block, block.forward)
+        output = run_quietly(run.model, run.example)
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+    return output, [one for one in blocks if calls.count(one) != len(run.calls[vars(one)[RECORD].site])]
 
 
 def difference(one: object, other: object) -> float:

@@ -21,6 +21,8 @@ Maker = Callable[..., nn.Module]
 
 #: The default block, by how many axes a map has.
 ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
+#: Arguments of :func:`vision_attn.insert_` that no block has.
+SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: This library's blocks by name.
 BLOCKS: dict[str, Maker] = {name: vars(blocks)[name] for name in blocks.__all__ if isinstance(vars(blocks)[name], type)}
 #: The names of timm's ``create_attn``, but ``"ge"``, of which timm can make none.
@@ -74,9 +76,13 @@ def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = N
 def hint(error: BaseException, make: Maker) -> str:
     """The argument that may have been meant by one that there is not."""
     _, unknown, name = str(error).rpartition("unexpected keyword argument ")
-    known = [*arguments_of(make), *arguments_of(AttentionBlock2d), *arguments_of(blocks.Attention2d)] if unknown else []
-    close = difflib.get_close_matches(name.strip("'"), known, n=1)
-    return f": did you mean {close[0]}?" if close else ""
+    if not unknown:
+        return ""
+    known = {*arguments_of(make), *SITE_ARGUMENTS}
+    if make in ATTENTION_BLOCKS.values():
+        known |= arguments_of(blocks.Attention2d).keys()
+    close = difflib.get_close_matches(name.strip("'"), sorted(known), n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vision_attn.checks import product
 from vision_attn.networks.insertion.costs import NOTHING, Share, together
-from vision_attn.text import Report, Table
+from vision_attn.text import Report, Table, shorten
 
 #: The name under which a block becomes a child of its target, and so the part of its keys that tells it.
 CHILD = "inserted"
@@ -23,8 +23,8 @@ Element = int | str | None
 #: Tokens beyond which comparing every two of them costs more than most networks do.
 MOST_TOKENS = 4096
 
-#: What is easily forgotten.
-OPTIMIZERS = "Make optimizers now: one that was made before does not train these parameters."
+OPTIMIZERS = "Create optimizers and EMA copies now: existing ones do not contain these parameters."
+FUSE_FIRST = "{}: freeze, fuse and quantize this network before inserting blocks at norms and convolutions."
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class InsertionReport(Report):
     where  block             channels    map  tokens  parameters  multiply-adds
     0      AttentionBlock2d         8  16×16     256         312      1,114,112
     together +975.0 % parameters, +18,133.3 % multiply-adds
-    Make optimizers now: one that was made before does not train these parameters.
+    Create optimizers and EMA copies now: existing ones do not contain these parameters.
     """
 
     #: in the order of their sites
@@ -123,6 +123,8 @@ class InsertionReport(Report):
         kinds = dict.fromkeys((one.block, one.begins) for one in self.blocks if one.begins)
         notes += [f"{block} begins as the identity: {begins}" for block, begins in kinds if self.verb == "inserted"]
         notes += [f"the output of the network changes by {100 * self.changed:.2g} %"] if self.changed else []
+        fusible = shorten(repr(one.site) for one in self.blocks if one.held.startswith("."))
+        notes += [FUSE_FIRST.format(fusible)] if fusible and self.verb == "inserted" else []
         notes += [OPTIMIZERS] if self.verb != "removed" else []
         notes += [f"warning: {line}" for line in self.warnings]
         return [heading, Table(rows, left=(0, 1)), *notes] if self.blocks else [f"no block {self.verb}"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +31,9 @@ from vision_attn.text import shorten
 
 #: A glob or a regular expression on module paths.
 Names = str | re.Pattern[str]
+
+#: What a branch may pass through before the addition: a constant or learned scale, dropout, another dtype.
+SCALING = ("MulBackward0", "DivBackward0", "NativeDropoutBackward0", "ToCopyBackward0", "CloneBackward0")
 
 #: Where a block can go, relative to a site.
 PLACES = ("after", "before", "branch")
@@ -232,21 +236,28 @@ def units_in(run: DryRun, path: str, sizes: int = 2) -> list[Map]:
 
 
 def branch_ends(run: DryRun, sites: Iterable[str]) -> list[str]:
-    """The modules in residual blocks that give the branches, which are added to the shortcuts."""
-    ends: list[str] = []
+    """Return the modules in residual blocks whose outputs are the branches that are added to the shortcuts."""
+    ends: dict[str, str] = {}
+
+    def note(site: str, *call: Any) -> None:
+        ends[site] = branch_end(site, *call)
+
     for site in sites:
-        run.check_called_once(site)
-        run_quietly(run.model, run.example, [(site, lambda *call, site=site: ends.append(branch_end(site, *call)))])
-    return ends
+        run.check_called(site)
+    run_quietly(run.model, run.example, [(site, partial(note, site)) for site in sites])
+    return list(ends.values())
 
 
 def branch_end(site: str, block: nn.Module, args: Any, kwargs: Any, output: object) -> str:
-    """Of the last two maps that a block adds, the branch is the one that more operations led to."""
+    """Return the module that ends the branch: of the last two tensors added, the one that more operations led to."""
     names: dict[Node | None, str] = {}
 
-    def note(module: nn.Module, args: object, output: object) -> None:
-        if isinstance(output, Tensor):
-            names[output.grad_fn] = paths[module]
+    def note(module: nn.Module, args: object, output: object) -> object:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        output = output.clone()  # the output may be a view, and an addition in place rewrites the history of a view
+        names[output.grad_fn] = paths[module]
+        return output
 
     paths = {module: name for name, module in block.named_modules(prefix=site) if module is not block}
     with torch.enable_grad(), ExitStack() as stack:
@@ -257,8 +268,12 @@ def branch_end(site: str, block: nn.Module, args: Any, kwargs: Any, output: obje
     while found is not None and found.name() != "AddBackward0":
         found = max((node for node, _ in found.next_functions), key=depth, default=None)
     one, other = sorted((node for node, _ in found.next_functions), key=depth) if found else (None, None)
-    if depth(one) == depth(other) or other not in names:
-        raise SiteError(f"{site!r}: of no two maps that it adds one is the branch: choose a residual block")
+    shortcut, branch = depth(one), depth(other)
+    while other is not None and other not in names and other.name() in SCALING:
+        inner = [node for node, _ in other.next_functions if node is not None and node.next_functions]
+        other = inner[0] if len(inner) == 1 else None
+    if shortcut == branch or other not in names:
+        raise SiteError(f"{site!r} has no branch: no module's output is added to a shortcut in it. Use at='after'")
     return names[other]
 
 

@@ -138,4 +138,4 @@ def insert_sites(model: nn.Module, settings: Settings, config: dict[str, Any]) -
         report = insert_(model, block_class(settings.block), **where, **options)
     except TypeError as error:  # of a block that knows no such argument
         raise ValueError(f"block_options do not suit {settings.block}: {error}") from error
-    return "\n".join(line for line in str(report).splitlines() if not line.startswith("Make optimizers"))
+    return "\n".join(line for line in str(report).splitlines() if not line.startswith("Create optimizers"))
