@@ -226,7 +226,8 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             unhook_(module)
         for name in [name for name, child in module._modules.items() if child in blocks]:
             del module._modules[name]
-        for key, hook in [*module._forward_pre_hooks.items()]:
+        pre_hooks: dict[int, Any] = module._forward_pre_hooks
+        for key, hook in [*pre_hooks.items()]:
             if getattr(hook, "func", None) in (keep_block, check_grid) and hook.keywords["record"] not in kept:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
