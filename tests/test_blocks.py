@@ -278,7 +278,7 @@ def test_one_map_without_a_batch_is_taken_as_a_convolution_takes_it(kind, option
         close(block(x, mask), block(x[None], mask)[0], atol=1e-6)
 
 
-EACH = [va.Attention2d, va.LinearAttention2d, va.TransformerBlock2d]
+EACH = [va.Attention2d, va.AttentionBlock2d, va.LinearAttention2d, va.TransformerBlock2d]
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 4, 4), (7, 4, 4), (8, 4), (1, 2, 8, 4, 4), None])

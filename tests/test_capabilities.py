@@ -215,7 +215,8 @@ OPTIONS = {
 }
 
 
-OTHERS = {block.__name__: block for block in (va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)}
+BLOCKS = (va.AttentionBlock2d, va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)
+OTHERS = {block.__name__: block for block in BLOCKS}
 #: Compiled and exported in every run of the tests; the others before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
-from vision_attn.attention.blocks.projection import LAYER_NORMS
+from vision_attn.attention.blocks.projection import LAYER_NORMS, on_feature_maps
 from vision_attn.checks import check_count, check_new, check_number
 
 #: Parameters of layers that the hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` normalize.
@@ -115,6 +115,7 @@ class AttentionBlock(GatedResidual):
         check_count("channels", channels)
         refuse_other_channels(type(self).__name__, channels, attention)
         super().__init__(channels, gate_init, device, dtype)
+        self.channels = channels
         self.attn: Attention = ATTENTION[self.rank](channels, num_heads, device=device, dtype=dtype, **attention)
         self.zero_init_last()
 
@@ -125,6 +126,7 @@ class AttentionBlock(GatedResidual):
         super().zero_init_last()
         self.attn.init_match()
 
+    @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend and add.
 
