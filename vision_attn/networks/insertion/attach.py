@@ -21,8 +21,10 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
 from vision_attn.networks.insertion.hooks import (
+    HELD,
     RECORD,
     REPLACED,
+    Place,
     block_at,
     check_grid,
     hook_,
@@ -50,7 +52,7 @@ def holder(model: nn.Module, target: str, inside: bool = False) -> str:
     module = model.get_submodule(target)
     if is_fusible(module) and not inside:
         parts = target.split(".")
-        for level in range(1, len(parts) + 1):
+        for level in range(1, len(parts)):  # not the network itself, whose children other code may run in a row
             child = f"{CHILD}_{'_'.join(parts[-level:])}"
             around = model.get_submodule(".".join(parts[:-level]))
             if not isinstance(around, CONTAINERS) and not hasattr(around, child):
@@ -101,18 +103,21 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         exchange_(model, target, block)
         return
     owner.add_module(child, block)
-    hook_(target, block)
-    held = f"{path}.{child}".strip(".") if record.held.startswith(".") else ""
-    if not held:  # the nearest module around the target that is called
-        lists = nn.ModuleList, nn.ModuleDict
-        around = ("", *modules_around(record.site))
-        path = next(name for name in reversed(around) if not isinstance(model.get_submodule(name), lists))
-    for name in {"", path}:
-        inside = len(name) + bool(name)
-        keep = partial(keep_block, target=record.site[inside:], held=held[inside:], record=record)
-        model.get_submodule(name).register_forward_pre_hook(keep)
+    held: str | Place = f"{path}.{child}" if record.held.startswith(".") else Place(record.held)
+    hook_(target, block, held if isinstance(held, Place) else block)
+    for around in {"", path if isinstance(held, str) else called_around(model, record.site)}:
+        inside = len(around) + bool(around)
+        from_there = held[inside:] if isinstance(held, str) else held
+        keep = partial(keep_block, target=record.site[inside:], held=from_there, record=record)
+        model.get_submodule(around).register_forward_pre_hook(keep)
     if "(" in record.layout:
         model.register_forward_pre_hook(partial(check_grid, record=record), with_kwargs=True)
+
+
+def called_around(model: nn.Module, path: str) -> str:
+    """Return the path of the nearest module around a module that is called in a forward pass."""
+    lists = nn.ModuleList, nn.ModuleDict
+    return next(x for x in reversed(("", *modules_around(path))) if not isinstance(model.get_submodule(x), lists))
 
 
 def attach_records_(
@@ -217,12 +222,8 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     registered = {*model.modules()}
     kept = [vars(module)[RECORD] for module in registered.difference(blocks) if RECORD in vars(module)]
     for module in [*model.modules()]:
-        # A copy of a module that was fused runs a copy of its block.
-        if (
-            is_site(module)
-            and REPLACED not in vars(module)
-            and ((block := block_at(module)) in blocks or block not in registered)
-        ):
+        # A module that was fused may have a hook without a block, or run a copy of its block.
+        if HELD not in vars(module) or (block := block_at(module)) in blocks or block not in registered:
             unhook_(module)
         for name in [name for name, child in module._modules.items() if child in blocks]:
             del module._modules[name]

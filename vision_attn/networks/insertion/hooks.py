@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, change, of_map, prefix_of, to_map, token_grid
+from vision_attn.networks.insertion.record import InsertedBlock, change, of_map, prefix_of, to_map, token_grid
 
 #: The attribute in which a block keeps where it is and what it costs: an :class:`InsertedBlock`.
 RECORD = "insertion"
 
-#: The attribute of a target whose block is not its child: the path from the target to the block, or the block itself
-#: where a module around the target holds it.
+#: The attribute of a target that says where its block is: a :class:`Place` inside the target, or the block itself where
+#: a module around the target holds it.
 HELD = "inserted_at"
 
 #: Normalization layers, whose scales do not decay whatever their shape.
@@ -31,9 +31,16 @@ FUSED = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.dropout._DropoutNd)
 REPLACED = "replaced"
 
 
+class Place:
+    """The path from a target to its block. A copy of the target alone, as fusing makes, has another object."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
 def run_after(module: nn.Module, args: tuple[object, ...], output: object) -> object:
     """The forward hook. It looks its block up by name, so that copies and pickles of a model run their own."""
-    return run_block(block_at(module), output) if has_block(module) else output
+    return run_block(block_at(module), output) if HELD in vars(module) else output  # a hook moved by fuse_modules
 
 
 def run_before(
@@ -48,32 +55,34 @@ def run_before(
 
 def block_at(module: nn.Module) -> nn.Module:
     """Return the block that runs at a module: its child, or one that a module inside or around it holds."""
-    held = vars(module).get(HELD, CHILD)
-    block: nn.Module = module.get_submodule(held) if isinstance(held, str) else held
+    held: Any = vars(module)[HELD]
+    block: nn.Module = module.get_submodule(held.path) if isinstance(held, Place) else held
     return block
 
 
-def keep_block(owner: nn.Module, args: tuple[object, ...], *, target: str, held: str, record: InsertedBlock) -> None:
+def keep_block(
+    owner: nn.Module, args: tuple[object, ...], *, target: str, held: str | Place, record: InsertedBlock
+) -> None:
     """Check that a block still runs at a module inside ``owner``, which other code may have replaced.
 
-    A forward pre-hook of ``owner``. A block that is ``held`` outside of its module goes on at the norm that is there
-    now, such as a frozen one. A block that went with its module, or whose norm was fused, is an error.
+    A forward pre-hook of ``owner``. A block that is ``held`` at a path outside of its module goes on at the norm that
+    is there now, such as a frozen one. A block that went with its module, or whose module was fused, is an error.
     """
     try:
-        module, block = owner.get_submodule(target), owner.get_submodule(held) if held else None
+        module, outside = owner.get_submodule(target), owner.get_submodule(held) if isinstance(held, str) else None
     except AttributeError:
         raise lost(record, "removed") from None
-    if block is None:
-        kept = is_site(module) or any(map(is_site, module.modules()))
+    if outside is None:
+        kept = any(is_site(part) and (not is_fusible(part) or vars(part)[HELD] is held) for part in module.modules())
     else:
-        kept = any(vars(part).get(HELD) is block for part in module.modules())
+        kept = any(vars(part).get(HELD) is outside for part in module.modules())
         if not kept and is_norm(module):
-            hook_(module, block)
+            hook_(module, outside, outside)
             kept = True
     if not kept:
         raise lost(record, f"replaced by a {type(module).__name__}")
     tracer: Any = next((x.tracer for x in args if isinstance(x, Proxy)), None)
-    if block is not None and tracer is not None and tracer.is_leaf_module(module, target):
+    if outside is not None and tracer is not None and tracer.is_leaf_module(module, target):
         raise untraceable(module, record)
 
 
@@ -96,17 +105,13 @@ def untraceable(module: nn.Module, record: InsertedBlock) -> SiteError:
     return SiteError(f"the block at {record.site!r} cannot be traced by torch.fx: {why}. {remedy}")
 
 
-def hook_(module: nn.Module, block: nn.Module) -> None:
+def hook_(module: nn.Module, block: nn.Module, held: object) -> None:
     """Let a module run a block: before older hooks, so that feature taps see the map with the block."""
-    record: InsertedBlock = vars(block)[RECORD]
-    if record.held.startswith("."):
-        vars(module)[HELD] = block
-    elif record.held != CHILD:
-        vars(module)[HELD] = record.held
+    vars(module)[HELD] = held
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if run_after in hooks or run_before in hooks:
         return  # a replica of ``nn.DataParallel``
-    if record.at == "before":
+    if vars(block)[RECORD].at == "before":
         module.register_forward_pre_hook(run_before, with_kwargs=True, prepend=True)
     else:
         module.register_forward_hook(run_after, prepend=True)
@@ -125,8 +130,8 @@ def unhook_(module: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if hook in (run_after, run_before, refuse_tracing)]:
             del hooks[key]
             with_kwargs.pop(key, None)
-    vars(module).pop(HELD, None)
-    vars(module).pop("__module__", None)
+    if vars(module).pop(HELD, None) is not None:
+        vars(module).pop("__module__", None)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -173,10 +178,4 @@ def wrong_grid(record: InsertedBlock, got: str) -> ValueError:
 
 def is_site(module: nn.Module) -> bool:
     """Return True if a block runs at this module or replaced it."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return REPLACED in vars(module) or (has_block(module) and (run_after in hooks or run_before in hooks))
-
-
-def has_block(module: nn.Module) -> bool:
-    """Return True unless other code moved the hook of a block to this module, as ``fuse_modules`` does."""
-    return HELD in vars(module) or CHILD in module._modules
+    return REPLACED in vars(module) or HELD in vars(module)

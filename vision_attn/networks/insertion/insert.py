@@ -314,29 +314,24 @@ def attach_checked(run: DryRun, blocks: Sequence[nn.Module]) -> float:
         By how much the blocks change the output, as a ratio.
     """
     with attached(run.model, blocks):
-        failure, output, wrong = None, None, list(blocks)
+        failure = None
         try:
-            output, wrong = run_with(run, blocks)
+            output = run_with(run, blocks)
+            if same_bits(run.output, output):
+                return 0.0
         except SiteError as error:
             failure = error
-        if failure is None and not wrong and same_bits(run.output, output):
-            return 0.0
         # Copies of the maps in place of the blocks' outputs separate a block from the network around it.
-        try:
-            copy, wrong = run_with(run, blocks, blocks)
-            # A network that gives other numbers each time cannot be compared.
-            same = same_bits(run.output, copy) or not same_bits(copy, run_with(run, blocks, blocks)[0])
-        except SiteError:
-            wrong, same = list(blocks), False
-        if not wrong and not same and same_bits(run.output, run_with(run, blocks, ())[0]):
-            culprits = [one for one in blocks if not same_bits(run.output, run_with(run, blocks, [one])[0])]
+        copy = run_with(run, blocks, blocks)
+        # A network that gives other numbers each time cannot be compared.
+        if not same_bits(run.output, copy) and same_bits(copy, run_with(run, blocks, blocks)):
+            if not same_bits(run.output, run_with(run, blocks, ())):
+                raise takes_no_child(blocks)
+            culprits = [one for one in blocks if not same_bits(run.output, run_with(run, blocks, [one]))]
             raise SiteError(
                 f"{sites_of(culprits)} cannot take a block: the network changes this tensor in place and reads it "
                 "elsewhere too, where it would lack the change. Choose another module, or set inplace=False in it"
             )
-        if wrong or not same:
-            what = "takes no child, since it loops over or counts its own"
-            raise SiteError(f"{sites_of(wrong or blocks)} {what}: choose another module")
         if failure is not None:
             raise failure
         changed = difference(run.output, output) if same_bits(run.output, copy) else 0.0
@@ -349,13 +344,16 @@ def sites_of(blocks: Iterable[nn.Module]) -> str:
     return ", ".join(repr(vars(block)[RECORD].site) for block in blocks)
 
 
-def run_with(
-    run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None
-) -> tuple[object, list[nn.Module]]:
+def takes_no_child(blocks: Iterable[nn.Module]) -> SiteError:
+    what = "takes no child, since it loops over or counts its own"
+    return SiteError(f"{sites_of(blocks)} {what}: choose another module")
+
+
+def run_with(run: DryRun, blocks: Sequence[nn.Module], copies: Collection[nn.Module] | None = None) -> object:
     """Run the network with its blocks, or without them: some return a copy of their input, the others the input.
 
-    Returns:
-        Its output, and the blocks that are not called as often as the modules at their sites.
+    Raises:
+        SiteError: the network does not run, or calls a block not as often as the module at its site.
     """
     calls: list[nn.Module] = []
 
@@ -369,10 +367,16 @@ def run_with(
         for block in blocks:
             vars(block)["forward"] = partial(forward, block, block.forward)
         output = run_quietly(run.model, run.example)
+    except SiteError as error:
+        if copies is None:
+            raise
+        raise takes_no_child(blocks) from error
     finally:
         for block in blocks:
             vars(block).pop("forward", None)
-    return output, [one for one in blocks if calls.count(one) != len(run.calls[vars(one)[RECORD].site])]
+    if wrong := [one for one in blocks if calls.count(one) != len(run.calls[vars(one)[RECORD].site])]:
+        raise takes_no_child(wrong)
+    return output
 
 
 def difference(one: object, other: object) -> float:
