@@ -81,6 +81,12 @@ FILES = {
     "listed again.pth": crafted.one_part_under_many_names,
     "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(600_000), [bytes(4)])),
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
+    # as many lists as a text of 2 MB has room for, 350,000 names, and 64 GiB
+    "of lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
+    "of names.index.json": lambda path: path.write_text(
+        json.dumps({"weight_map": {f"{number:x}": f"{number:x}" for number in range(350_000)}})
+    ),
+    "of holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
     # 64 GiB that take no place on a disk; a hash of them would take minutes
     "of holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),
 }

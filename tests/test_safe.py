@@ -12,7 +12,7 @@ import crafted
 import numpy as np
 import pytest
 import torch
-from crafted import Call, New, as_legacy, as_zip, pickled
+from crafted import Call, New, as_legacy, as_zip, pickled, shards
 from safetensors.torch import save_file
 from torch import nn
 
@@ -140,10 +140,78 @@ def test_a_hash_in_the_name_is_verified(ending, tmp_path):
         assert read_checkpoint(wrong)
 
 
+STATE = {name: torch.full((2,), number) for number, name in enumerate("abcde")}
+
+#: What an index says, and what is said of it.
+INDEXES = {
+    "another shard": ({"e": "model-00001-of-00002.safetensors"}, "'model-00001-.*' and the index differ in e"),
+    "not in a shard": (
+        {"f": "model-00002-of-00002.safetensors"},
+        "'model-00002-.*' and the index differ in f",
+    ),
+    "missing": ({"f": "model-00003-of-00003.safetensors"}, "expected shards in the same folder, got 'model-00003"),
+    "above": ({"f": "../secret.safetensors"}, "expected shards in the same folder, got '../secret"),
+    "absolute": ({"f": "/etc/passwd"}, "expected shards in the same folder, got '/etc/passwd'"),
+    "inside": ({"f": "folder/a.safetensors"}, "expected shards in the same folder"),
+    "folder": ({"f": "folder"}, "expected shards in the same folder"),
+    "up": ({"f": ".."}, "expected shards in the same folder"),
+    "nothing": ({"f": ""}, "expected shards in the same folder|Invalid name|empty name"),
+    "zero": ({"f": "a\0b"}, r"expected shards in the same folder, got 'a\\x00b'"),
+    "pipe": ({"f": "pipe.safetensors"}, "expected shards in the same folder"),
+    "device": ({"f": "zeros.bin"}, "expected shards in the same folder"),
+    "link to nothing": ({"f": "gone.bin"}, "expected shards in the same folder"),
+    "itself": ({"f": "model.safetensors.index.json"}, "index.json is truncated or no checkpoint"),
+    "no text": ({"f": 3}, "lists no complete checkpoint"),
+    "list": ({"f": ["a"]}, "lists no complete checkpoint"),
+    "code": ({"f": "code.bin"}, "code.bin asks to run 'posix.system'"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_lists_files_of_its_folder_and_all_that_is_in_them(name, tmp_path):
+    changes, message = INDEXES[name]
+    (tmp_path / "net" / "folder").mkdir(parents=True)
+    os.mkfifo(tmp_path / "net" / "pipe.safetensors")
+    (tmp_path / "net" / "zeros.bin").symlink_to("/dev/zero")
+    (tmp_path / "net" / "gone.bin").symlink_to("nothing.bin")
+    (tmp_path / "net" / "code.bin").write_bytes(as_zip(pickled({"f": Call("posix.system", "echo")}), [bytes(4)]))
+    for path in ("secret.safetensors", "net/folder/a.safetensors"):
+        save_file({"f": torch.ones(1)}, tmp_path / path)
+    shards(tmp_path / "net", "model.safetensors", STATE)
+    assert set(read_checkpoint(tmp_path / "net")) == set(STATE)
+    shards(tmp_path / "net", "model.safetensors", STATE, **changes)
+    with pytest.raises(va.CheckpointError, match=message):
+        read_checkpoint(tmp_path / "net")
+
+
+def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
+    folder, blobs = tmp_path / "snapshots", tmp_path / "blobs"
+    folder.mkdir()
+    blobs.mkdir()
+    shards(folder, "model.safetensors", STATE)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(blobs / str(number))
+    assert set(read_checkpoint(folder)) == set(STATE)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"3", b"{", b'{"weight_map": 3}', b"{}", b"\xff", b"[" * 100_000])
+def test_what_is_no_index_is_refused(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(va.CheckpointError, match=r"lists no complete checkpoint.* Fetch all of its files again"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_whole_file_is_read_where_there_is_one_beside_shards(tmp_path):
+    shards(tmp_path, "model.safetensors", STATE)
+    save_file({"whole": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert list(read_checkpoint(tmp_path)) == ["whole"]
+
+
 def test_a_file_that_is_not_there_is_said_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint file"):
         read_checkpoint(tmp_path / "nothing.pth")
-    with pytest.raises(FileNotFoundError, match=r"nor model\.safetensors or pytorch_model\.bin in it"):
+    with pytest.raises(FileNotFoundError, match=r"nor model\.safetensors .*or pytorch_model\.bin in it"):
         read_checkpoint(tmp_path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import re
 import sys
@@ -22,16 +23,20 @@ from torch import Tensor
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.safe.pickled import NotAllowedError, PickleReader, as_key
-from vision_attn.text import escaped
+from vision_attn.text import escaped, shorten
 
-#: Files with a network's weights in a folder of Hugging Face's form, the safer one first.
-IN_FOLDERS = ("model.safetensors", "pytorch_model.bin")
+#: Files with the weights in a folder as transformers, accelerate, timm and diffusers write it, the safer ones first.
+IN_FOLDERS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+#: Ending of the list of a file's shards.
+INDEX = ".index.json"
 
 #: torch.hub puts the beginning of a file's SHA-256 before its ending: resnet18-f37072fd.pth, resnet20-12fca82f.th.
 NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})(?:\.[A-Za-z]\w*)+$")
 
 #: Bytes of the longest list of what a file holds: that of 80,000 tensors or so.
 LONGEST_LIST = 2**23
+#: Bytes of the longest index of shards, of 20,000 tensors or so: values of JSON take up to fifty times as many.
+LONGEST_INDEX = 2**21
 #: Bytes of the longest pickle.
 LONGEST_PICKLE = 2**26
 #: Bytes that are read at once.
@@ -58,7 +63,7 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
     claims to hold more.
 
     Args:
-        path: the file, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
+        path: the file, the index of its shards, or a folder with ``model.safetensors`` or ``pytorch_model.bin``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -75,8 +80,29 @@ def read_checkpoint(path: str | Path) -> dict[str, object]:
 
 
 def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
-    """All that is in a file, which is opened once; ``by_name`` verifies the hash that its name may hold."""
+    """Read a file, or all shards that an index lists; ``by_name`` verifies the hash that a file's name may hold."""
     path = find_file(Path(path))
+    if not path.name.endswith(INDEX):
+        return read_one(path, by_name)
+    content: dict[str, object] = {}
+    shards: dict[str, set[str]] = {}
+    try:
+        with ShortReads(path) as file:
+            for key, name in json.loads(file.read(LONGEST_INDEX).decode())["weight_map"].items():
+                shards.setdefault(name, set()).add(key)
+        for name, keys in shards.items():
+            if name != os.path.basename(name) or not os.path.isfile(path.with_name(name)):
+                raise ValueError(f"expected shards in the same folder, got {name!r}")
+            shard = read_one(path.with_name(name), by_name).content
+            if other := keys ^ shard.keys():
+                raise ValueError(f"{name!r} and the index differ in {shorten(sorted(other))}")
+            content |= shard
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} lists no complete checkpoint: {error}. Fetch all of its files again") from error
+    return CheckpointFile(path, content, {})
+
+
+def read_one(path: Path, by_name: bool) -> CheckpointFile:
     with ShortReads(path) as file:
         try:
             read = read_safetensors if path.suffix == ".safetensors" else read_archive
@@ -100,7 +126,7 @@ def find_file(path: Path) -> Path:
     """The checkpoint file itself, or the one in a folder as Hugging Face and timm write them."""
     if path.is_file():
         return path
-    for name in IN_FOLDERS:
+    for name in (name + ending for name in IN_FOLDERS for ending in ("", INDEX)):
         if (path / name).is_file():
             return path / name
     where = f", nor {' or '.join(IN_FOLDERS)} in it" if path.is_dir() else ""
@@ -122,10 +148,9 @@ def verify_hash(file: ShortReads, path: Path) -> None:
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not digest.startswith(found[1]):
-        raise CheckpointError(
-            f"{path}: its name says that its SHA-256 begins with {found[1]}, and it begins with {digest[:8]}: the file "
-            f"is damaged or another one. Fetch it again, or rename it if -{found[1]} is no hash"
-        )
+        what = f"{path}: its name says that its SHA-256 begins with {found[1]}, and it begins with {digest[:8]}"
+        remedy = f"Fetch it again, or rename it if -{found[1]} is no hash"
+        raise CheckpointError(f"{what}: the file is damaged or another one. {remedy}")
 
 
 # --- what torch.save writes ------------------------------------------------------------------------------------------
