@@ -14,6 +14,8 @@ from crafted import rewritten, said_in
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -294,9 +296,130 @@ def test_what_cannot_be_saved_is_said(tmp_path):
         save_adapter(copy.deepcopy(model).to("meta"), tmp_path / "adapter.safetensors")
     model = small_network()
     va.insert_(model, lambda channels, **how: va.AttentionBlock2d(channels, 4, **how), stages=-2, example_input=IMAGES)
-    with pytest.raises(ValueError, match=r"the AttentionBlock2d at 'layer3.0' is not what its class makes of its"):
+    with pytest.raises(ValueError, match=r"the AttentionBlock2d at 'layer3.0' .*was made by a function or changed s"):
         save_adapter(model, tmp_path / "adapter.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def compiled(model):
+    model.layer3 = torch.compile(model.layer3)
+    return model
+
+
+def checkpointed(model):
+    model.layer3[0] = checkpoint_wrapper(model.layer3[0])
+    return model
+
+
+def compiled_in_place(model):
+    model.layer3.compile()
+    return model
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "compiled": compiled,
+    "checkpointed": checkpointed,
+    "in place": compiled_in_place,
+}
+
+
+@pytest.mark.parametrize("at", ["after", "before", "branch"])
+@pytest.mark.parametrize("one", WRAPPERS)
+def test_adapters_fit_networks_with_and_without_wrapped_layers(one, at, tmp_path):
+    """Their names have parts of torch.compile and of activation checkpointing in them: ``layer3._orig_mod.0.bn1``."""
+    model = small_network()
+    va.insert_(model, names="layer3.0", at=at, num_heads=2, example_input=IMAGES)
+    train(model)
+    expected, saved_alone = model.state_dict(), save_adapter(model, tmp_path / "plain.safetensors")
+    path = save_adapter(WRAPPERS[one](model), tmp_path / "adapter.safetensors")
+    assert path.read_bytes() == saved_alone.read_bytes()
+    for wrap in WRAPPERS.values():
+        other = wrap(small_network())
+        report = load_adapter_(other, path)
+        assert set(report.loaded) == inserted_keys(small_with_block(at))
+        assert not report.differing
+        assert_same({re.sub(r"_orig_mod\.", "", key): value for key, value in other.state_dict().items()}, expected)
+        again = save_adapter(other, tmp_path / "again.safetensors")
+        assert again.read_bytes() == path.read_bytes()
+
+
+def small_with_block(at):
+    model = small_network()
+    va.insert_(model, names="layer3.0", at=at, num_heads=2, example_input=IMAGES)
+    return model
+
+
+def test_blocks_inserted_into_a_compiled_layer_come_back_without_it(tmp_path):
+    model = compiled(small_network())
+    va.insert_(model, names="layer3", num_heads=2, example_input=IMAGES)
+    train(model)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    (block,) = said_in(path)["blocks"]
+    assert (block["site"], block["held"]) == ("layer3.0", "inserted")
+    other, images = small_network(), torch.randn(2, 3, 32, 32)
+    load_adapter_(other, path)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(other(images), model(images))
+    assert records(other)[0].site == "layer3.0"
+    # Files of before have the names of the compiled layer in them.
+    before = {"blocks": [{**block, "site": "layer3._orig_mod.0"}]}
+    before["base"] = {key.replace("layer3.", "layer3._orig_mod."): x for key, x in said_in(path)["base"].items()}
+    raw = {key.replace("layer3.", "layer3._orig_mod."): value for key, value in load_file(path).items()}
+    save_file(raw, tmp_path / "raw.safetensors", {"vision_attn": json.dumps(said_in(path))})
+    load_adapter_(
+        compiled(small_network()), rewritten(tmp_path / "raw.safetensors", tmp_path / "old.safetensors", **before)
+    )
+
+
+def test_a_network_with_a_compiled_layer_is_saved_as_the_network_without(tmp_path):
+    model = timm.create_model("resnet20_a", num_classes=3).eval()
+    va.insert_(model, stages=-1, num_heads=4)
+    va.save_model(model, tmp_path / "plain")
+    model.layer3 = torch.compile(model.layer3)
+    va.save_model(model, tmp_path / "net")
+    assert_same(va.load_model(tmp_path / "net").state_dict(), va.load_model(tmp_path / "plain").state_dict())
+
+
+PARAMETRIZED = {
+    "spectral_norm": lambda block: nn.utils.parametrizations.spectral_norm(block.attn.proj),
+    "weight_norm": lambda block: nn.utils.parametrizations.weight_norm(block.attn.qkv),
+    "orthogonal": lambda block: nn.utils.parametrizations.orthogonal(block.attn.proj),
+    "older spectral_norm": lambda block: nn.utils.spectral_norm(block.attn.proj),
+    "older weight_norm": lambda block: nn.utils.weight_norm(block.attn.qkv),
+    "pruning": lambda block: prune.l1_unstructured(block.attn.qkv, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_blocks_with_a_parametrization_are_refused_by_name(name, model, tmp_path):
+    """Self-Attention-GAN#31 has all of its layers in spectral norms."""
+    PARAMETRIZED[name](va.inserted(model)["layer3.0"])
+    with pytest.raises(ValueError, match=r"'layer3.0' cannot be saved: it has a parametrization, .*attn\.(proj|qkv)\."):
+        save_adapter(model, tmp_path / "adapter.safetensors")
+
+
+def test_a_parametrization_that_is_removed_and_blocks_of_timm(model, tmp_path):
+    block = va.inserted(model)["layer3.0"]
+    nn.utils.parametrizations.spectral_norm(block.attn.proj)
+    nn.utils.parametrize.remove_parametrizations(block.attn.proj, "weight")
+    path, other = save_adapter(model, tmp_path / "adapter.safetensors"), small_network()
+    load_adapter_(other, path)
+    assert_same(other.state_dict(), model.state_dict())
+    model = small_network()
+    va.insert_(model, "cbam", names="layer3.0", example_input=IMAGES)
+    nn.utils.parametrizations.spectral_norm(
+        next(m for m in va.inserted(model)["layer3.0"].modules() if hasattr(m, "bias"))
+    )
+    with pytest.raises(ValueError, match=r"the cbam at 'layer3.0' cannot be saved: it has a parametrization"):
+        save_adapter(model, path)
+
+
+def test_a_block_that_is_compiled_inside_is_saved_as_it_was(model, adapter, tmp_path):
+    block = va.inserted(model)["layer3.0"]
+    block.attn = torch.compile(block.attn)
+    assert save_adapter(model, tmp_path / "again.safetensors").read_bytes() == adapter.read_bytes()
 
 
 def with_branch(model):

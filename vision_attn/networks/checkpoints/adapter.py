@@ -11,19 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import CheckpointError
+from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import form
-from vision_attn.networks.checkpoints.form import Saved, fingerprint
-from vision_attn.networks.checkpoints.load import refuse_without_values
-from vision_attn.networks.insertion import (
-    InsertionReport,
-    changeable,
-    inserted,
-    inserted_keys,
-    matching,
-    plain_network,
-    records,
-    remove_,
-)
+from vision_attn.networks.checkpoints.form import Saved, fingerprint, plain_key
+from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
+from vision_attn.networks.insertion import InsertionReport, changeable, inserted, plain_network, records, remove_
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escaped, shorten
 
@@ -92,8 +84,8 @@ def save_adapter(
     blocks = form.blocks_to_save(model)
     if not blocks:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
-    state, of_blocks = model.state_dict(), inserted_keys(model)
-    further = matching("also", also, [key for key in state if key not in of_blocks])
+    state, of_blocks = plain_state(model), set(map(plain_key, insertion.inserted_keys(model)))
+    further = insertion.matching("also", also, [key for key in state if key not in of_blocks])
     tensors = {key: state[key] for key in state if key in of_blocks or key in further}
     base = fingerprint(network_of(state, without=of_blocks | further))
     form.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(further)), about=dict(about or {})))
@@ -146,23 +138,23 @@ def load_adapter_(
     path = Path(path)
     adapter = read_adapter(path)
     makers = form.makers_of(adapter, path, block)
-    own = model.state_dict()
+    own = plain_state(model)
     differing = other_tensors(own, adapter, path, strict=strict)
     before = {key: own[key].clone() for key in adapter.also}
     try:
         with torch.random.fork_rng(devices=[]):  # the values that blocks begin with are nobody's
             form.put_in(model, adapter, makers, example_input)
-        wrong = inserted_keys(model) ^ (adapter.tensors.keys() - set(adapter.also))
-        if wrong:
-            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(wrong))}")
-        model.load_state_dict(dict(adapter.tensors), strict=False)
-        report = AdapterReport(
-            str(path), InsertionReport(records(model)), tuple(adapter.tensors), len(adapter.base or ()), differing
-        )
+        own = plain_state(model)
+        here = {(plain_key(key), own[plain_key(key)].shape) for key in insertion.inserted_keys(model)}
+        if wrong := here ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
+            raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(dict(wrong)))}")
+        copy_all_([(own[key], value) for key, value in adapter.tensors.items()])
+        loaded, compared = tuple(adapter.tensors), len(adapter.base or ())
+        report = AdapterReport(str(path), InsertionReport(records(model)), loaded, compared, differing)
     except BaseException as error:
         if inserted(model):
             remove_(model)
-        model.load_state_dict(before, strict=False)
+        copy_all_([(own[key], value) for key, value in before.items()])
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: its blocks cannot be put into the model ({error})") from error
         raise
@@ -178,13 +170,15 @@ def read_adapter(path: str | Path) -> Saved:
     return saved
 
 
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model by the names that it has without compiled or wrapped layers."""
+    return {plain_key(key): value for key, value in model.state_dict().items()}
+
+
 def network_of(state: Mapping[str, Tensor], without: Collection[str]) -> dict[str, Tensor]:
     """The tensors that make a network what it is: counters of batches do not."""
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and key not in without and not key.endswith("num_batches_tracked")
-    }
+    kept = [key for key in state if key not in without and not key.endswith("num_batches_tracked")]
+    return {key: state[key] for key in kept if isinstance(state[key], Tensor)}
 
 
 def other_tensors(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:

@@ -22,9 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ MOVED = dict.fromkeys(("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "v
 #: Numbers in the image of a dry run, which is what a file of form 1 can make a network work on.
 LARGEST_IMAGE = 2**24
 
+#: Parts of a path that torch.compile, activation checkpointing and FSDP add, wherever they wrap a layer.
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 #: name -> (shape, type, beginning of the SHA-256 of its bytes)
 Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
 
@@ -71,6 +74,24 @@ class Saved:
     arguments: Arguments = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Take complete tensors, under the names of a network without compiled or wrapped layers."""
+        vars(self).update(
+            tensors={plain_key(key): gathered(value) for key, value in self.tensors.items()},
+            blocks=tuple(replace(one, site=plain_key(one.site), held=plain_key(one.held)) for one in self.blocks),
+            base=self.base and {plain_key(key): value for key, value in self.base.items()},
+            also=tuple(map(plain_key, self.also)),
+        )
+
+
+def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
+    """The path of a module or a tensor in a network without wrappers.
+
+    >>> plain_key("layer3._orig_mod.0.conv1.weight")
+    'layer3.0.conv1.weight'
+    """
+    return ".".join(part for part in key.split(".") if part not in wrappers)
+
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
     """What tensors are, in a few characters each, whatever device and memory layout they are in.
@@ -80,9 +101,14 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
     """
     found = {}
     for name, value in tensors.items():
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        content = gathered(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         found[name] = tuple(value.shape), str(value.dtype).removeprefix("torch."), digest(content)
     return found
+
+
+def gathered(value: Any) -> Tensor:
+    """The complete tensor, of which FSDP2 may have given a part to each process."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def hash_of(said: object) -> str:
@@ -103,12 +129,10 @@ def write_saved(path: Path, saved: Saved) -> None:
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
     said = vars(saved) | {"format": FORMAT, "library": __version__}
     del said["tensors"]
-    said["blocks"] = [
-        vars(block) | {"options": {name: to_code(name, value) for name, value in block.options.items()}}
-        for block in saved.blocks
-    ]
+    said["blocks"] = [dict(vars(block)) for block in saved.blocks]
     for block in said["blocks"]:
         del block["compared"]
+        block["options"] = {name: to_code(name, value) for name, value in block["options"].items()}
     said["file_hash"] = hash_of([said, fingerprint(saved.tensors)])
     write_tensors(path, saved.tensors, {ENTRY: json.dumps(said)})
 
@@ -161,24 +185,32 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """The records of a model's blocks, each of which its class makes again of the options in the record."""
     held, found = insertion.inserted(model), insertion.records(model)
     for record in found:
-        if record.block in BLOCKS and not comes_back(record, held[record.site]):
-            raise ValueError(
-                f"the {record.block} at {record.site!r} is not what its class makes of its options: give insert_ the "
-                "class and its options, not a function that makes it"
-            )
+        if record.block in (*BLOCKS, *OF_TIMM) and (why := difference(record, held[record.site])):
+            raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {why}")
     return found
 
 
-def comes_back(record: InsertedBlock, block: nn.Module) -> bool:
-    """Whether a block is what its class makes of its options."""
+def difference(record: InsertedBlock, block: nn.Module) -> str:
+    """How a block differs from what its class makes of its options, and what to do; empty if it does not."""
     own = replacement_options(vars(block).get(REPLACED, block))
-    try:
-        again = BLOCKS[record.block](record.channels, device="meta", **own, **record.options)
-    except (TypeError, ValueError):
-        return False
     block = bare(block)
-    with use_impl(block, "bmm"), use_impl(again, "bmm"):
-        return type(block) is type(again) and str(block) == str(again)
+    # by torch.nn.utils.parametrizations, by its older spectral_norm and weight_norm, or by pruning
+    if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
+        remedy = "remove it first, by torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm"
+        return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}): {remedy}"
+    try:
+        again = make_block(maker_of(record.block), record.channels, device="meta", **own, **record.options)
+    except (TypeError, ValueError):
+        again = nn.Identity()
+    same = described(block) == described(again)
+    return "" if same else "was made by a function or changed since: give insert_ the class and its options"
+
+
+def described(block: nn.Module) -> dict[str, tuple[str, str]]:
+    """The modules of a block, whatever implementation they run in, compiled or sharded or not."""
+    with use_impl(block, "bmm"):
+        parts = {plain_key(path): part for path, part in block.named_modules()}
+        return {path: (part._get_name().removeprefix("FSDP"), part.extra_repr()) for path, part in parts.items()}
 
 
 def put_in(
@@ -192,11 +224,14 @@ def put_in(
         makers: what makes the blocks, by the name of their class.
         example_input: what the network is run on to find the places of blocks again that a file of form 1 has.
     """
-    if all(block.map_size for block in saved.blocks):
-        insertion.attach_records_(model, saved.blocks, makers)
+    # A compiled layer is under its own path and that of its wrapper, which runs no hooks.
+    paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
+    blocks = [located(block, paths) for block in saved.blocks]
+    if all(block.map_size for block in blocks):
+        insertion.attach_records_(model, blocks, makers)
         return
     # Replaced first: no block is held by a module that goes.
-    for block in sorted(saved.blocks, key=lambda block: block.at != "instead"):
+    for block in sorted(blocks, key=lambda block: block.at != "instead"):
         shape = (1, *block.input_shape[1:])  # of however many images, the map of one lies as theirs
         if math.prod(shape) > LARGEST_IMAGE:
             raise ValueError(f"the network was looked at with an image of more than {LARGEST_IMAGE:,} numbers")
@@ -207,6 +242,13 @@ def put_in(
                 insertion.replace_(model, makers[block.block], **how, **block.options)
             else:
                 insertion.insert_(model, makers[block.block], at=block.at, **how, **block.options)
+
+
+def located(record: InsertedBlock, paths: Mapping[str, str]) -> InsertedBlock:
+    """The record of a block for a network whose modules have these paths, by their plain ones."""
+    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
+    site, owner = paths.get(record.site, record.site), paths.get(owner, owner)
+    return replace(record, site=site, held=f"{owner}.{child}".removeprefix(f"{site}."))
 
 
 def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -> dict[str, Callable[..., nn.Module]]:
