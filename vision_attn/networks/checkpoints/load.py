@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,10 @@ from torch.nn.parameter import is_lazy
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_flags
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, remedies
-from vision_attn.networks.checkpoints.specification import arguments_of, other_arguments
-from vision_attn.networks.checkpoints.weights import find_weights
+from vision_attn.networks.checkpoints.form import plain_key
+from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, inputs_differ, remedies
+from vision_attn.networks.checkpoints.specification import Arguments, arguments_of, other_arguments
+from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_of_blocks, matching, plain_network, replaced
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
@@ -29,36 +32,46 @@ def load_checkpoint(
     ema: bool = False,
     fresh: str | Iterable[str] = (),
     prefix: str = "",
+    rename: Rename = (),
+    adapt_input_conv: bool = False,
 ) -> LoadReport:
-    """Load a checkpoint file into a model, before or after blocks are inserted.
+    r"""Load a checkpoint file into a model, before or after blocks are inserted.
 
     Tables of relative positions that were saved for a map of another size are stretched to the model's. What belongs to
     a module that :func:`vision_attn.replace_` took out goes into that module, for when it comes back.
 
     Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
-    it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like, with or without the
-    prefixes ``module.`` and ``_orig_mod.`` of parallel and compiled models, or any other that all of them share. A name
-    that ends in a hash, as torch.hub's ``resnet18-f37072fd.pth``, must be that of the file.
+    it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like. The parts of names
+    that parallel, compiled, sharded and checkpointed layers add (``module.``, ``_orig_mod.``, …) are ignored, and a
+    prefix under which all of the model's tensors are found is removed. A name that ends in a hash, as torch.hub's
+    ``resnet18-f37072fd.pth``, must be that of the file.
+
+    The parameters of the model may be sharded by FSDP2 (``fully_shard``): call it on every process.
 
     Args:
         model: the network; it changes only if the checkpoint fits.
-        path: the file, or a folder as Hugging Face and timm write them.
+        path: the file, or a folder as Hugging Face and timm write them, in shards or not.
         strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``fresh``) is missing, nothing is left
             over, every shape fits, and no block is said to have had other heads, another pattern, position or scale.
             Otherwise load what fits and report the rest.
         ema: take the moving average of the weights that the file holds.
         fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
-        prefix: where the network is only a part of what was saved, the part: with ``"backbone."`` only keys that begin
-            with it are read, without it, and all others are left aside.
+        prefix: load only keys that begin with this prefix, ``"backbone."``, and ignore all others. By default it is
+            found, and a checkpoint in which several prefixes fit is refused.
+        rename: for a checkpoint of the same network with other names: pairs of a regular expression and its
+            replacement, applied in order to the keys (without ``prefix``), as in ``[(r"^head\.fc\.", "fc.")]``; or the
+            name of a preset: ``"efficientnet-pytorch"`` converts the names of that package to timm's.
+        adapt_input_conv: convert the weight of the first convolution to the model's number of input channels, as timm
+            does: from 3 channels to any number, or from 1.
 
     Returns:
-        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``replaced`` and
-        ``aside`` keys, of where in the file the weights were, and of blocks that are other ones (``differing``) or of
-        which the file does not say what they were (``unchecked``).
+        A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``adapted``,
+        ``replaced`` and ``aside`` keys, of where in the file the weights were, and of blocks that are other ones
+        (``differing``) or of which the file does not say what they were (``unchecked``).
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device or lazy, or ``fresh`` matches none of its keys.
+        ValueError: the model is on the meta device or lazy, ``fresh`` matches none of its keys, or ``rename`` is wrong.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -68,68 +81,96 @@ def load_checkpoint(
     >>> load_checkpoint(nn.Linear(2, 3, bias=False), file).loaded
     ('weight',)
     """
-    check_flags(strict=strict, ema=ema)
-    fresh = tuple(as_list("fresh", fresh, "globs on keys", single=str))
+    check_flags(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
     model = plain_network(model)
     refuse_without_values(model)
-    state, kept = model.state_dict(), kept_modules(model)
-    # What a checkpoint can hold for the model: its state dict, and what is in the modules that it keeps besides.
-    of_kept = {f"{site}.{key}": value for site, module in kept.items() for key, value in module.state_dict().items()}
-    own, arguments = state | of_kept | state, arguments_of(state)
-    asked = matching("fresh", fresh, own)
-
+    target = Target(model, fresh)
     file = read_file(path)
-    saved, saved_arguments, found = find_weights(file, own=own, ema=ema, prefix=prefix)
-    stretched = stretched_tables(model, saved)
-    weights = {**saved, **stretched}
-    for key in own.keys() & weights.keys():
-        if kind(weights[key]) != kind(own[key]):
-            kinds = f"{key} is {kind(weights[key])} there and {kind(own[key])} here"
-            raise CheckpointError(f"{file.path} has numbers of another kind than the model: {kinds}")
-
-    given = {key: value for key, value in weights.items() if not any(fnmatchcase(key, glob) for glob in fresh)}
-    mismatched = shapes_of(own, {key: value for key, value in given.items() if key in own})
-    fitting = [key for key in given if key in own and key not in mismatched]
-    # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
-    counters = {key for key in own if key.endswith("num_batches_tracked")}
-    # Of a block, or of a module that one replaced, a checkpoint knows nothing or has it whole.
-    of_sites = [{key for key in own.keys() - state.keys() if key.startswith(f"{site}.")} for site in kept]
-    new = asked.union(*(keys for keys in keys_of_blocks(model).values() if keys.isdisjoint(given))) - counters
-    expected = set(given).union(new, counters, *(keys for keys in of_sites if keys.isdisjoint(given)))
-    loaded = tuple(key for key in fitting if key in state)
-    of_blocks = {path for path in arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)}
-    report = LoadReport(
-        path=str(file.path),
-        loaded=loaded,
-        new=tuple(key for key in own if key in new and key not in given),
-        missing=tuple(key for key in own if key not in expected),
-        unexpected=tuple(key for key in given if key not in own),
-        mismatched=mismatched,
-        resampled=shapes_of(stretched, {key: saved[key] for key in stretched if key in given}),
-        replaced=tuple(key for key in fitting if key not in state),
-        differing=other_arguments({path: arguments[path] for path in of_blocks}, saved_arguments),
-        unchecked=tuple(path or "the block" for path in arguments if path in of_blocks - saved_arguments.keys()),
-        **found,
-    )
-    if not fitting:
-        what = f"is of another architecture; the model has {shorten(own)}; the checkpoint has {shorten(weights)}"
-        raise CheckpointError(f'{file.path} {what}. If the network is a part of it, name the part: prefix="backbone."')
-    if strict and (report.missing or report.unexpected or report.mismatched or report.differing):
-        raise CheckpointError(
-            f"{file.path} does not fit the model {type(model).__name__}, nothing was loaded.",
-            *str(report).split("\n")[1:],
-            *remedies(report, dict(model.named_modules())),
-        )
-    copy_all_([(own[key], weights[key]) for key in fitting])
+    saved, arguments, found = find_weights(file, target.needed, ema=ema, prefix=prefix, rename=rename)
+    resampled = resampled_tensors(model, saved, target.own if adapt_input_conv else {})
+    report = target.compare(saved, resampled, arguments, path=str(file.path), **found)
+    fitting = (*report.loaded, *report.replaced)
+    if not fitting or (strict and (report.missing or report.unexpected or report.mismatched or report.differing)):
+        raise refusal(report, model, target, saved)
+    copy_all_([(target.own[key], resampled.get(key, saved[key])) for key in fitting])
     return report
 
 
+class Target:
+    """The tensors of a model that a checkpoint can have values for, by their names without the parts of wrappers.
+
+    Args:
+        model: the network.
+        fresh: globs on keys that keep the model's values.
+    """
+
+    def __init__(self, model: nn.Module, fresh: str | Iterable[str]) -> None:
+        state, replaced = model.state_dict(), replaced_tensors(model)
+        self.arguments = {plain_key(path): arguments for path, arguments in arguments_of(state).items()}
+        self.state = {plain_key(key): value for key, value in state.items()}
+        #: the state dict, and the tensors of the modules that ``replace_`` took out
+        self.own = self.state | {key: value for part in replaced for key, value in part.items()} | self.state
+        blocks = [set(map(plain_key, keys)) for keys in keys_of_blocks(model).values()]
+        self.of_blocks = set[str]().union(*blocks)
+        # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
+        counters = [{key} for key in self.own if key.endswith("num_batches_tracked")]
+        #: tensors of which a checkpoint has all or none: those of a block, or of a module that a block replaced
+        self.groups = [*blocks, *(part.keys() - self.state.keys() for part in replaced), *counters]
+        self.fresh = [plain_key(glob) for glob in as_list("fresh", fresh, "globs on keys", single=str)]
+        self.kept = matching("fresh", self.fresh, self.own)
+        optional = self.kept.union(*self.groups)
+        #: what every checkpoint of the network has
+        self.needed = {key: value for key, value in self.own.items() if key not in optional}
+
+    def compare(self, saved: Tensors, resampled: Tensors, arguments: Arguments, **found: Any) -> LoadReport:
+        """Compare the tensors of a checkpoint, some of them resampled, with those of the model."""
+        own, state = self.own, self.state
+        given = {key: value for key, value in saved.items() if not any(fnmatchcase(key, glob) for glob in self.fresh)}
+        for key in own.keys() & given.keys():
+            if (theirs := kind(given[key])) != (ours := kind(own[key])):
+                raise CheckpointError(f"{found['path']} has other numbers: {key} is {theirs} there and {ours} here")
+        mismatched = shapes_of(own, {**given, **resampled})
+        fitting = [key for key in given if key in own and key not in mismatched]
+        absent = set[str]().union(*(keys for keys in self.groups if keys.isdisjoint(given)))
+        new = self.kept.union(absent & self.of_blocks) - given.keys()
+        loaded = tuple(key for key in fitting if key in state)
+        blocks = [path for path in self.arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)]
+        return LoadReport(
+            loaded=loaded,
+            new=tuple(key for key in own if key in new),
+            missing=tuple(key for key in own if key not in given.keys() | new | absent),
+            unexpected=tuple(key for key in given if key not in own),
+            mismatched=mismatched,
+            resampled=shapes_of(resampled, given),
+            replaced=tuple(key for key in fitting if key not in state),
+            differing=other_arguments({path: self.arguments[path] for path in blocks}, arguments),
+            unchecked=tuple(path or "the block" for path in blocks if path not in arguments),
+            **found,
+        )
+
+
+def refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
+    """The error about a checkpoint that does not fit, with what to do."""
+    hint = rename_hint(saved, target.needed) if report.missing else ""
+    if not (report.loaded or report.replaced):
+        what = f"is of another architecture; the model has {shorten(target.own)}; the checkpoint has {shorten(saved)}"
+        hint = hint or 'If the network is a part of it, name the part: prefix="backbone."'
+        return CheckpointError(f"{report.path} {what}. {hint}")
+    what = f"{report.path} does not fit the model {type(model).__name__}, nothing was loaded."
+    remedy = [hint] if hint else remedies(report, [plain_key(path) for path, _ in model.named_modules()])
+    return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
+
+
 @torch.no_grad()
-def copy_all_(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+def copy_all_(values: Sequence[tuple[Any, Tensor]]) -> None:
     """Give tensors other values, all of them or none."""
     before = [tensor.clone() for tensor, _ in values]
     try:
         for tensor, value in values:
+            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2, from what each process has read
+                from torch.distributed.tensor import distribute_tensor
+
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
             tensor.copy_(value)
     except BaseException:  # a tensor that cannot be written, or Ctrl-C between two
         for (tensor, _), value in zip(values, before, strict=True):
@@ -143,29 +184,34 @@ def refuse_without_values(model: nn.Module) -> None:
         raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
 
 
-def kept_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that were replaced, under every name that they had and will have again."""
-    kept = {id(model.get_submodule(site)): module for site, module in replaced(model).items()}
-    paths = model.named_modules(remove_duplicate=False)
-    return {path: kept[id(module)] for path, module in paths if id(module) in kept}
+def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
+    """The tensors of each module that was replaced, under every name that it had and will have again."""
+    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced(model).items()}
+    paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
+    return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
 
 
-def stretched_tables(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tables of positions that were saved for another size of map, for the size that the model has them for."""
-    tables = {}
+def resampled_tensors(model: nn.Module, saved: Tensors, own: Tensors) -> dict[str, Tensor]:
+    """Tables of positions for the model's size of map; of ``own`` the first convolution for its input channels, too."""
+    found = {}
     for path, term in model.named_modules(remove_duplicate=False):
         for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionEncoding) else ():
-            key = f"{path}.{name}".removeprefix(".")
-            saved = weights.get(key, here)
-            fits = saved.shape == here.shape or kind(saved) != kind(here)
-            if not fits and (table := term.resize_pos_embed(name, saved)) is not None:
-                tables[key] = table
-    return tables
+            key = plain_key(f"{path}.{name}").removeprefix(".")
+            there = saved.get(key, here)
+            fits = there.shape == here.shape or kind(there) != kind(here)
+            if not fits and (table := term.resize_pos_embed(name, there)) is not None:
+                found[key] = table
+    convolutions = [key for key, shapes in shapes_of(own, saved).items() if inputs_differ(*shapes)]
+    for key in convolutions[:1]:  # as timm's adapt_input_conv
+        weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
+        repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
+        found[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
+    return found
 
 
-def shapes_of(own: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Shapes:
+def shapes_of(own: Tensors, others: Tensors) -> Shapes:
     """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
-    shapes = {key: (tuple(own[key].shape), tuple(value.shape)) for key, value in others.items()}
+    shapes = {key: (tuple(own[key].shape), tuple(others[key].shape)) for key in own if key in others}
     return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vision_attn.networks.checkpoints.weights import AVERAGED
 from vision_attn.networks.insertion import CHILD
 from vision_attn.text import Report, escaped, shorten
+
+#: Entries under which training scripts keep the moving average of the weights.
+AVERAGED = ("model_ema", "state_dict_ema", "ema")
 
 #: key -> (shape in the model, shape in the checkpoint)
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -39,7 +41,8 @@ class LoadReport(Report):
     unexpected: tuple[str, ...]
     #: key -> (shape in the model, shape in the checkpoint)
     mismatched: Shapes
-    #: tables of positions that were saved for a map of another size, and stretched to the model's; shapes as above
+    #: tables of positions for another size of map, and the first convolution for another number of input channels,
+    #: converted to the model's; shapes as above
     resampled: Shapes = field(default_factory=dict)
     #: keys of modules that ``replace_`` took out, which ``remove_`` puts back with what was loaded into them
     replaced: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ class LoadReport(Report):
             ("new by design", self.new),
             ("missing in the checkpoint", self.missing),
             ("unexpected in the checkpoint", self.unexpected),
-            ("resampled for the model's size of map", described(self.resampled)),
+            ("converted to the model's shape", described(self.resampled)),
             ("of another shape", described(self.mismatched)),
             ("made otherwise", self.differing),
         ):
@@ -88,7 +91,12 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
     sites = ", ".join(map(repr, sites_of_blocks(report.unexpected, modules)))
     lost = dict.fromkeys(key.rpartition(".")[0] for key in report.missing)
     instead = ", ".join(repr(site) for site in lost if any(k.startswith(f"{site}.attn.") for k in report.unexpected))
-    heads = {key.rpartition(".")[0] for key, (own, other) in report.mismatched.items() if own[1:] == other[1:]}
+    shapes = dict(report.mismatched)
+    for key in [key for key, pair in shapes.items() if inputs_differ(*pair)][:1]:
+        own, other = shapes.pop(key)
+        remedy = f"make a model with in_chans={other[1]}, or convert its weights with adapt_input_conv=True"
+        yield f"It was trained for {other[1]} input channels and the model has {own[1]}: {remedy}."
+    heads = {key.rpartition(".")[0] for key, (own, other) in shapes.items() if own[1:] == other[1:]}
     if report.differing:
         yield "Make the blocks as the file says. strict=False loads the weights, which mean something else there."
     elif sites or instead:
@@ -96,16 +104,22 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
             yield f"It was saved with blocks inserted at {sites}: insert_(model, names=[{sites}]) first."
         if instead:
             yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
-    elif any(".position." in f".{key}" for key in report.mismatched):
+    elif any(".position." in f".{key}" for key in shapes):
         yield 'Give the block the feat_size and pattern it was trained with, or keep new tables: fresh=["*position.*"].'
-    elif len(heads) == 1 and len(report.mismatched) <= 2 and not report.missing and not report.unexpected:
-        (own, other), *_ = report.mismatched.values()
-        yield (
-            f"It was trained for {other[0]} classes and the model has {own[0]}: make a model of {other[0]} classes, or "
-            f'keep a new head with fresh=["{heads.pop()}.*"], which is --reset-head on the command line.'
-        )
-    else:
-        yield "If it is the right file for this model, load_checkpoint with strict=False loads what fits."
+    elif len(heads) == 1 and len(shapes) <= 2 and not report.missing and not report.unexpected:
+        (own, other), *_ = shapes.values()
+        fresh = f'keep a new head with fresh=["{heads.pop()}.*"], which is --reset-head on the command line'
+        remedy = f"make a model of {other[0]} classes, or {fresh}"
+        yield f"It was trained for {other[0]} classes and the model has {own[0]}: {remedy}."
+    elif report.missing or report.unexpected or shapes:
+        names = 'rename=[(r"^pattern", "replacement"), …] gives its tensors other names'
+        yield f"If it is the right file for this model, {names}, and strict=False loads what fits."
+
+
+def inputs_differ(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return True for the weights of two convolutions of which one can be converted to the other's input channels."""
+    convertible = len(own) > 2 and own[1] != other[1] and (own[1] == 1 or other[1] in (1, 3))
+    return convertible and (own[0], *own[2:]) == (other[0], *other[2:])
 
 
 def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
