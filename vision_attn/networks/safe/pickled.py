@@ -163,7 +163,8 @@ class PickleReader:
             return DTYPES[name]
         if name in self.makers or name in STORAGES or name == "argparse.Namespace":
             return Name(name)
-        raise NotAllowedError(f"to run {name!r}")
+        of_shards = " for shards (save get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
+        raise NotAllowedError(f"to run {name!r}" + of_shards * name.startswith("torch._tensor."))
 
     def build(self, made: object, state: Any) -> None:
         """What a pickle sets on an object after it is made."""
