@@ -704,3 +704,14 @@ def test_the_children_of_a_network_with_a_block_at_its_stem_run_in_a_row_as_befo
     model, _ = with_block(["conv1", "layer2.1"])
     rows = nn.Sequential(*list(model.children())[:-2])
     assert torch.equal(model.fc(model.avgpool(rows(IMAGE)).flatten(1)), model(IMAGE))
+
+
+def test_an_adapter_finds_a_block_that_its_parent_holds_and_a_checkpoint_names_its_site(tmp_path):
+    model, before = with_block(["layer2.1"], "branch")
+    va.save_adapter(model, tmp_path / "adapter.safetensors")
+    other = resnet()
+    va.load_adapter_(other, tmp_path / "adapter.safetensors")
+    assert torch.equal(other(IMAGE), before)
+    torch.save(model.state_dict(), tmp_path / "whole.pth")
+    with pytest.raises(va.CheckpointError, match=r"insert_\(model, names=\[.layer2.1.bn2"):
+        va.load_checkpoint(resnet(), tmp_path / "whole.pth")

@@ -125,13 +125,14 @@ def inputs_differ(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
     """The modules that blocks were inserted at, by the keys of a state dict.
 
-    A module that cannot hold its block has it held by another one, under a name that says for which.
+    A module that does not hold its block has it held by another one, around or inside, under a name that says for which.
     """
     spelled = {name.replace(".", "_"): name for name in modules}
     sites: dict[str, None] = {}
     for key in keys:
         host, child, rest = f".{key}".partition(f".{CHILD}")
         if child:
-            held_for = rest.partition(".")[0].removeprefix("_")
-            sites[spelled.get(held_for) or host.removeprefix(".")] = None
+            held_for = rest.partition(".")[0]
+            around, inside = spelled.get(f"{host[1:]}{held_for}".replace(".", "_")), spelled.get(held_for[1:])
+            sites[around or inside or host.removeprefix(".")] = None
     return list(sites)
