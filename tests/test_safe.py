@@ -1,10 +1,13 @@
 """Files that are damaged or made to harm are refused at the cost of reading them; files are written whole or not."""
 
 import argparse
+import errno
 import hashlib
 import os
+import pty
 import re
 import struct
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
-from vision_attn.networks.safe import read_checkpoint, write_atomically
+from vision_attn.networks.safe import check_writable, read_checkpoint, write_atomically
 from vision_attn.networks.safe.write import write_tensors
 
 PACKAGE = Path(va.__file__).parent
@@ -230,6 +233,113 @@ def test_a_file_is_written_whole_or_not_at_all(step, tmp_path, monkeypatch):
         write_atomically(path, b"half of")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_pipes_and_devices_are_written_through_and_stay(tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    check_writable(pipe)  # without opening it, which would end what its reader reads
+    write_atomically(pipe, b"content")
+    assert pipe.is_fifo()
+    reader.join()
+    assert found == [b"content"]
+    # No device that others use is named here: code that replaced it would harm the machine that tests it.
+    terminal, device = pty.openpty()
+    write_atomically(Path(os.ttyname(device)), b"content")
+    assert os.read(terminal, 7) == b"content"
+    assert Path(os.ttyname(device)).is_char_device()
+    os.close(terminal)
+    os.close(device)
+
+
+def test_a_pipe_whose_reader_has_left_is_named():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError) as caught:
+        write_atomically(Path(f"/dev/fd/{writing}"), b"content")
+    os.close(writing)
+    assert caught.value.filename == f"/dev/fd/{writing}"
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_a_file_that_a_standard_stream_goes_to_is_written_through(mode, tmp_path):
+    """As with ``-o /dev/stdout >> log``: if the file were replaced, all that is written to it later would be lost."""
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    with open(log, mode) as stream:
+        if not os.fork():
+            os.dup2(stream.fileno(), 1)
+            for path in (log, Path("/dev/fd/1")):
+                write_atomically(path, b"content\n")
+                os.write(1, b"after\n")
+            os._exit(0)
+        os.wait()
+    assert log.read_text() == "before\n" * (mode == "a") + "content\nafter\n" * 2
+
+
+def test_links_are_followed_and_modes_kept(tmp_path):
+    target, link, dangling = tmp_path / "real" / "file", tmp_path / "link", tmp_path / "dangling"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    dangling.symlink_to(Path("real") / "new")
+    target.chmod(0o640)
+    umask = os.umask(0o027)
+    try:
+        for path in (link, dangling):
+            write_atomically(path, b"content")
+            assert path.is_symlink()
+            assert path.read_bytes() == b"content"
+        write_atomically(tmp_path / "plain", b"content")
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (target, target.with_name("new"), tmp_path / "plain")}
+    assert modes == {"file": 0o640, "new": 0o640, "plain": 0o640}
+    target.chmod(0o604)
+    write_atomically(link, b"again")
+    assert (target.read_bytes(), target.stat().st_mode & 0o777) == (b"again", 0o604)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["file", "new"]
+
+
+def test_names_as_long_as_a_name_may_be(tmp_path):
+    path = tmp_path / ("x" * 250)
+    write_atomically(path, b"content")
+    assert path.read_bytes() == b"content"
+    with pytest.raises(OSError, match=r"File name too long: '.*/y{256}'"):
+        write_atomically(tmp_path / ("y" * 256), b"content")
+
+
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_atomically(path, b"content")])
+def test_errors_name_the_file_that_was_asked_for(write, tmp_path, monkeypatch):
+    """And no temporary file."""
+    (tmp_path / "file").write_bytes(b"old")
+    paths = {tmp_path: "Is a directory", tmp_path / "missing" / "file": "No such file", Path("/proc/x"): "No such file"}
+    paths |= {tmp_path / "file" / "below": "Not a directory"}
+    for path, reason in paths.items():
+        with pytest.raises(OSError, match=f"{reason}.*") as caught:
+            write(path)
+        assert (caught.value.filename, caught.value.filename2) == (str(path), None)
+
+    def refused(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", ".temporary", None, "other")
+
+    monkeypatch.setattr("vision_attn.networks.safe.write.TemporaryDirectory", refused)
+    with pytest.raises(PermissionError) as caught:
+        write(tmp_path / "file")
+    assert str(caught.value) == f"[Errno 13] Permission denied: '{tmp_path / 'file'}'"
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_write_protected_file_is_not_replaced(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o444)
+    with pytest.raises(PermissionError):
+        write_atomically(path, b"content")
+    assert path.read_bytes() == b"old"
 
 
 def test_keys_and_file_names_are_shown_escaped(tmp_path):

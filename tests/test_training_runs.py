@@ -255,6 +255,20 @@ def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(base, tmp
         train(base, say=quiet)
 
 
+def test_a_run_leaves_files_that_are_not_its_own(base, tmp_path):
+    """An open log beside the best network loses nothing; before, a file beside the states ended the run."""
+    for name in ("state", "model"):
+        (base.output / name).mkdir(parents=True)
+        (base.output / name / "notes.txt").write_text("mine")
+    (base.output / "state" / "mine").mkdir()
+    with open(base.output / "model" / "log.txt", "w", buffering=1) as log:
+        train(replace(base, epochs=1), say=log.write)
+    assert "before epoch 1: " in (base.output / "model" / "log.txt").read_text()
+    assert "epoch 1/1: " in (base.output / "model" / "log.txt").read_text()
+    assert {path.name for path in (base.output / "state").iterdir()} == {"00001-0000000", "mine", "notes.txt"}
+    assert (base.output / "model" / "notes.txt").read_text() == "mine"
+
+
 def test_what_cannot_be_resumed_is_said(base, tmp_path):
     for resume, output, message in (
         (tmp_path / "nothing", None, "resume: there is no run in .*nothing"),

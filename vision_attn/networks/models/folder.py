@@ -6,6 +6,9 @@
 ``README.md``          a card; one that is there already is kept
 =====================  ===========================================================================================
 
+The metadata of ``model.safetensors`` have a copy of the configuration, and both have a hash that identifies the save.
+If ``config.json`` is from another save, because a process was killed or two saved at once, the copy is used.
+
 What a folder says may come from anyone: it names networks that timm has, and blocks of this library. Nothing of it is
 run or fetched.
 """
@@ -14,8 +17,11 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 import timm
@@ -35,7 +41,8 @@ from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, 
 from vision_attn.networks.insertion.exact import bare
 from vision_attn.networks.insertion.makers import BLOCKS
 from vision_attn.networks.models.registry import config_of
-from vision_attn.networks.safe import finished_folder, read_file, written_folder
+from vision_attn.networks.safe import read_file, write_atomically
+from vision_attn.networks.safe.write import TEMPORARY, errors_name
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
@@ -56,6 +63,9 @@ FETCHING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 MOST = 100_000
 #: Largest difference of an output, as a share of the largest, that the order of sums explains.
 TOLERANCE = 1e-3
+
+#: Held while a thread saves: comparing a network changes its mode and the random state for a moment.
+SAVING = Lock()
 
 #: What ``README.md`` says; which blocks and classes there are is in ``config.json`` and ``model.safetensors``.
 CARD = """---
@@ -79,12 +89,17 @@ def save_model(
 ) -> Path:
     """Write a network of timm's, with whatever blocks are in it, as a folder that :func:`load_model` reads.
 
-    It is read back and must give the same for an image before it takes its place. Modules that ``replace_`` took out
-    are not in it: what is loaded again has blocks in their place for good.
+    The network is read back and must give the same output for an image before a file in the folder changes. Then
+    ``model.safetensors`` and ``config.json`` are replaced, each atomically, and ``README.md`` is added if there is
+    none; the folder and all other files stay as they are. If the process is killed at any moment, or several save into
+    one folder, :func:`load_model` returns one of the networks as it was saved. Modules that ``replace_`` took out are
+    not in the files: a network that is loaded again has blocks in their place for good.
+
+    A network whose output is not finite is saved with a warning: it cannot be compared with what is read back.
 
     Args:
         model: what ``timm.create_model`` made, blocks inserted or not, in any wrapper.
-        folder: where it goes; its ``config.json`` and ``model.safetensors`` are written anew, other files stay.
+        folder: where it goes; created if it is missing.
         classes: name of each class; by default ``model.classes``, which :func:`load_model` sets.
         architecture: the name under which timm makes the network; by default the one it was made under.
         model_args: what else it was made with, where timm does not know it any more.
@@ -104,7 +119,7 @@ def save_model(
     >>> list(inserted(load_model(folder)))
     ['stage4.1.2']
     """
-    model, folder = plain_network(model), Path(folder)
+    model, target = plain_network(model), Path(folder).resolve()
     refuse_without_values(model)
     architecture = architecture or (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
@@ -114,20 +129,27 @@ def save_model(
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
-    state = model.state_dict()
-    saved = form.Saved(state, form.blocks_to_save(model), arguments=arguments_of(state))
+    state, blocks = model.state_dict(), form.blocks_to_save(model)
     # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
     about = filter_pretrained_cfg(config_of(model), remove_source=True) | {"architecture": architecture}
-    config: dict[str, Any] = {"pretrained_cfg": about, SECTION: {"format": form.FORMAT, "library": __version__}}
-    if classes:
-        config["label_names"] = list(classes)
-    with written_folder(folder) as new:
-        save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
-        form.write_saved(new / "model.safetensors", saved)
-        if not (new / "README.md").exists():
-            (new / "README.md").write_text(CARD.format(architecture=architecture), encoding="utf-8")
-        verify(model, new, architecture)
-    return folder
+    config: dict[str, Any] = {"pretrained_cfg": about, "label_names": list(classes or ())}
+    identity = form.hash_of([config, arguments_of(state), form.fingerprint(state)])
+    config[SECTION] = {"format": form.FORMAT, "library": __version__, "save": identity}
+    with SAVING, errors_name(Path(folder)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=TEMPORARY, dir=target if target.is_dir() else target.parent) as temporary:
+            new = Path(temporary)
+            save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
+            config = json.loads((new / "config.json").read_text())
+            saved = form.Saved(state, blocks, arguments=arguments_of(state), about=config)
+            form.write_saved(new / "model.safetensors", saved)
+            verify(model, new, architecture)
+            target.mkdir(exist_ok=True)
+            for name in ("model.safetensors", "config.json"):
+                write_atomically(target / name, (new / name).read_bytes())
+        if not (target / "README.md").exists():
+            write_atomically(target / "README.md", CARD.format(architecture=architecture).encode())
+    return Path(folder)
 
 
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
@@ -153,12 +175,17 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     >>> model.classes[:2], model(model.transform(Image.new("RGB", (60, 40)))[None]).shape
     (('apple', 'aquarium_fish'), torch.Size([1, 100]))
     """
-    folder = finished_folder(Path(folder))
+    folder = Path(folder)
     if not (folder / "config.json").is_file():
-        folder = finished_folder(folder / OF_RUN)
+        folder = folder / OF_RUN
     config = read_config(folder)
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
+    saved = form.saved_in(file)
+    if saved is not None and SECTION in saved.about and saved.about[SECTION] != config.get(SECTION):
+        remedy = "The configuration in model.safetensors is used; save the network again to renew config.json."
+        warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
+        config = check_config(file.path, json.dumps(dict(saved.about)))
 
     def made(saved: form.Saved | None) -> nn.Module:
         model = create(config)
@@ -169,7 +196,6 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         return model
 
     try:
-        saved = form.saved_in(file)
         if saved is None and "blocks" in config.get(SECTION, {}):  # as form 1 has them
             saved = form.Saved(weights, tuple(map(form.block_in, config[SECTION]["blocks"])))
         with torch.device("meta"):  # nothing is made that the file has no numbers for
@@ -199,12 +225,16 @@ def transform_of(model: nn.Module) -> Compose:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder, in which each part that is used is what it must be."""
+    """Read and check the ``config.json`` of a folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
     with open(path, "rb") as file:
-        text = file.read(LARGEST)
+        return check_config(path, file.read(LARGEST))
+
+
+def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
+    """Return the configuration that a file holds as JSON; raise unless each part that is used is valid."""
     try:
         config: dict[str, Any] = dict(json.loads(text))
         arguments, names = config.get("model_args") or {}, config.get("label_names")
@@ -245,8 +275,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
             kept[name] = (sum(kept[name]) / len(kept[name]),) * channels
-    model: nn.Module = timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
-    return model
+    return timm.create_model(config["architecture"], pretrained_cfg=kept, **arguments)
 
 
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
@@ -260,6 +289,9 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
         images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
         with torch.no_grad(), quiet_eval(model):
             expected, found = model(images), again.to(value.device)(images)
+        if not expected.isfinite().all():
+            warnings.warn("The output is not finite: training may have diverged. The copy is unverified.", stacklevel=3)
+            return
         if torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
             return
         reason = "it computes something else"

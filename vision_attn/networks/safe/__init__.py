@@ -4,6 +4,6 @@ This room knows nothing of networks.
 """
 
 from vision_attn.networks.safe.read import CheckpointFile, read_checkpoint, read_file
-from vision_attn.networks.safe.write import finished_folder, write_atomically, written_folder
+from vision_attn.networks.safe.write import check_writable, write_atomically
 
-__all__ = ["CheckpointFile", "finished_folder", "read_checkpoint", "read_file", "write_atomically", "written_folder"]
+__all__ = ["CheckpointFile", "check_writable", "read_checkpoint", "read_file", "write_atomically"]

@@ -1,27 +1,33 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written completely or not at all."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+#: Beginning of the name of a hidden folder for files that are not complete yet. It does not depend on their names.
+TEMPORARY = ".vision_attn-"
+
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that at every moment it is either the old one or the new one, on disk and whole.
+    """Write a file so that at every moment it is either the old one or the new one, on disk and complete.
+
+    A symbolic link stays, and the file that it points to is written; an existing file keeps its mode. Pipes, devices
+    and standard streams such as ``/dev/stdout`` are written through.
 
     Args:
         path: the file.
         content: all of it.
 
     Raises:
-        OSError: the folder cannot be written; the old file, if any, is untouched.
+        OSError: the file cannot be written; the old file, if any, is untouched.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "results.json"
@@ -29,68 +35,67 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     >>> [entry.name for entry in file.parent.iterdir()]
     ['results.json']
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    check_writable(path)
+    with errors_name(path):
+        if (stream := stream_of(path)) is not None:
+            with open(stream, "wb", closefd=stream is path) as opened:
+                opened.write(content)
+            return
+        target = Path(os.path.realpath(path))
+        with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
+            partial = Path(folder) / target.name
+            partial.write_bytes(content)  # with the mode of a new file, which a file of tempfile would not have
+            sync(partial)
+            if target.exists():
+                partial.chmod(target.stat().st_mode)
+            os.replace(partial, target)
+
+
+def check_writable(path: Path) -> None:
+    """Raise unless a file can be written here; call it before the work whose result the file will hold.
+
+    Raises:
+        OSError: the folder is missing or cannot be written to, or the path is a folder or a write-protected file.
+    """
+    with errors_name(path):
+        if path.is_file() or path.is_dir():
+            os.close(os.open(path, os.O_WRONLY))
+        if stream_of(path) is None:
+            TemporaryDirectory(prefix=TEMPORARY, dir=os.path.dirname(os.path.realpath(path))).cleanup()
+
+
+def stream_of(path: Path) -> Path | int | None:
+    """Return a pipe or device, or the descriptor of a standard stream, to write through; None for a file or nothing.
+
+    The file that a shell redirects a standard stream to must not be replaced: later output would be lost.
+    """
+    for descriptor in (1, 2):
+        with suppress(OSError):  # the file is missing, or the stream is closed
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+    return path if path.exists() and not path.is_file() else None
 
 
 @contextmanager
-def written_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of ``folder`` once the block ends without an error.
-
-    It begins as a copy of what is in ``folder``. At every moment the old folder or the new one is there as a whole: for
-    an instant under the name that :func:`finished_folder` knows.
-
-    Raises:
-        ValueError: the folder cannot be replaced, since it is the current one, above it, or a mounted one.
-        OSError: it cannot be written; the old folder, if any, is untouched.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp()) / "net"
-    >>> with written_folder(folder) as new:
-    ...     write_atomically(new / "config.json", b"{}")
-    >>> [entry.name for entry in folder.iterdir()]
-    ['config.json']
-    """
-    folder = folder.resolve()
-    if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
-        needed = "folder must be one that can be replaced, not the current or a mounted one"
-        raise ValueError(f"{needed}; got {str(folder)!r}: name a new folder inside it")
-    new, old = (folder.with_name(f".{folder.name}.{part}") for part in ("new", "old"))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    if old.exists() and not folder.exists():
-        os.replace(old, folder)
-    shutil.rmtree(old, ignore_errors=True)
+def errors_name(path: Path) -> Iterator[None]:
+    """Make errors of the operating system name this path instead of a temporary file, or of no file."""
     try:
-        if folder.exists():
-            shutil.copytree(folder, new, symlinks=True)
-        new.mkdir(exist_ok=True)
-        yield new
-        for path in new.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(new, folder)
-    finally:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def finished_folder(folder: Path) -> Path:
-    """Where such a folder is to be read: if the process that replaced it was killed right then, the old one."""
-    old = folder.with_name(f".{folder.name}.old")
-    return old if old.is_dir() and not folder.exists() else folder
+def sync(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def rename_folder(complete: Path, folder: Path) -> None:
+    """Give a complete folder its final name, under which there is nothing yet, once its files are on disk."""
+    for path in filter(Path.is_file, complete.rglob("*")):
+        sync(path)
+    os.replace(complete, folder)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from vision_attn.errors import CheckpointError, Interrupted, TrainingError
 from vision_attn.networks.checkpoints import save_adapter
 from vision_attn.networks.insertion import freeze_backbone_, inserted, parameter_groups
 from vision_attn.networks.models.folder import save_model
-from vision_attn.networks.safe import written_folder
+from vision_attn.networks.safe.write import rename_folder
 from vision_attn.tools.training.data import InMemory, Workers, crop_of, seed_all
 from vision_attn.tools.training.evaluation import Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, write_rows
@@ -157,19 +157,20 @@ class Trainer:
             self.refuse_to_go_on("a weight")
         accelerator, progress = self.accelerator, self.progress
         new = self.folder.resolve() / "state" / f"{progress.epoch:05}-{progress.step:07}"
+        aside = new.with_name(f".{new.name}.new")  # the same in every process, and after one was killed
         try:
-            with written_folder(new) if accelerator.is_main_process else nullcontext():
-                accelerator.wait_for_everyone()
-                accelerator.save_state(str(aside := new.with_name(f".{new.name}.new")))
-                accelerator.wait_for_everyone()
-                if accelerator.is_main_process:
-                    (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+            accelerator.save_state(str(aside))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+                rename_folder(aside, new)
         except Exception as error:  # a full disk is told by each library in its own way
+            shutil.rmtree(aside, ignore_errors=True)
             raise TrainingError(
                 f"{self.folder} cannot be written ({' '.join(str(error).split())}): make room, and --resume it"
             ) from error
         if accelerator.is_main_process:
-            for other in new.parent.iterdir():
+            for other in [*new.parent.glob("[0-9]*-[0-9]*"), *new.parent.glob(".*-*.new")]:
                 if other != new:
                     shutil.rmtree(other)
         accelerator.wait_for_everyone()
