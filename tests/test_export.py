@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import sys
+import threading
 
 import onnxruntime
 import pytest
@@ -84,8 +86,8 @@ def test_what_computes_something_else_leaves_no_file(exported, tmp_path, monkeyp
     _, reopen = module.FORMATS[ending]
     before = exported(ending)[0].read_bytes()  # of the network with its gate as it was
 
-    def with_a_weaker_gate(network, images, path, about):
-        path.write_bytes(before)
+    def with_a_weaker_gate(network, images, about):
+        return before
 
     monkeypatch.setitem(module.FORMATS, ending, (with_a_weaker_gate, reopen))
     network = small_network()
@@ -96,8 +98,36 @@ def test_what_computes_something_else_leaves_no_file(exported, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def half_way(network, images, path, about):
-    path.write_bytes(b"the beginning of a graph")
+def test_a_network_that_diverged_is_refused_by_that_name(tmp_path):
+    network = small_network()
+    nn.init.constant_(network[-1].bias, torch.nan)
+    with pytest.raises(ExportError, match="The output of the network is not finite: training may have diverged"):
+        export_model(network, tmp_path / "net.pt2", **IMAGES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_written_through_and_stays(tmp_path):
+    pipe, found = tmp_path / "net.pt2", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    export_model(small_network(), pipe, **IMAGES)
+    assert pipe.is_fifo()
+    reader.join()
+    (tmp_path / "copy.pt2").write_bytes(found[0])
+    assert about(tmp_path / "copy.pt2")["classes"] == ["cat", "dog"]
+
+
+def test_a_file_that_cannot_be_written_is_said_before_the_network_runs(tmp_path):
+    (tmp_path / "net.pt2").symlink_to("/proc/net.pt2")
+    network = small_network()
+    network.register_forward_pre_hook(lambda *given: pytest.fail("it runs"))
+    with pytest.raises(OSError, match=r"net\.pt2") as caught:
+        export_model(network, tmp_path / "net.pt2", **IMAGES)
+    assert caught.value.filename == str(tmp_path / "net.pt2")
+
+
+def half_way(network, images, about):
     raise RuntimeError("data-dependent control flow")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted, plain_network
 from vision_attn.networks.models.folder import save_model
+from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.version import __version__
 
 #: The entry of the metadata that says, as JSON, what must be known to use the graph.
@@ -89,7 +89,9 @@ def export_model(
         ValueError: ``output`` has another ending, or the network does not say what its images are like.
         ExportError: the network cannot be exported, or what was written computes something else. No file is left of
             it, and a file that was there before stays.
+        OSError: the file cannot be written, which is found before the network is exported.
 
+    >>> import tempfile
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
     >>> statistics = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.25,) * 3}
     >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2", classes=("cat", "dog"), **statistics)
@@ -97,12 +99,10 @@ def export_model(
     True
     """
     check_type("model", model, nn.Module, "a network")
-    output, plain = Path(os.path.abspath(output)), plain_network(model)
+    output, plain = Path(output).absolute(), plain_network(model)
     ending = output.suffix.lower()
     if ending not in ("", *FORMATS):
         raise ValueError(f"output must end in {' or '.join(FORMATS)}, or in nothing for a folder; got {output.name!r}")
-    if output.exists() and output.is_dir() == bool(ending):
-        raise ValueError(f"output: {output} is a {'folder' if ending else 'file'}: choose another")
     if not ending:
         return save_model(plain, output, classes=classes)
     config = getattr(plain, "pretrained_cfg", None) or {}
@@ -127,28 +127,29 @@ def export_model(
         "library": f"vision_attn {__version__}",
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
-        path = Path(aside) / output.name
-        difference, largest = write_and_compare(network, path, ending, about)
-        os.replace(path, output)
+    check_writable(output)
+    content, difference, largest = export_and_compare(network, ending, about)
+    write_atomically(output, content)
     return ExportReport(output, tuple(about["input_size"]), normalize, difference, largest)
 
 
-def write_and_compare(network: nn.Module, path: Path, ending: str, about: dict[str, Any]) -> tuple[float, float]:
-    """Write a graph, read it back, and compare it: the largest difference, and the largest output."""
+def export_and_compare(network: nn.Module, ending: str, about: dict[str, Any]) -> tuple[bytes, float, float]:
+    """Return a graph as the content of its file, the largest difference of its outputs, and the largest output."""
     write, reopen = FORMATS[ending]
     images = [torch.rand(b, *about["input_size"], generator=torch.Generator().manual_seed(0)) for b in BATCHES]
     with torch.no_grad():
         expected = torch.cat([network(batch) for batch in images])
     if about["classes"] and expected.shape[1:] != (len(about["classes"]),):
         raise ValueError(f"classes must be {expected.shape[1]}, as many as outputs; got {len(about['classes'])}")
+    if not expected.isfinite().all():
+        raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # Of the exporters, about themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
-            write(network, torch.zeros(2, *about["input_size"]), path, json.dumps(about, ensure_ascii=False))
-            run = reopen(path)
+            content = write(network, torch.zeros(2, *about["input_size"]), json.dumps(about, ensure_ascii=False))
+            run = reopen(content)
             found = torch.cat([run(batch) for batch in images])
     except (ImportError, OSError):
         raise
@@ -161,10 +162,10 @@ def write_and_compare(network: nn.Module, path: Path, ending: str, about: dict[s
             f"what was written computes something else: an output differs by {difference:.1e} from the network's, "
             f"which are up to {largest:.3g}; nothing is left of it"
         )
-    return difference, largest
+    return content, difference, largest
 
 
-def write_onnx(network: nn.Module, images: Tensor, path: Path, about: str) -> None:
+def write_onnx(network: nn.Module, images: Tensor, about: str) -> bytes:
     import onnxruntime  # noqa: F401 - said to be missing before the work
     import onnxscript  # noqa: F401
 
@@ -173,24 +174,25 @@ def write_onnx(network: nn.Module, images: Tensor, path: Path, about: str) -> No
     program = torch.onnx.export(network, (images,), dynamo=True, verbose=False, **names)
     assert program is not None
     program.model.metadata_props[ENTRY] = about
-    program.save(path, external_data=False)
+    return bytes(program.model_proto.SerializeToString())
 
 
-def open_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+def open_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def write_program(network: nn.Module, images: Tensor, path: Path, about: str) -> None:
+def write_program(network: nn.Module, images: Tensor, about: str) -> bytes:
     program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, path, extra_files={ENTRY: about})
+    torch.export.save(program, file := io.BytesIO(), extra_files={ENTRY: about})
+    return file.getvalue()
 
 
-def open_program(path: Path) -> Callable[[Tensor], Tensor]:
-    return torch.export.load(path).module()
+def open_program(content: bytes) -> Callable[[Tensor], Tensor]:
+    return torch.export.load(io.BytesIO(content)).module()
 
 
-#: By the ending of the file: what writes a graph, and what reads it back.
+#: By the ending of the file: the functions that serialize a graph and read it back.
 FORMATS = {".onnx": (write_onnx, open_onnx), ".pt2": (write_program, open_program)}
