@@ -25,7 +25,7 @@ from vision_attn.checks import check_counts
 from vision_attn.errors import BenchmarkError
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.inspection import network_of
-from vision_attn.networks.safe import write_atomically
+from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import table
 from vision_attn.tools.benchmark.contest import Contest
 from vision_attn.tools.benchmark.contestants import LAYOUTS, ROWS, Maker, Row, Shape
@@ -109,6 +109,8 @@ def run_benchmark(contest: Contest, *, say: Callable[[str], None] = print) -> li
         raise ValueError("device: cuda was asked for and there is no CUDA device: leave --device out, or give cpu")
     place = torch.device(contest.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     threads, shapes = contest.threads or torch.get_num_threads(), [parse_shape(one) for one in contest.shapes]
+    if contest.output:
+        check_writable(contest.output)
     about = describe_machine(place, threads, contest.dtype)
     say(f"{about}\n\n{HEADER.format(rounds=contest.rounds)}")
     found: list[BenchmarkTable] = []

@@ -82,9 +82,12 @@ def predict(
     import torch
 
     from vision_attn.checks import check_counts
+    from vision_attn.networks.safe import check_writable
     from vision_attn.tools.training.folder import write_table
 
     check_counts(top=top)
+    if output:
+        check_writable(output)
     model, paths = open_network(run), images_in(images)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     top, rows = min(top, len(names)), []

@@ -181,10 +181,12 @@ def maps(
     from vision_attn.networks.figures import attention_figure, save_figure, summary_figure
     from vision_attn.networks.insertion import quiet_eval
     from vision_attn.networks.recording import capture
+    from vision_attn.networks.safe import check_writable
 
     network, pixels, normalize, paths = look.open()
     points = [point_of(word) for word in query] or [tuple(side / 2 for side in pixels.shape[2:])]
     output.mkdir(parents=True, exist_ok=True)
+    check_writable(output / "summary.png")
     how: dict[str, Any] = {"sites": look.sites or None, "heads": heads or None}
     with quiet_eval(network), capture(network, points, **how) as found:
         network(normalize(pixels))

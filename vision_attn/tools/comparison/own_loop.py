@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vision_attn.checks import check_counts
-from vision_attn.networks.safe import write_atomically
+from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_table
 from vision_attn.tools.training.data import cores
@@ -59,6 +59,7 @@ def trials(
         raise ValueError(f"seeds must be one or more that differ; got {list(seeds)}")
     file = Path(output) / "runs.json"
     file.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(file)
     noted = json.loads(file.read_text()) if file.exists() else {"options": options, "runs": {}}
     if noted["options"] != options:
         raise ValueError(f"output: {file} holds runs with {noted['options']}, not {options}: give another folder")

@@ -22,7 +22,7 @@ from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import capture
-from vision_attn.networks.safe import write_atomically
+from vision_attn.networks.safe import check_writable, write_atomically
 
 #: Cells along a side of a map that the page has: of a larger one several are taken together.
 CELLS = 28
@@ -78,6 +78,7 @@ def explore(
     Raises:
         ValueError: there is no image, titles or pictures are not as many, the maps are not of images, or as in
             :func:`capture`.
+        OSError: the file cannot be written.
 
     >>> import tempfile
     >>> from vision_attn.attention.blocks import AttentionBlock2d
@@ -94,6 +95,7 @@ def explore(
         check_type(name, given, (list, tuple), f"a list of {'images' if name == 'pictures' else 'texts'}")
         if given and name != "classes" and len(given) != len(images):
             raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
+    check_writable(Path(output))
     names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     place = next(plain_network(model).parameters())
     shown = []
@@ -170,10 +172,8 @@ def scores_of(model: nn.Module, x: Tensor) -> Tensor | None:
 
 def switches(model: nn.Module, maps: Iterable[str]) -> list[str]:
     """What is disabled to be without each of these maps: the block around it that adds to a map, or else the module."""
-    around, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
-    return list(
-        dict.fromkeys(next((site for site in around if f"{one}.".startswith(f"{site}.")), one) for one in paths)
-    )
+    sites, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
+    return list(dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in paths))
 
 
 @contextmanager
