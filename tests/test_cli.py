@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 
 import pytest
@@ -148,6 +149,92 @@ def test_a_bad_checkpoint_exits_with_1_and_writes_nothing(capsys, image_folder, 
         assert (code, "this ran" in err, "Traceback" in err) == (1, False, False)
         assert message in err
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
+def test_a_reader_that_has_left_ends_the_program_quietly(words):
+    """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" when the interpreter ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "vision_attn", *words], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_command_whose_reader_has_left_ends_quietly(capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patched, open(writing, "w") as stream:
+        patched.setattr(sys, "stdout", stream)
+        assert cli.main(["inspect", "resnet20"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.parametrize("words", ["--help", "--version", "train --help"])
+def test_a_full_or_closed_output_is_said_in_a_line(words):
+    for redirected, reason in ((">/dev/full", b"No space left on device"), (">&-", b"standard output is closed")):
+        line = f'exec "{sys.executable}" -m vision_attn {words} {redirected}'
+        done = subprocess.run(["bash", "-c", line], capture_output=True)
+        assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (1, b"", 1), done.stderr
+        assert done.stderr.startswith(b"vision-attn: error: ")
+        assert reason in done.stderr
+
+
+def test_a_closed_standard_error_is_no_obstacle():
+    line = f'exec "{sys.executable}" -m vision_attn --version 2>&-'
+    assert (
+        subprocess.run(["bash", "-c", line], capture_output=True).stdout == f"vision-attn {va.__version__}\n".encode()
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "RUN", "IMAGE", "-o"],
+        ["explore", "IMAGE", "--model", "RUN", "-o"],
+        ["maps", "IMAGE", "--model", "RUN", "-o"],
+        ["export", "RUN", "-o"],
+        ["bench", "--device", "cpu", "-o"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_that_cannot_be_written_is_said_before_the_work(capsys, image_folder, monkeypatch, words):
+    """Before, predict and others computed everything first."""
+
+    def works(*arguments, **options):
+        pytest.fail("it works before it knows where to write")
+
+    run_room = importlib.import_module("vision_attn.tools.benchmark.run")
+    monkeypatch.setattr(run_room, "measure", works)
+    capsys.readouterr()  # torch may have something to say when it is imported
+    for module in (cli.commands, cli.looking):
+        monkeypatch.setattr(module, "open_network", lambda path: silent(va.load_model(path)))
+
+    def silent(model):
+        model.register_forward_pre_hook(works)
+        return model
+
+    given = {
+        "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
+    }  # fmt: skip
+    output = {"maps": "/proc", "export": "/proc/net.onnx"}.get(words[0], "/nothing/here")
+    code, out, err = run(capsys, *(given.get(word, word) for word in words), output)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert f": '{output}" in err
+    assert "red" not in out
+
+
+def test_a_pipe_that_a_command_writes_to_stays(capsys, image_folder, tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    given = weights_folder() / "resnet20_attention_cifar100", image_folder / "val" / "red" / "0.png"
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert run(capsys, "predict", *given, "-o", pipe)[0] == 0
+    assert pipe.is_fifo()
+    reader.join()
+    assert found[0].startswith("image,class_1,probability_1,")
 
 
 def test_an_output_that_cannot_be_written_is_said_before_training(capsys, image_folder, tmp_path):

@@ -1,13 +1,15 @@
 """The program ``vision-attn``: each command is one function, and its arguments are the flags.
 
 It ends with 0; 1 for what was tried and failed; 2 for what cannot be done as asked; 128 and the signal where it was
-interrupted. An error that a user can mend is one line; only a fault of the program's own has a traceback. Nothing
-heavy is imported to show help or to refuse a flag.
+interrupted, or, without a message, where the reader of its output has left, as ``head`` does. An error that a user can
+mend is one line; only a fault of the program's own has a traceback. Nothing heavy is imported to show help or to refuse
+a flag.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from vision_attn.version import __version__
 
 __all__ = ["COMMANDS", "commands", "main", "run_program"]
 
-FAILURE, BAD_USAGE, INTERRUPTED = 1, 2, 130
+FAILURE, BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 #: Packages that commands need beyond what the library itself does, by the extra that brings them.
 EXTRAS = {
@@ -31,9 +33,7 @@ EXTRAS = {
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 #: Commands whose flags are their arguments.
-PLAIN: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (inspect, demo, predict, export, bench, explore, maps)
-}
+PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, bench, explore, maps)}
 #: Commands with flags for the settings of a run: they are handed the words of the command line.
 OF_RUNS: dict[str, Callable[[list[str]], None]] = {"train": train, "evaluate": evaluate, "compare": compare}
 COMMANDS = {**PLAIN, **OF_RUNS}
@@ -45,17 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["inspect", "resnet-that-is-none"])
     2
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what the terminal cannot show is written as numbers
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    return run_program("vision-attn", lambda: run_command(name, words))
+
+
+def run_command(name: str, words: list[str]) -> int | None:
+    """Run a command of this name, and return an exit status, if it is not 0."""
     if name == "--version":
         print(f"vision-attn {__version__}")
         return 0
     if name not in COMMANDS:
         return refuse_command(name)
     command = OF_RUNS.get(name, lambda words: tyro.cli(PLAIN[name], args=words, prog=f"vision-attn {name}"))
-    return run_program("vision-attn", lambda: command(words))
+    return command(words)
 
 
 def refuse_command(name: str) -> int:
@@ -69,23 +71,29 @@ def refuse_command(name: str) -> int:
     return 0 if asked else BAD_USAGE
 
 
-def run_program(name: str, run: Callable[[], None], *, interrupted: str = "interrupted") -> int:
+def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
     """Run a program of this library; an error that is not the program's own fault is said in a line.
 
     >>> run_program("count", lambda: print(1 + 1))
     2
     0
     """
+    sys.stderr = sys.stderr or io.StringIO()  # where it is closed
+    if sys.stdout is None:
+        sys.exit(f"{name}: error: standard output is closed: redirect it to a file or to /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Characters that the terminal cannot show are written as numbers. Errors of a stream are raised by print.
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        run()
-    except Interrupted as stop:
-        if str(stop):  # several processes leave it to one of them
-            print(f"{name}: {stop}", file=sys.stderr)
-        return 128 + stop.signal
-    except KeyboardInterrupt:
-        print(f"{name}: {interrupted}", file=sys.stderr)
-        return INTERRUPTED
+        return run() or 0
+    except KeyboardInterrupt as stop:
+        if said := str(stop) if isinstance(stop, Interrupted) else interrupted:  # several processes leave it to one
+            print(f"{name}: {said}", file=sys.stderr)
+        return 128 + stop.signal if isinstance(stop, Interrupted) else INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and error.filename is None:  # the reader of standard output has left
+            return BROKEN_PIPE
         extra = missing_extra(error)
         # torch's, which is not imported for it, and what it raises on the CPU
         lack = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
@@ -99,7 +107,11 @@ def run_program(name: str, run: Callable[[], None], *, interrupted: str = "inter
             said = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))
             print(f"{name}: error: {said or type(error).__name__}{remedy}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ValueError) else FAILURE
-    return 0
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would flush it again when it ends, and show the error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def missing_extra(error: Exception) -> str | None:
