@@ -21,6 +21,4 @@ class Contest:
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of maps and weights
     threads: int | None = None  # of the CPU (default: as many as torch has)
     rounds: int = 15  # measurements of each contestant
-    output: Annotated[Path | None, arg(aliases=["-o"])] = (
-        None  # JSON file for all that was measured, written after each table
-    )
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None  # JSON file for the results, written after each table

@@ -46,8 +46,7 @@ class OnMaps(nn.Module):
         self.layer = layer
 
     def run(self, y: Tensor) -> Tensor:
-        found: Tensor = self.layer(y)
-        return found
+        return self.layer(y)
 
     def forward(self, x: Tensor) -> Tensor:
         layout = "channels-last" if x.is_contiguous(memory_format=torch.channels_last) else "nchw"
@@ -94,9 +93,7 @@ class Floor(nn.Module):
         weights = [state[key] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")]
         leaves = (*maps, q, k, v, *(weight.flatten(1) if weight.dim() > 1 else weight for weight in weights))
         self.leaves: nn.ParameterList = nn.ParameterList(leaf.contiguous() for leaf in leaves)
-        self.mask: Tensor | None = (
-            mask if mask is None or mask.dtype == torch.bool else mask.detach().to(q.dtype).contiguous()
-        )
+        self.mask = mask if mask is None or mask.dtype == torch.bool else mask.detach().to(q.dtype).contiguous()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y, joined, q, k, v, weight, bias, proj_weight, proj_bias = self.leaves
@@ -195,8 +192,7 @@ def bottleneck(x: Tensor, n: int) -> tuple[nn.Module, nn.Module]:
 
 
 def resnet(x: Tensor, n: int) -> nn.Module:
-    network: nn.Module = timm.create_model("resnet50")
-    return network
+    return timm.create_model("resnet50")
 
 
 def resnet_with(**options: Any) -> Maker:
@@ -273,6 +269,7 @@ def also_compiled(*names: str) -> dict[str, Maker]:
 
 SIZES: dict[Shape, int] = {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8, (1, 128, 64, 64): 4}
 BACKBONES: dict[Shape, int] = {(4, 3, 224, 224): 8, (16, 3, 224, 224): 8}
+POSITIONED: dict[Shape, int] = {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4}
 WINDOWED: dict[Shape, int] = {(8, 96, 56, 56): 3}
 LIBRARIES = ("timm layers Attention2d", "timm maxxvit Attention2d", "torch MHA", "torch MHA, training mode")
 # FlexAttention has no gradients on a CPU.
@@ -291,10 +288,7 @@ ROWS = {
         among("resnet50, ours in all channels", "resnet50, timm's by hand", "resnet50, ours inserted", "resnet50"),
         BACKBONES,
     ),
-    "positions": Row(
-        beside_floor("ours RelPosDecomposed", "timm BottleneckAttn"),
-        {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
-    ),
+    "positions": Row(beside_floor("ours RelPosDecomposed", "timm BottleneckAttn"), POSITIONED),
     "windows": Row(beside_floor("ours window", "torchvision window"), WINDOWED, BOTH),
     "shifted-windows": Row(beside_floor("ours shifted window", "torchvision shifted window"), WINDOWED, BOTH),
     "einx": Row(among("ours einx", "ours bmm"), SIZES),
@@ -303,10 +297,7 @@ ROWS = {
         among("ours", "ours sdpa", "ours bmm"),
         {(2048 // side**2 or 1, channels, side, side): 8 for channels in (64, 256, 512) for side in (4, 7, 10, 14, 24)},
     ),
-    "position-choices": Row(
-        among("ours RelPosDecomposed", "ours RelPosDecomposed, folded"),
-        {(8, 256, 14, 14): 4, (2, 256, 28, 28): 4, (1, 256, 56, 56): 4},
-    ),
+    "position-choices": Row(among("ours RelPosDecomposed", "ours RelPosDecomposed, folded"), POSITIONED),
     "compiled": Row(also_compiled("ours", "ours einx", "ours bmm"), {(8, 256, 14, 14): 8, (2, 256, 32, 32): 8}),
     "compiled-backbone": Row(also_compiled("resnet50, ours inserted"), {(4, 3, 224, 224): 8}),
     # with four times the tokens

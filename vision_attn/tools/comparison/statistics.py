@@ -23,9 +23,7 @@ The verdict follows from the 95 % interval, by Games and Howell: each arm has it
 intervals of all pairs hold together. Where all arms are equal, about one table in twenty has a wrong verdict. An
 interval also says how large the difference may be."""
 
-UNKNOWN = (
-    "An arm with one seed, or the same score for each, shows no spread to measure differences by: give more seeds."
-)
+UNKNOWN = "An arm with one seed, or the same score for all, shows no spread to measure differences by: give more seeds."
 
 
 @dataclass(frozen=True)

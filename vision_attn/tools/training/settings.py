@@ -162,8 +162,7 @@ class Settings(metaclass=PlainErrors):
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, as they are written to ``settings.yaml``."""
-        values: dict[str, Any] = TypeAdapter(Settings).dump_python(self, mode="json")
-        return values
+        return TypeAdapter(Settings).dump_python(self, mode="json")
 
 
 def differences(one: Settings, other: Settings) -> list[str]:
