@@ -125,7 +125,7 @@ def inputs_differ(own: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def sites_of_blocks(keys: Iterable[str], modules: Iterable[str]) -> list[str]:
     """The modules that blocks were inserted at, by the keys of a state dict.
 
-    A module that does not hold its block has it held by another one, around or inside, under a name that says for which.
+    A module around or inside that of the site may hold the block, under a name that says for which.
     """
     spelled = {name.replace(".", "_"): name for name in modules}
     sites: dict[str, None] = {}
