@@ -31,7 +31,7 @@ class Raises(nn.Module):
 
 
 IN_PYTHON = {
-    "a misspelt argument": (lambda: insert(num_head=4), "argument 'num_head': did you mean num_heads"),
+    "a misspelt argument": (lambda: insert(num_head=4), "argument 'num_head': did you mean 'num_heads'"),
     "a misspelt block": (lambda: insert("cbma"), r"block must be a class or function .*cbam.*; got 'cbma'"),
     "a module for a class": (lambda: insert(nn.ReLU()), "block must be a class or function .* got a ReLU"),
     "what timm would drop": (lambda: insert("ese", reduction=4), "takes no reduction, only add_maxpool"),
@@ -74,7 +74,7 @@ ON_THE_COMMAND_LINE = {
     "explore {images}/val/red/0.png --model tiny": (2, "no attention to look into: give vit_tiny_patch16_224"),
     "explore {folder}/none.png --model tiny": (1, "images: there is no {folder}/none.png"),
     "inspect torchvision:resnet999": (2, "there is no 'torchvision:resnet999'; close to it: resnet"),
-    f"{TRAIN} --block-options num_head=4": (2, "'num_head': did you mean num_heads?"),
+    f"{TRAIN} --block-options num_head=4": (2, "'num_head': did you mean 'num_heads'?"),
     f"{TRAIN} --block test_mistakes:Breaks": (1, "block test_mistakes:Breaks raised KeyError ('window') in line "),
 }
 

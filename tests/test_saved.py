@@ -119,7 +119,7 @@ def test_a_new_head_goes_with_the_blocks(model, tmp_path):
     assert_same(other.state_dict(), model.state_dict())
     with pytest.raises(va.CheckpointError, match=r"another network: .*fc.weight \(model \(5, 8\), adapter \(3, 8"):
         load_adapter_(small_network(classes=5), path)
-    with pytest.raises(ValueError, match=r"also: 'head.*' matches no key of the model; it has conv1.weight"):
+    with pytest.raises(ValueError, match=r"also='head.*' matches no parameter; the model has conv1.weight"):
         save_adapter(model, path, also=["fc.*", "head.*"])
 
 

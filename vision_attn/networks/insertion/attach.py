@@ -18,21 +18,10 @@ import torch
 from torch import nn
 
 from vision_attn.errors import SiteError
+from vision_attn.networks.insertion import hooks
 from vision_attn.networks.insertion.backbone import modules_around, plain_network
 from vision_attn.networks.insertion.exact import ExactBlock
-from vision_attn.networks.insertion.hooks import (
-    HELD,
-    RECORD,
-    REPLACED,
-    Place,
-    block_at,
-    check_grid,
-    hook_,
-    is_fusible,
-    is_site,
-    keep_block,
-    unhook_,
-)
+from vision_attn.networks.insertion.hooks import HELD, RECORD, REPLACED, is_site
 from vision_attn.networks.insertion.makers import hint, make_block, reason
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock
 from vision_attn.networks.insertion.untrained import warn_if_untrained
@@ -50,7 +39,7 @@ def holder(model: nn.Module, target: str, inside: bool = False) -> str:
     holds its block, and a dot at the beginning of the path stands for each level up.
     """
     module = model.get_submodule(target)
-    if is_fusible(module) and not inside:
+    if hooks.is_fusible(module) and not inside:
         parts = target.split(".")
         for level in range(1, len(parts)):  # not the network itself, whose children other code may run in a row
             child = f"{CHILD}_{'_'.join(parts[-level:])}"
@@ -103,21 +92,21 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
         exchange_(model, target, block)
         return
     owner.add_module(child, block)
-    held: str | Place = f"{path}.{child}" if record.held.startswith(".") else Place(record.held)
-    hook_(target, block, held if isinstance(held, Place) else block)
+    held: str | hooks.Place = f"{path}.{child}" if record.held.startswith(".") else hooks.Place(record.held)
+    hooks.hook_(target, block, held if isinstance(held, hooks.Place) else block)
     for around in {"", path if isinstance(held, str) else called_around(model, record.site)}:
         inside = len(around) + bool(around)
         from_there = held[inside:] if isinstance(held, str) else held
-        keep = partial(keep_block, target=record.site[inside:], held=from_there, record=record)
+        keep = partial(hooks.keep_block, target=record.site[inside:], held=from_there, record=record)
         model.get_submodule(around).register_forward_pre_hook(keep)
     if "(" in record.layout:
-        model.register_forward_pre_hook(partial(check_grid, record=record), with_kwargs=True)
+        model.register_forward_pre_hook(partial(hooks.check_grid, record=record), with_kwargs=True)
 
 
 def called_around(model: nn.Module, path: str) -> str:
     """Return the path of the nearest module around a module that is called in a forward pass."""
-    lists = nn.ModuleList, nn.ModuleDict
-    return next(x for x in reversed(("", *modules_around(path))) if not isinstance(model.get_submodule(x), lists))
+    names = reversed(modules_around(path))
+    return next((x for x in names if type(model.get_submodule(x)).forward is not nn.Module.forward), "")
 
 
 def attach_records_(
@@ -223,13 +212,16 @@ def detach_(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     kept = [vars(module)[RECORD] for module in registered.difference(blocks) if RECORD in vars(module)]
     for module in [*model.modules()]:
         # A module that was fused may have a hook without a block, or run a copy of its block.
-        if HELD not in vars(module) or (block := block_at(module)) in blocks or block not in registered:
-            unhook_(module)
+        if HELD not in vars(module) or (block := hooks.block_at(module)) in blocks or block not in registered:
+            hooks.unhook_(module)
         for name in [name for name, child in module._modules.items() if child in blocks]:
             del module._modules[name]
         pre_hooks: dict[int, Any] = module._forward_pre_hooks
         for key, hook in [*pre_hooks.items()]:
-            if getattr(hook, "func", None) in (keep_block, check_grid) and hook.keywords["record"] not in kept:
+            if (
+                getattr(hook, "func", None) in (hooks.keep_block, hooks.check_grid)
+                and hook.keywords["record"] not in kept
+            ):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -272,14 +264,14 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
     network = plain_network(model)
     for owner in network.modules():
         for hook in owner._forward_pre_hooks.values():
-            if getattr(hook, "func", None) is keep_block:
+            if getattr(hook, "func", None) is hooks.keep_block:
                 hook(owner, ())
     return blocks_by_site(network)
 
 
 def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
     return {
-        name: module if REPLACED in vars(module) else block_at(module)
+        name: module if REPLACED in vars(module) else hooks.block_at(module)
         for name, module in network.named_modules()
         if is_site(module)
     }
