@@ -211,7 +211,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
     with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
         freeze_backbone_(model, also_train=("fc.*", "head.*"))
     va.remove_(model)
-    with pytest.raises(ValueError, match="nothing to train when frozen: insert_ a block"):
+    with pytest.raises(ValueError, match="nothing to train when frozen: insert a block"):
         freeze_backbone_(model)
     assert all(p.requires_grad for p in model.parameters())
 
