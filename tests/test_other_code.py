@@ -715,3 +715,28 @@ def test_an_adapter_finds_a_block_that_its_parent_holds_and_a_checkpoint_names_i
     torch.save(model.state_dict(), tmp_path / "whole.pth")
     with pytest.raises(va.CheckpointError, match=r"insert_\(model, names=\[.layer2.1.bn2"):
         va.load_checkpoint(resnet(), tmp_path / "whole.pth")
+
+
+class Labels(nn.Module):
+    """Returns labels, which have no gradient."""
+
+    def __init__(self, ignore):
+        super().__init__()
+        self.stem, self.side, self.ignore = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), ignore
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.side(x)
+        return (x if self.ignore else y).argmax(1)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_network_without_gradients_is_checked_by_other_values(ignore):
+    torch.manual_seed(0)
+    model = Labels(ignore).eval()
+    if ignore:
+        with pytest.raises(va.SiteError, match="'side': the network ignores the output"):
+            va.insert_(model, names="side", example_input=IMAGE)
+    else:
+        assert va.insert_(model, names="side", example_input=IMAGE).warnings == ()
+    assert all(p.requires_grad for p in model.parameters())

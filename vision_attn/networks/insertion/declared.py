@@ -365,14 +365,22 @@ class DryRun:
     def unread(self, maps: list[Map], at: str) -> list[Map]:
         """Return the maps that the output does not depend on, by one forward and backward pass."""
         held: dict[Map, list[Tensor]] = {one: [] for one in maps}
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         try:
+            for parameter in parameters:
+                parameter.requires_grad_(False)  # so that nothing before the first map is kept for the backward pass
             output = self.run_changed(maps, at, lambda one, x: hold(held[one], x), gradients=True)
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in leaves(output) if x.requires_grad]
+                if not sums:
+                    return [one for one in maps if self.is_ignored(one, at)]
                 every = [x for tensors in held.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
         except (SiteError, RuntimeError):  # a network that has no backward
             return []
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_()
         gradients = {one: [next(found) for _ in tensors] for one, tensors in held.items()}
         return [one for one, each in gradients.items() if not any(is_read(one, gradient) for gradient in each)]
 
