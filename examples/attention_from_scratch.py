@@ -11,19 +11,22 @@
 # asserted below it; times are printed.
 
 # %%
+import os
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import from_numpy, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
 import vision_attn as va
 from vision_attn.attention import reference
 from vision_attn.networks.figures import Figure, save_figure
 from vision_attn.networks.insertion import count_multiply_adds
-from vision_attn.tools.benchmark.run import peak_memory, time_in_turns
 
 OUTPUT = Path("examples-output")
 OUTPUT.mkdir(exist_ok=True)
@@ -499,19 +502,35 @@ for side in sides:
 
 # %% [markdown]
 # The calls are timed in turns, so that whatever else your machine does falls on all of them alike, and the median of
-# three rounds counts. Memory is the most that tensors take at one moment of a call. From 32×32 to 64×64 there are four
-# times as many tokens. Written out, memory grows by nearly 16, as the matrix does: not quite, since the map beside it
-# grows by 4. The others grow by 4 at most.
+# three rounds counts. Memory is the most that tensors take at one moment of a call: torch's profiler records the bytes
+# of each tensor when it is allocated, and the same number below zero when it is released, and the peak is the largest
+# sum up to some moment. From 32×32 to 64×64 there are four times as many tokens. Written out, memory grows by nearly
+# 16, as the matrix does: not quite, since the map beside it grows by 4. The others grow by 4 at most.
 
 # %%
-cpu = torch.device("cpu")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler does not report that there is no GPU
+
+
+def peak_memory(call):
+    """Return the peak memory of a call in MiB."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes)) / 2**20
+
+
+threads = torch.get_num_threads()
 seconds, peak = {}, {}
 for side, x in maps.items():
     calls = {name: partial(block, x) for name, block in blocks.items()}
-    times = time_in_turns(calls, rounds=3)
+    timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
+    rounds = [
+        {name: timer.blocked_autorange(min_run_time=0.01).mean for name, timer in timers.items()} for _ in range(3)
+    ]
     for name, call in calls.items():
-        seconds[name, side] = np.array(times[name])
-        peak[name, side] = peak_memory(call, cpu) / 2**20
+        seconds[name, side] = np.array([times[name] for times in rounds])
+        peak[name, side] = peak_memory(call)
 growth = {name: peak[name, 64] / peak[name, 32] for name in blocks}
 assert 15 < growth["full, written out"] < 16
 # Less than 4 where a kernel's own room, which is the same for every map, is counted with it.
@@ -519,7 +538,7 @@ assert all(growth[name] <= 4 for name in blocks if name != "full, written out")
 
 relative = {key: np.median(taken / seconds["full, fused", key[1]]) for key, taken in seconds.items()}
 share = {key: count / multiply_adds["full, fused", key[1]] for key, count in multiply_adds.items()}
-print(f"\nFour attentions, {c} channels, one head, by the side of the map; threads: {torch.get_num_threads()}")
+print(f"\nFour attentions, {c} channels, one head, by the side of the map; threads: {threads}")
 print(f"{'':<20}{'multiply-adds, full = 1':^28} {'time, fused = 1':^28} {'peak MiB':^28}")
 print(f"{'':<20}" + " ".join(["".join(f"{side:>7}" for side in sides)] * 3))
 for name in blocks:

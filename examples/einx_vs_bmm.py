@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from matplotlib.colors import ListedColormap
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.benchmark import Timer
 
 import vision_attn as va
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks.figures import Figure, save_figure
-from vision_attn.tools.benchmark.run import time_in_turns
 
 began = time.perf_counter()
 import einx  # noqa: E402 - what importing it costs is one of the questions
@@ -684,25 +684,27 @@ figure
 # ## Speed
 #
 # Both forms and the fused kernel of torch (`impl="sdpa"`, the default of the library), forward, with the same weights,
-# on a small map and a larger one. They are measured in turns, and each round gives the ratio to the fused block; what
-# is printed is the median and, in brackets, the middle half of the rounds. It depends on your machine, and nothing is
-# asserted about it.
+# on a small map and a larger one, on one thread. They are measured in turns, and each round gives the ratio to the
+# fused block; what is printed is the median and, in brackets, the middle half of the rounds. It depends on your
+# machine, and nothing is asserted about it.
 
 # %%
 timed = {"fused": va.Attention2d(64, 8), "bmm": BmmAttention(64, 8), "einx": EinxAttention(64, 8)}
-for contestant in timed.values():
-    contestant.load_state_dict(timed["fused"].state_dict(), strict=True)
-    contestant.float()
+for block in timed.values():
+    block.load_state_dict(timed["fused"].state_dict(), strict=True)
+    block.float()
 
 print(f"\n{'time, as a multiple of the fused block':<40} {'bmm':<20} einx")
 for batch, side in ((4, 8), (1, 24)):
     x = torch.randn(batch, 64, side, side, dtype=torch.float32)
+    timers = {name: Timer("block(x)", globals={"block": block, "x": x}) for name, block in timed.items()}
     with torch.inference_mode():
-        calls = {name: partial(contestant, x) for name, contestant in timed.items()}
-        times = time_in_turns(calls, rounds=9)
+        rounds = [
+            {name: timer.blocked_autorange(min_run_time=0.01).mean for name, timer in timers.items()} for _ in range(9)
+        ]
     cells = []
     for name in ("bmm", "einx"):
-        low, middle, high = quantiles([t / fused for t, fused in zip(times[name], times["fused"], strict=True)], n=4)
+        low, middle, high = quantiles([times[name] / times["fused"] for times in rounds], n=4)
         cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
     print(f"{f'{side}×{side}, 64 channels, batch {batch}':<40} {cells[0]:<20} {cells[1]}")
 
