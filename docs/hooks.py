@@ -14,6 +14,7 @@ SHOWN = (
     *("*.md", "LICENSE", "CITATION.cff", "docs/*.md", "docs/*.svg", "docs/explorer/*", "docs/api/*.md"),
     *("tests/reach.py", "tests/families.py", "vision_attn/attention/kernels.py"),
     *("examples/*.md", "examples/*.py", "examples/*/*.png", "examples/results/*.json", "examples/notebooks/*.ipynb"),
+    "benchmarks/*.py",
     *("weights/*.md", "weights/*/*.md", "weights/*/*.png"),
 )
 

@@ -1,93 +1,93 @@
-"""The benchmark: everybody computes what ours does, and times, ratios and memory are what they say."""
+"""The scripts in benchmarks/: outputs are compared, and times, ratios and memory are right."""
 
 import copy
 import json
+import re
 
+import block_costs
+import candidates
 import numpy as np
 import pytest
+import speed
 import torch
 from torch import nn
 
 import vision_attn as va
-from vision_attn.errors import BenchmarkError
-from vision_attn.tools.benchmark import contestants, run
-from vision_attn.tools.benchmark.contest import Contest
-from vision_attn.tools.benchmark.contestants import CONTESTANTS, ROWS
-from vision_attn.tools.benchmark.run import peak_memory, run_benchmark, time_in_turns
 
-CPU = torch.device("cpu")
-QUICK = {"heads": 2, "device": "cpu", "rounds": 1}
-#: A shape that is quick, of each row.
+#: A small input for each row.
 SHAPES = {
-    "attention": (1, 16, 4, 4), "backbone": (1, 3, 32, 32), "positions": (1, 16, 3, 4),
-    "windows": (1, 16, 14, 14), "shifted-windows": (1, 16, 14, 14), "einx": (1, 16, 4, 4), "memory": (1, 16, 7, 7),
-    "choices": (1, 16, 4, 4), "position-choices": (1, 16, 3, 4), "compiled": (1, 16, 4, 4),
-    "compiled-backbone": (1, 3, 32, 32),
+    "attention": "1,16,4,4", "backbone": "1,3,32,32", "positions": "1,16,3,4", "windows": "1,16,14,14",
+    "shifted-windows": "1,16,14,14", "einx": "1,16,4,4", "memory": "1,16,7,7", "choices": "1,16,4,4",
+    "position-choices": "1,16,3,4", "compiled": "1,16,4,4", "compiled-backbone": "1,3,32,32",
 }  # fmt: skip
+QUICK = ("--heads", "2", "--device", "cpu", "--rounds", "1", "--threads", "1")
 
 
-def measured(*rows, shapes=(), say=lambda text: None, **options):
-    """The tables of a contest whose shapes are numbers."""
-    options |= {"rows": rows} if rows else {}
-    return run_benchmark(Contest(shapes=tuple(",".join(map(str, shape)) for shape in shapes), **options), say=say)
+def compare(*arguments):
+    return speed.compare(speed.build_parser().parse_args(list(map(str, arguments))))
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """No call is repeated to be timed well: the tests do not look at how long it takes."""
-    monkeypatch.setattr(run, "SHORTEST", 1e-9)
+def single_calls(monkeypatch):
+    """Measure single calls, since the tests do not check how long they take."""
+    monkeypatch.setattr(speed, "MIN_SECONDS", 1e-9)
 
 
 @pytest.fixture
 def small_backbone(monkeypatch):
-    create = contestants.timm.create_model
-    monkeypatch.setattr(contestants.timm, "create_model", lambda name: create("resnet18"))
+    create = candidates.timm.create_model
+    monkeypatch.setattr(candidates.timm, "create_model", lambda name: create("resnet18"))
 
 
-def test_a_table_is_what_was_measured_as_text_and_as_a_file(tmp_path):
-    said, file = [], tmp_path / "all.json"
-    shapes = [(2, 16, 5, 4), (2, 16, 7, 7)]
-    found = measured(shapes=shapes, heads=2, device="cpu", rounds=3, threads=1, output=file, say=said.append)
-    assert [one.title.split(", ")[2] for one in found] == ["5×4", "7×7"]
-    held = json.loads(file.read_text())
-    assert torch.__version__ in held["about"]
-    assert said[0].startswith(held["about"])
-    for one, written, text in zip(found, held["tables"], said[1:], strict=True):
-        assert list(written["timings"]) == list(one.timings) == [*ROWS["implementations"].contestants]
-        for what in ("forward", "gradients"):
-            ours = np.array(one.timings["ours"].seconds[what])
-            for name, timing in one.timings.items():
-                assert written["timings"][name]["seconds"][what] == timing.seconds[what]
-                assert len(timing.seconds[what]) == 3
-                assert one.ratio(name, what) == pytest.approx(np.median(ours / timing.seconds[what]))
-                assert timing.mebibytes[what] > 0
-                assert f"\n{name}  " in text
+def test_tables_are_printed_and_written_to_the_file(tmp_path, capsys):
+    file = tmp_path / "times.json"
+    tables = compare("--shapes", "2,16,5,4", "2,16,7,7", *QUICK, "--rounds", "3", "--output", file)
+    assert [table["title"].split(", ")[2] for table in tables] == ["5×4", "7×7"]
+    written, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert written["tables"] == tables
+    assert torch.__version__ in written["about"]
+    assert printed.startswith(written["about"])
+    for table in tables:
+        timings = table["timings"]
+        assert list(timings) == list(candidates.ROWS["implementations"].candidates)
+        assert table["title"] in printed
+        for name, timing in timings.items():
+            assert f"\n{name}  " in printed
+            for step in ("forward", "gradients"):
+                assert len(timing["seconds"][step]) == 3
+                assert timing["mebibytes"][step] > 0
+                ratios = np.array(timings["ours"]["seconds"][step]) / timing["seconds"][step]
+                assert speed.speedup(timings, name, step) == pytest.approx(np.median(ratios))
 
 
 @pytest.mark.usefixtures("small_backbone")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, "float32") for name in ROWS if name != "implementations" and not name.startswith("compiled")),
+        *((name, "float32") for name in SHAPES if not name.startswith("compiled")),
         ("positions", "bfloat16"),
         *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in ("compiled", "compiled-backbone")),
     ],
 )
-def test_everybody_in_a_row_runs_and_computes_the_same(name, dtype):
-    found = measured(name, shapes=[SHAPES[name]], dtype=dtype, **QUICK)
-    assert [one.title.rpartition(", ")[2] for one in found] == list(ROWS[name].layouts)
-    assert all(list(one.timings) == list(ROWS[name].contestants) for one in found)
+def test_candidates_of_a_row_compute_the_same(name, dtype):
+    tables = compare("--rows", name, "--shapes", SHAPES[name], "--dtype", dtype, *QUICK)
+    row = candidates.ROWS[name]
+    assert [table["title"].rpartition(", ")[2] for table in tables] == list(row.layouts)
+    assert all(list(table["timings"]) == list(row.candidates) for table in tables)
+
+
+def test_every_row_is_tested():
+    assert {"implementations", *SHAPES} == set(candidates.ROWS)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_on_cuda(name):
-    said = []
-    measured(name, device="cuda", rounds=2, say=said.append)
-    assert torch.cuda.get_device_name() in said[0]
+@pytest.mark.parametrize("name", candidates.ROWS)
+def test_rows_on_cuda(name, capsys):
+    compare("--rows", name, "--device", "cuda", "--rounds", "2")
+    assert torch.cuda.get_device_name() in capsys.readouterr().out
 
 
-def wrong_block(x, n):
+def other_weights(x, n):
     return va.Attention2d(16, n), va.Attention2d(16, n)
 
 
@@ -98,12 +98,12 @@ def not_a_number(x, n):
     return broken, block
 
 
-@pytest.mark.parametrize("wrong", [wrong_block, not_a_number])
-def test_who_does_not_compute_the_same_stops_the_run_before_anything_is_timed(monkeypatch, wrong):
-    monkeypatch.setattr(run, "time_in_turns", lambda *arguments, **further: pytest.fail("something was timed"))
-    monkeypatch.setitem(ROWS["attention"].contestants, "floor", wrong)
-    with pytest.raises(BenchmarkError, match=r"floor: its output on a map of \(1, 16, 4, 4\) differs"):
-        measured("attention", shapes=[SHAPES["attention"]], **QUICK)
+@pytest.mark.parametrize("wrong", [other_weights, not_a_number])
+def test_a_candidate_that_computes_something_else_is_not_timed(monkeypatch, wrong):
+    monkeypatch.setattr(speed, "time_in_turns", lambda *arguments, **options: pytest.fail("a candidate was timed"))
+    monkeypatch.setitem(candidates.ROWS["attention"].candidates, "lower bound", wrong)
+    with pytest.raises(RuntimeError, match=r"lower bound: .* \(1, 16, 4, 4\) differs"):
+        compare("--rows", "attention", "--shapes", SHAPES["attention"], *QUICK)
 
 
 @pytest.mark.usefixtures("small_backbone")
@@ -116,21 +116,21 @@ def test_who_does_not_compute_the_same_stops_the_run_before_anything_is_timed(mo
         ("resnet50, timm's by hand", (1, 3, 64, 64), "gate"),
     ],
 )
-def test_another_scale_position_or_gate_is_far_outside_of_what_is_allowed(name, shape, part):
+def test_another_scale_position_or_gate_exceeds_the_tolerance(name, shape, part):
     torch.manual_seed(0)
     x = torch.randn(shape)
-    module, twin = (one.eval() for one in CONTESTANTS[name](x, 4))
-    run.check_output(name, module, twin, x)
-    for key, value in twin.named_parameters():
+    module, reference = (one.eval() for one in candidates.CANDIDATES[name](x, 4))
+    speed.check_output(name, module, reference, x)
+    for key, value in reference.named_parameters():
         if key.endswith(part):
             value.data[: len(value) // 3] *= 8
             value.data[len(value) // 3 :] *= 1 if part == "qkv.weight" else 0
-    with pytest.raises(BenchmarkError, match="differs from that of ours"):
-        run.check_output(name, module, twin, x)
+    with pytest.raises(RuntimeError, match="differs"):
+        speed.check_output(name, module, reference, x)
 
 
 class Tokens(nn.Module):
-    """A network with timm's attention, a head of zeros, and a part that evaluation does not use."""
+    """A network with timm's attention, a head of zeros, and a layer that evaluation does not use."""
 
     def __init__(self):
         super().__init__()
@@ -144,32 +144,42 @@ class Tokens(nn.Module):
         return self.head(self.attn(x.flatten(2).transpose(1, 2)))
 
 
-def test_a_network_before_and_after_the_swap(monkeypatch):
+def test_a_network_with_and_without_the_swap(monkeypatch):
     networks = {"tokens": Tokens, "plain": lambda: nn.Conv2d(8, 8, 1)}
-    monkeypatch.setattr(run, "network_of", lambda name: networks[name]())
-    (found,) = measured(swap=["tokens"], shapes=[(1, 8, 4, 4)], **QUICK)
-    assert list(found.timings) == ["swapped", "as it was"]
-    with pytest.raises(ValueError, match="nothing of plain can be swapped"):
-        measured(swap=["plain"], shapes=[(1, 8, 4, 4)], **QUICK)
+    monkeypatch.setattr(speed, "network_of", lambda name: networks[name]())
+    (table,) = compare("--swap", "tokens", "--shapes", "1,8,4,4", *QUICK)
+    assert list(table["timings"]) == ["swapped", "original"]
+    with pytest.raises(ValueError, match="--swap: plain"):
+        compare("--swap", "plain", "--shapes", "1,8,4,4", *QUICK)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": 0}, "heads must be a whole number of at least 1"),
-        ({"shapes": [(1, 64, 4, 4)], "heads": 7}, "num_heads must divide .*channels=64 and num_heads=7"),
-        ({"rows": ["speed"]}, "rows must be among implementations, .*, all; got speed"),
+        (["--heads", "0"], "--heads"),
+        (["--rows", "speed"], "--rows: .*'speed'"),
+        (["--shapes", "8,256,14"], "--shapes: .*'8,256,14'"),
+        (["--shapes", "8,256,14,0"], "--shapes: .*'8,256,14,0'"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        measured(*arguments.pop("rows", ()), device="cpu", **arguments)
+def test_wrong_flags_are_errors(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        speed.main(arguments)
+    assert re.search(message, capsys.readouterr().err)
 
 
-def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
+def test_heads_that_do_not_divide_the_channels_and_an_unwritable_output_are_errors(monkeypatch):
+    with pytest.raises(ValueError, match="channels=64 and num_heads=7"):
+        compare("--shapes", "1,64,4,4", "--heads", "7", "--device", "cpu")
+    monkeypatch.setattr(speed, "measure", lambda *arguments: pytest.fail("work before the output was checked"))
+    with pytest.raises(OSError, match="/nothing/here"):
+        compare("--device", "cpu", "--output", "/nothing/here")
+
+
+def test_calls_take_turns_and_short_calls_are_repeated(monkeypatch):
     turns = []
 
-    class Pretended:
+    class FakeTimer:
         def __init__(self, stmt, globals, num_threads):
             self.call = globals["call"]
 
@@ -177,16 +187,16 @@ def test_contestants_take_turns_and_short_calls_are_repeated(monkeypatch):
             turns.append((self.call(), number))
             return type("", (), {"mean": {"short": 1e-4, "long": 1.0}[self.call()]})
 
-    monkeypatch.setattr(run, "SHORTEST", 5e-3)
-    monkeypatch.setattr(run, "Timer", Pretended)
-    found = time_in_turns({"short": lambda: "short", "long": lambda: "long"}, rounds=8)
-    assert found == {"short": [1e-4] * 8, "long": [1.0] * 8}
-    rounds = [tuple(turns[start : start + 2]) for start in range(4, 20, 2)]
+    monkeypatch.setattr(speed, "MIN_SECONDS", 5e-3)
+    monkeypatch.setattr(speed, "Timer", FakeTimer)
+    seconds = speed.time_in_turns({"short": lambda: "short", "long": lambda: "long"}, rounds=8, threads=1)
+    assert seconds == {"short": [1e-4] * 8, "long": [1.0] * 8}
+    rounds = [tuple(turns[start : start + 2]) for start in range(2, 18, 2)]
     assert all(sorted(turn) == [("long", 1), ("short", 50)] for turn in rounds)
-    assert len(set(rounds)) == 2, "the order changes by the round"
+    assert len(set(rounds)) == 2, "the order varies"
 
 
-def test_the_peak_is_what_is_held_at_one_moment():
+def test_the_peak_counts_tensors_that_are_held_at_the_same_time():
     def one_after_the_other():
         first = torch.ones(1000, 1000)
         del first
@@ -194,4 +204,23 @@ def test_the_peak_is_what_is_held_at_one_moment():
 
     kept = torch.ones(1000, 1000)
     for call, expected in ((one_after_the_other, 4e6), (lambda: kept + kept * 2, 8e6), (lambda: kept.view(-1), 0)):
-        assert peak_memory(call, CPU) == pytest.approx(expected, rel=0.02, abs=1000)
+        assert speed.peak_memory(call, torch.device("cpu")) == pytest.approx(expected, rel=0.02, abs=1000)
+
+
+def test_numbers_have_three_digits():
+    assert list(map(speed.format_number, (0.0123, 1.23456, 12.3456, 1234.5))) == ["0.012", "1.23", "12.3", "1234"]
+
+
+def test_block_costs_replaces_the_tables_of_a_page(tmp_path, capsys):
+    page = tmp_path / "cost.md"
+    page.write_text("# Before\n<!-- tables of costs -->\nold\n<!-- end of the tables -->\nAfter\n")
+    small = ["--sides", "7", "--batch-size", "1", "--rounds", "1"]
+    block_costs.main(["--only", "LinearAttention2d", "eca", *small, "--page", str(page)])
+    before, _, rest = page.read_text().partition("<!-- tables of costs -->\n")
+    tables, _, after = rest.partition("<!-- end of the tables -->")
+    assert (before, tables, after) == ("# Before\n", capsys.readouterr().out, "\nAfter\n")
+    eca = [line for line in tables.splitlines() if line.startswith("| timm's `eca`")]
+    assert [line.split("|")[2].strip() for line in eca[:2]] == ["7", "0.0"]  # a kernel of seven on 2,048 channels
+    assert len(eca) == 4
+    with pytest.raises(SystemExit):
+        block_costs.main(["--only", "nothing", *small])

@@ -195,7 +195,6 @@ def test_a_closed_standard_error_is_no_obstacle():
         ["explore", "IMAGE", "--model", "RUN", "-o"],
         ["maps", "IMAGE", "--model", "RUN", "-o"],
         ["export", "RUN", "-o"],
-        ["bench", "--device", "cpu", "-o"],
     ],
     ids=lambda words: words[0],
 )
@@ -205,8 +204,6 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(capsys, image_
     def works(*arguments, **options):
         pytest.fail("it works before it knows where to write")
 
-    run_room = importlib.import_module("vision_attn.tools.benchmark.run")
-    monkeypatch.setattr(run_room, "measure", works)
     capsys.readouterr()  # torch may have something to say when it is imported
     for module in (cli.commands, cli.looking):
         monkeypatch.setattr(module, "open_network", lambda path: silent(va.load_model(path)))

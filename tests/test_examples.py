@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = {
     "train_cifar.py": ["--epochs", "1", "--batch-size", "24", "--seeds", "2", "--lr", "0.05"],
     "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
-    "block_costs.py": ["--only", "LinearAttention2d", "eca", "--sides", "7", "--batch-size", "1", "--rounds", "1"],
     "classify.py": [],
     "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
     "recall.py": ["--arms", "linear", "matching", "--seeds", "0", "--steps", "20", "--jobs", "1"],
@@ -383,20 +382,6 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
         partner = {"row": 1, "column": 2, "diagonal": 3}[path.parent.name]
         assert [place for place in (1, 2, 3) if colours[place] == colours[0]] == [partner]
         assert len(set(colours)) == 2
-
-
-def test_block_costs_writes_the_tables_of_a_page_and_leaves_the_rest(tmp_path, run_here):
-    page = tmp_path / "cost.md"
-    page.write_text("# Before\n<!-- tables of costs -->\nold\n<!-- end of the tables -->\nAfter\n")
-    code, out, _ = run_here("block_costs.py", "--page", page)
-    assert code == 0
-    before, _, rest = page.read_text().partition("<!-- tables of costs -->\n")
-    tables, _, after = rest.partition("<!-- end of the tables -->")
-    assert (before, tables, after) == ("# Before\n", out, "\nAfter\n")
-    eca = [line for line in tables.splitlines() if line.startswith("| timm's `eca`")]
-    assert [line.split("|")[2].strip() for line in eca[:2]] == ["7", "0.0"]  # a kernel of seven on 2,048 channels
-    assert len(eca) == 4
-    assert run_here("block_costs.py", "--only", "nothing")[0] == 2
 
 
 # --- the five commands, and classify.py -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 
 import pytest
+import speed
 import tyro
 
 import vision_attn
@@ -26,7 +27,6 @@ from vision_attn.networks import convert, figures
 from vision_attn.networks.convert import equations
 from vision_attn.networks.convert.table import TABLE
 from vision_attn.tools import cli
-from vision_attn.tools.benchmark.contestants import ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -158,7 +158,7 @@ def test_the_lines_of_the_patterns_are_those_that_run_and_its_terms_and_options_
 def test_the_tables_of_implementations_and_of_the_benchmark_are_complete():
     names = [f'"{name}"' for name in ("auto", *vision_attn.IMPLS)]
     assert sorted(first_cells(page("implementations"), "| `impl` |")) == sorted(names)
-    assert sorted(first_cells(page("speed"), "| `--rows` |")) == sorted([*ROWS, "all"])
+    assert sorted(first_cells(page("speed"), "| `--rows` |")) == sorted([*speed.ROWS, "all"])
 
 
 def test_the_table_and_the_drawing_have_every_module():
@@ -200,18 +200,20 @@ def parse(name, *words):
 
 
 def test_the_commands_are_commands():
-    text = "type `vision-attn train --help` or\n```text\nvision-attn bench\nx\n```\nand `python examples/a.py --b`"
+    text = "type `vision-attn train --help` or\n```text\nvision-attn demo\nx\n```\nand `python examples/a.py --b`"
     assert list(map(len, commands(text))) == [2, 3, 3]
     for path in PAGES:
         for program, *arguments in commands(path.read_text()):
             if program == "python":
                 assert (ROOT / arguments[0]).exists(), (path, arguments)
+                if arguments[0] == "benchmarks/speed.py":
+                    speed.build_parser().parse_args(arguments[1:])
             elif arguments[1:] in ([], ["--help"]):
                 assert arguments[0] in cli.COMMANDS, path
             else:
                 parse(*arguments)
     with pytest.raises(SystemExit):
-        parse("bench", "--row", "attention")
+        parse("demo", "--step", "400")
 
 
 def test_the_readme_is_one_page_and_ci_runs_its_two_command_lines():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from vision_attn.text import escaped
 
 __all__ = [
-    "BenchmarkError",
     "CheckpointError",
     "ConversionError",
     "DataError",
@@ -21,7 +20,7 @@ class VisionAttnError(Exception):
     """The base of this library's errors; a wrong argument is a plain ``ValueError``.
 
     The kinds are in ``vision_attn.errors``: :class:`SiteError`, :class:`CheckpointError`, :class:`ConversionError`,
-    and ``DataError``, ``TrainingError``, ``ExportError`` and ``BenchmarkError`` of the commands.
+    and ``DataError``, ``TrainingError`` and ``ExportError`` of the commands.
 
     >>> issubclass(SiteError, VisionAttnError), issubclass(SiteError, ValueError)
     (True, True)
@@ -87,10 +86,6 @@ class TrainingError(VisionAttnError, RuntimeError):
 
 class ExportError(VisionAttnError, RuntimeError):
     """The exported network could not be made, or does not compute the same; no file is left behind."""
-
-
-class BenchmarkError(VisionAttnError, RuntimeError):
-    """The benchmark cannot go on: contestants do not compute the same, or there is too little memory."""
 
 
 class Interrupted(KeyboardInterrupt):

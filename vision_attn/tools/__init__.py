@@ -1,4 +1,4 @@
-"""What is run around networks: training, comparison, export, benchmark, explorer and the command line.
+"""What is run around networks: training, comparison, export, explorer and the command line.
 
 Nothing below imports it.
 """

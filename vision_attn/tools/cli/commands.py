@@ -12,7 +12,6 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
-from vision_attn.tools.benchmark.contest import Contest
 from vision_attn.tools.cli.looking import Output, images_in, open_network, opened
 
 if TYPE_CHECKING:
@@ -115,13 +114,6 @@ def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> 
     from vision_attn.tools.export.export import export_model
 
     say(export_model(model, output, normalize=normalize))
-
-
-def bench(contest: Annotated[Contest, arg(name="")]) -> None:
-    """Time and memory of attention beside other libraries'."""
-    from vision_attn.tools.benchmark.run import run_benchmark
-
-    run_benchmark(contest, say=say)
 
 
 def flags_in(words: list[str]) -> list[str]:

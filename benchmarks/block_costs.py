@@ -1,7 +1,7 @@
 """What a block costs at the stages of a ResNet-50: parameters, multiply-adds and milliseconds, as tables in Markdown.
 
-    python examples/block_costs.py --page docs/cost.md
-    python examples/block_costs.py --only attention cbam --sides 14 7
+    python benchmarks/block_costs.py --page docs/cost.md
+    python benchmarks/block_costs.py --only attention cbam --sides 14 7
 
 Multiply-adds are of one image. Milliseconds are of a batch, forward and then with gradients: medians of rounds in which
 all blocks take turns. The first row is the block as `insert_` makes it. The others are timm's, as `create_attn` makes
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from speed import describe_machine, format_number, time_in_turns, with_gradients
 from timm.layers import create_attn
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import count_multiply_adds
 from vision_attn.text import markdown
-from vision_attn.tools.benchmark.run import describe_machine, time_in_turns, with_gradients, written
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
 #: Channels by the side of the map, as in a ResNet-50 on images of 224×224.
@@ -59,10 +59,12 @@ def costs_at(side, names, batch, rounds, threads):
     for name, module in modules.items():
         parameters = sum(p.numel() for p in module.parameters())
         counts = [f"{parameters:,}", f"{count_multiply_adds(module, (1, *shape[1:])) / 1e6:,.1f}"]
-        yield counts + [written(1000 * float(np.median(seconds[name, what]))) for what in ("forward", "gradients")]
+        yield counts + [
+            format_number(1000 * float(np.median(seconds[name, what]))) for what in ("forward", "gradients")
+        ]
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="+", default=list(STAGES), choices=list(STAGES))
     parser.add_argument("--only", nargs="+", default=[""], help="blocks, by parts of their names")
@@ -70,7 +72,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page", type=Path, help="a page whose tables are written anew")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     names = [name for name in BLOCKS if any(part in name for part in args.only)]
     if not names:
         parser.error(f"--only: no block has {' or '.join(args.only)} in its name")
