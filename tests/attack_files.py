@@ -94,7 +94,6 @@ FILES = {
 SAID = {
     "large table": {"position": "RelPosTable(feat_size=(6000, 6000))"},
     "wide heads": {"key_dim": "800000", "value_dim": "800000"},
-    "large images": {"old": (1, 3, 12_000, 12_000)},
     "many heads": {"num_heads": str(10**12), "num_kv_heads": "7", "key_dim": "1", "value_dim": "1"},
 }
 

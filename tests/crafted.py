@@ -169,11 +169,9 @@ def rewritten(source, path, more=None, **changes):
     return path
 
 
-def adapter(path, source, old=(), **options):
-    """An adapter whose block says something else of itself; ``old`` are its images in a file of form 1."""
+def adapter(path, source, **options):
+    """Write an adapter whose block has other options."""
     (block,) = said_in(source)["blocks"]
-    if old:
-        block = {name: block[name] for name in ("site", "at", "block", "options")} | {"input_shape": old}
     block["options"].update(options)
     rewritten(source, path, blocks=[block])
 

@@ -1,4 +1,4 @@
-"""Adapters and saved networks come back bit for bit, from files of today and of before."""
+"""Adapters and saved networks are restored bitwise identically, from files of the current format only."""
 
 import copy
 import json
@@ -201,12 +201,14 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
     save_file({"weight": torch.zeros(1)}, other)
     with pytest.raises(va.CheckpointError, match=r"is no adapter: load_checkpoint reads checkpoints"):
         load_adapter_(model, other)
-    with pytest.raises(va.CheckpointError, match=r"vision_attn 9\.0 in form 4, .* upgrade vision_attn"):
-        load_adapter_(model, rewritten(adapter, other, library="9.0", format=4))
+    for number in (1, 2, 4):
+        with pytest.raises(va.CheckpointError, match=rf"expected 3, got {number}\. .* vision_attn 9\.0"):
+            load_adapter_(model, rewritten(adapter, other, library="9.0", format=number))
     (block,) = said_in(adapter)["blocks"]
     wrong = [{"options": {"c": "os.system('d')"}}, {"layout": 3}, {"held": None}, {"element": [1]}, {"more": 1}]
     for changes in (
         *({"blocks": [{**block, **change}]} for change in wrong),
+        *({"blocks": [{name: block[name] for name in block if name != "map_size"}]},),
         *({"blocks": [{}]}, {"blocks": 3}, {"also": ["fc.weight"]}, {"base": [1]}, {"arguments": {"a": 3}}),
     ):
         with pytest.raises(va.CheckpointError, match="is damaged"):
@@ -279,12 +281,9 @@ def test_blocks_inserted_with_a_large_example_come_back(tmp_path):
     va.insert_(model, names="0", num_heads=2, example_input=(128, 3, 224, 224))
     train(model)
     path = save_adapter(model, tmp_path / "adapter.safetensors")
-    (block,) = said_in(path)["blocks"]
-    before = {name: block[name] for name in ("site", "at", "block", "options", "input_shape")}
-    for file in (path, rewritten(path, tmp_path / "form1.safetensors", blocks=[before])):
-        other = network()
-        load_adapter_(other, file)
-        assert torch.equal(other(images), model(images))
+    other = network()
+    load_adapter_(other, path)
+    assert torch.equal(other(images), model(images))
 
 
 def test_what_cannot_be_saved_is_said(tmp_path):
@@ -463,6 +462,9 @@ def test_a_network_with_whatever_blocks_comes_back_bit_for_bit(case, tmp_path):
     state = torch.get_rng_state()
     assert va.save_model(model, tmp_path / "net", classes=["a", "b", "c"]) == tmp_path / "net"
     how = {"block": ConvBlock2d} if case == "control" else {}
+    if how:
+        with pytest.raises(va.CheckpointError, match=r"block=ConvBlock2d, .* vision_attn\.tools\.comparison\.controls"):
+            va.load_model(tmp_path / "net")
     again = va.load_model(tmp_path / "net", **how)
     assert torch.equal(torch.get_rng_state(), state), "neither draws random numbers of the user's"
     blocks = records(model)
@@ -683,7 +685,7 @@ def test_what_could_not_be_read_back_is_not_written(saved, tmp_path):
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network than it names: fc.weight, fc.bias"),
         ({"label_names": [1, 2, 3]}, "label_names must be the names of its 3 classes"),
         ({"pretrained_cfg": {"input_size": [3, 10**6, 10**6], "mean": [0], "std": [1]}}, "input_size must be channels"),
-        ({"vision_attn": {"format": 4, "library": "9"}}, "written by vision_attn 9: upgrade"),
+        *(({"vision_attn": {"format": n, "library": "9"}}, f"expected 3, got {n}\\. .* vision_attn 9") for n in (1, 4)),
     ],
 )
 def test_what_a_folder_says_is_checked_and_fetches_nothing(saved, change, message, tmp_path, monkeypatch):
@@ -697,77 +699,6 @@ def test_what_a_folder_says_is_checked_and_fetches_nothing(saved, change, messag
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(va.CheckpointError, match=r"config\.json is damaged"):
             va.load_model(tmp_path)
-
-
-#: Adapters and networks of form 1, and what they gave, as the version before this form wrote them.
-OLD = Path(__file__).parent / "old"
-
-
-def filled(model):
-    """Numbers that are the same on every machine."""
-    for number, value in enumerate(model.state_dict().values()):
-        if value.is_floating_point():
-            count = torch.arange(value.numel(), dtype=torch.float32).view(value.shape)
-            value.copy_((((count * 7 + number) % 13) - 6) / 64 if value.dim() != 1 else 1 + ((count + number) % 5) / 16)
-    return model.eval()
-
-
-def plain():
-    maps = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
-    head = [nn.Sequential(nn.Conv2d(8, 8, 1)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)]
-    return filled(nn.Sequential(*maps, *head))
-
-
-def tokens():
-    return filled(timm.create_model("test_vit", num_classes=3))
-
-
-def dense():
-    return filled(timm.models.DenseNet(growth_rate=4, block_config=(2, 2), num_classes=3))
-
-
-OLD_FILES = {
-    "adapter": (plain, (2, 3, 16, 16)),
-    "adapter_control": (plain, (2, 3, 16, 16)),
-    "adapter_tokens": (tokens, (1, 3, 160, 160)),
-    "adapter_held": (dense, (1, 3, 32, 32)),
-    "network": (None, (2, 1, 8, 44)),
-    "network_control": (None, (2, 1, 8, 44)),
-}
-
-
-@pytest.mark.parametrize("name", OLD_FILES)
-def test_what_was_written_before_still_loads(name, tmp_path):
-    make, size = OLD_FILES[name]
-    expected = load_file(OLD / "outputs.safetensors")[name]
-    images = (torch.arange(math.prod(size)) * 5 % 17 / 16).view(size)
-
-    def load(**how):
-        if make is None:
-            return va.load_model(OLD / name, **how)
-        model = make()
-        va.load_adapter_(model, OLD / f"{name}.safetensors", **how)
-        return model
-
-    how = {"block": ConvBlock2d} if name.endswith("control") else {}
-    if how:
-        with pytest.raises(va.CheckpointError, match=r"block=ConvBlock2d, which is now in vision_attn\.tools\.compar"):
-            load()
-    model = load(**how)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), expected)
-        if make is None:
-            assert model.classes == ("a", "b", "c")
-            made_with = json.loads((OLD / name / "config.json").read_text()).get("model_args")
-            va.save_model(model, tmp_path / "again", model_args=made_with)
-            again = va.load_model(tmp_path / "again", **how)
-        else:
-            path = va.save_adapter(model, tmp_path / "again.safetensors", also="7.*" if name == "adapter" else ())
-            again = make()
-            va.load_adapter_(again, path, **how)
-        assert torch.equal(again(images), model(images)), "it goes on as a file of today"
-        va.remove_(again)
-        assert not torch.allclose(again(images), expected)
 
 
 SPECIFICATIONS = [

@@ -98,7 +98,6 @@ def load_adapter_(
     *,
     strict: bool = True,
     block: Callable[..., nn.Module] | None = None,
-    example_input: Any = None,
 ) -> AdapterReport:
     """Insert what an adapter file holds into the network that it was trained on.
 
@@ -109,8 +108,6 @@ def load_adapter_(
         path: the file that :func:`save_adapter` wrote.
         strict: refuse a network with other values or of another type; its names and shapes must fit in any case.
         block: the class of the inserted blocks, where it is none of this library's.
-        example_input: as in :func:`vision_attn.insert_`; only for a file of the form before this one, and a network
-            that takes more than a batch of images.
 
     Returns:
         A report of what was inserted and loaded.
@@ -143,7 +140,7 @@ def load_adapter_(
     before = {key: own[key].clone() for key in adapter.also}
     try:
         with torch.random.fork_rng(devices=[]):  # the values that blocks begin with are nobody's
-            form.put_in(model, adapter, makers, example_input)
+            form.put_in(model, adapter, makers)
         own = plain_state(model)
         here = {(plain_key(key), own[plain_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := here ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:

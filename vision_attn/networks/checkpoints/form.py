@@ -13,17 +13,14 @@ about      what else its writer said, as plain values
 file_hash  one hash over all of the above and the fingerprint of the file's own tensors
 =========  ==============================================================================================
 
-Form 1, of adapters only and under the name ``vision_attn_adapter``, says of a block no more than its site, options and
-the images that it was inserted with: such a block is inserted again, and its place found again.
+A file of an older or newer format is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -47,14 +44,15 @@ from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
 from vision_attn.version import __version__
 
-#: What in a file's metadata says that it is of this form, and what did so in form 1.
-ENTRY, ENTRY_1 = "vision_attn", "vision_attn_adapter"
+#: Entry of a file's metadata that holds the table above.
+ENTRY = "vision_attn"
+#: The only version of the format that is read and written.
 FORMAT = 3
 
-#: Those that it could once, and where they are now.
-MOVED = dict.fromkeys(("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls")
-#: Numbers in the image of a dry run, which is what a file of form 1 can make a network work on.
-LARGEST_IMAGE = 2**24
+#: Blocks that ``vision-attn compare`` inserts, and the module that defines them.
+CONTROLS = dict.fromkeys(
+    ("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls"
+)
 
 #: Parts of a path that torch.compile, activation checkpointing and FSDP add, wherever they wrap a layer.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -139,15 +137,12 @@ def write_saved(path: Path, saved: Saved) -> None:
 
 def saved_in(file: CheckpointFile) -> Saved | None:
     """What a file of this form holds; None of any other file."""
-    text = file.metadata.get(ENTRY) or file.metadata.get(ENTRY_1)
-    if text is None:
+    if ENTRY not in file.metadata:
         return None
     tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
     try:
-        said = dict(json.loads(text))
-        if said["format"] > FORMAT:  # whose hash may be over other things
-            newer = f"was written by vision_attn {said['library']} in form {said['format']}"
-            raise CheckpointError(f"{file.path} {newer}, this one reads form {FORMAT}: upgrade vision_attn")
+        said = dict(json.loads(file.metadata[ENTRY]))
+        check_format(file.path, said)  # first: the hash of another format may be computed differently
         if said.pop("file_hash") != hash_of([said, fingerprint(tensors)]):
             raise ValueError("its hash is not the one written in it")
         base: Fingerprint | None = said["base"] and {
@@ -157,15 +152,23 @@ def saved_in(file: CheckpointFile) -> Saved | None:
         also = tuple(map(str, said["also"]))
         if not tensors.keys() >= set(also):
             raise ValueError("it has not all the tensors that it says it has")
-        arguments, about = arguments_in(said.get("arguments", {})), dict(said.get("about", {}))
+        arguments, about = arguments_in(said["arguments"]), dict(said["about"])
         return Saved(tensors, tuple(map(block_in, said["blocks"])), base, also, arguments, about)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged ({error}): fetch it or save it again") from error
 
 
+def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise unless a file is of the format that this version reads."""
+    found, library = metadata["format"], metadata["library"]
+    if found != FORMAT:
+        remedy = f"Read it with vision_attn {library}, or save it again with this version."
+        raise CheckpointError(f"{path} has another format: expected {FORMAT}, got {found!r}. {remedy}")
+
+
 def block_in(said: Mapping[str, Any]) -> InsertedBlock:
-    """The record of a block that a file says; in form 1 without the size of its map."""
-    values: dict[str, Any] = {"channels": 0, "parameters": 0, "multiply_adds": 0, "map_size": (), **said}
+    """Return the record of a block in a file's metadata."""
+    values = dict(said)
     values["options"] = {str(name): from_code(code) for name, code in said["options"].items()}
     for name in ("map_size", "input_shape"):
         values[name] = tuple(map(int, values[name]))
@@ -213,35 +216,17 @@ def described(block: nn.Module) -> dict[str, tuple[str, str]]:
         return {path: (part._get_name().removeprefix("FSDP"), part.extra_repr()) for path, part in parts.items()}
 
 
-def put_in(
-    model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]], example_input: Any = None
-) -> None:
+def put_in(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
     """Make the blocks of a file and put them where they belong; their values are still those of new blocks.
 
     Args:
         model: a network with nothing inserted.
         saved: what the file holds.
         makers: what makes the blocks, by the name of their class.
-        example_input: what the network is run on to find the places of blocks again that a file of form 1 has.
     """
     # A compiled layer is under its own path and that of its wrapper, which runs no hooks.
     paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    blocks = [located(block, paths) for block in saved.blocks]
-    if all(block.map_size for block in blocks):
-        insertion.attach_records_(model, blocks, makers)
-        return
-    # Replaced first: no block is held by a module that goes.
-    for block in sorted(blocks, key=lambda block: block.at != "instead"):
-        shape = (1, *block.input_shape[1:])  # of however many images, the map of one lies as theirs
-        if math.prod(shape) > LARGEST_IMAGE:
-            raise ValueError(f"the network was looked at with an image of more than {LARGEST_IMAGE:,} numbers")
-        how: dict[str, Any] = {"names": block.site, "example_input": shape if example_input is None else example_input}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about sites, which were chosen long ago
-            if block.at == "instead":
-                insertion.replace_(model, makers[block.block], **how, **block.options)
-            else:
-                insertion.insert_(model, makers[block.block], at=block.at, **how, **block.options)
+    insertion.attach_records_(model, [located(block, paths) for block in saved.blocks], makers)
 
 
 def located(record: InsertedBlock, paths: Mapping[str, str]) -> InsertedBlock:
@@ -256,7 +241,7 @@ def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -
     names = sorted({block.block for block in saved.blocks})
     foreign = [name for name in names if name not in (*BLOCKS, *OF_TIMM)]
     if foreign and make is None:
-        places = "".join(f", which is now in {MOVED[name]}" for name in foreign[:1] if name in MOVED)
+        places = "".join(f", which is in {CONTROLS[name]}" for name in foreign[:1] if name in CONTROLS)
         what = f"{', '.join(foreign)}, which is no block of this library"
         raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{places}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]

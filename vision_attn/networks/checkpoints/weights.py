@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -13,14 +12,12 @@ from torch import Tensor
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.form import WRAPPERS, Saved, plain_key, saved_in
 from vision_attn.networks.checkpoints.load_report import AVERAGED
-from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, arguments_of
+from vision_attn.networks.checkpoints.specification import Arguments, arguments_of
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.text import shorten
 
 #: Entries under which training scripts keep a network's weights.
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
-#: What in the metadata of a ``.safetensors`` file said what its blocks are, before it was a part of our form.
-ARGUMENTS_1 = "vision_attn_blocks"
 
 Tensors = Mapping[str, Tensor]
 #: Pairs of a regular expression and its replacement, or the name of a preset.
@@ -69,8 +66,6 @@ def find_weights(
 def arguments_told(file: CheckpointFile, saved: Saved | None, held: object) -> Arguments:
     """What a file says that its blocks are, by their paths in the file."""
     try:
-        if ARGUMENTS_1 in file.metadata:
-            return arguments_in(json.loads(file.metadata[ARGUMENTS_1]))
         return saved.arguments if saved else arguments_of(held)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged in what it says of its blocks ({error})") from error

@@ -61,6 +61,8 @@ KEPT = {
 FETCHING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
 #: The sum of all numbers in the arguments of a network, beyond which it is none that anyone has made.
 MOST = 100_000
+#: Numbers in the largest input of a network.
+LARGEST_IMAGE = 2**24
 #: Largest difference of an output, as a share of the largest, that the order of sums explains.
 TOLERANCE = 1e-3
 
@@ -196,8 +198,6 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         return model
 
     try:
-        if saved is None and "blocks" in config.get(SECTION, {}):  # as form 1 has them
-            saved = form.Saved(weights, tuple(map(form.block_in, config[SECTION]["blocks"])))
         with torch.device("meta"):  # nothing is made that the file has no numbers for
             shapes = {key: value.shape for key, value in made(saved).state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
@@ -241,8 +241,8 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
         fetching = sorted(FETCHING & arguments.keys())
         if not timm.is_model(str(config["architecture"])) or fetching:
             raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
-        if config.get(SECTION, {}).get("format", 0) > form.FORMAT:
-            raise ValueError(f"it was written by vision_attn {config[SECTION]['library']}: upgrade vision_attn")
+        if SECTION in config:
+            form.check_format(path, config[SECTION])
         if sum(map(abs, numbers_in(arguments))) > MOST:
             raise ValueError("its model_args ask for a network of a size that there is none of")
         count = arguments.get("num_classes", config["num_classes"])
@@ -270,7 +270,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items() if key in KEPT}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
-    if not 0 < math.prod(kept["input_size"]) <= form.LARGEST_IMAGE or len(kept["input_size"]) != 3:
+    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGE or len(kept["input_size"]) != 3:
         raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
