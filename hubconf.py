@@ -7,7 +7,6 @@ from vision_attn.networks.models import (  # noqa: E402, F401
     botnet50,
     convnext_atto_attention,
     convnext_tiny_attention,
-    digit_pairs,
     efficientnet_b0_attention,
     recall,
     recall_attention,

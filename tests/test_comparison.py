@@ -14,7 +14,7 @@ from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of
 from vision_attn.tools.comparison.own_loop import trials
 from vision_attn.tools.comparison.runs import Outcome, compare
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
-from vision_attn.tools.training import digits, folder
+from vision_attn.tools.training import folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
 
@@ -105,11 +105,17 @@ def test_paths_among_the_settings_are_written_as_text(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Few canvases, and nothing drawn, which takes longer than training on them."""
-    monkeypatch.setattr(digits, "TRAIN_CANVASES", 128)
-    monkeypatch.setattr(digits, "EVAL_CANVASES", 50)
+def two_arms(image_folder, monkeypatch):
+    """Make the settings of two arms on a few images; no figures are drawn, which takes longer than the training."""
     monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
+
+    def settings(**further):
+        common = {"data": image_folder, "model": "tiny", "device": "cpu", "epochs": 2, "batch_size": 72, **further}
+        common = recipe({**common, "warmup_epochs": 0.0, "insert": ("layer2",), "block_options": ("num_heads=4",)})
+        rope = {"block_options": ("position=Rope2d()",)}
+        return {"plain": settings_of_arm("plain", {}, common), "rope": settings_of_arm("attention", rope, common)}
+
+    return settings
 
 
 def scores(path):
@@ -117,14 +123,7 @@ def scores(path):
     return {arm: one["scores"] for arm, one in found["arms"].items()}
 
 
-def two_arms(**further):
-    common = recipe({"dataset": "digit-pairs", "epochs": 2, "warmup_epochs": 0.0, **further})
-    rope = {"block_options": ("position=Rope2d()",)}
-    return {"plain": settings_of_arm("plain", {}, common), "rope": settings_of_arm("attention", rope, common)}
-
-
-@pytest.mark.usefixtures("small")
-def test_a_comparison_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+def test_a_comparison_goes_on_where_it_was_interrupted(two_arms, tmp_path, monkeypatch, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     found = compare(two_arms(), seeds=(0, 1), output=str(whole), jobs=1, command="a command")
     assert "4 of 4 runs are ahead, of 8 epochs together, 1 side by side" in capsys.readouterr().out
@@ -132,14 +131,14 @@ def test_a_comparison_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, ca
     assert list(held["arms"]) == ["plain", "rope"]
     assert held["differences"] == json.loads(json.dumps([one.as_dict() for one in found.differences]))
     first = held["arms"]["rope"]["runs"]["0"]
-    assert first["multiply_adds"] - held["arms"]["plain"]["runs"]["0"]["multiply_adds"] == 121_088  # as insert_ reports
-    assert (first["parameters"], first["changed"] is None, first["milliseconds"] > 0) == (29_970, False, True)
+    assert first["multiply_adds"] - held["arms"]["plain"]["runs"]["0"]["multiply_adds"] == 196_608  # as insert_ reports
+    assert (first["parameters"], first["changed"] is None, first["milliseconds"] > 0) == (2_603, False, True)
     text = (whole / "comparison.md").read_text()
-    assert "| rope | 29,970 | 1,027,904 |" in text
+    assert "| rope | 2,603 | 325,680 |" in text
     assert "`a command`" in text
     assert (whole / "comparison.png").exists()
     block = va.inserted(va.load_model(whole / "rope-1"))
-    assert [one.attn.num_heads for one in block.values()] == [4], "the recipe's heads, beside the arm's own option"
+    assert [one.attn.num_heads for one in block.values()] == [4], "the common heads, beside the arm's own option"
 
     saved, save = [], Trainer.save
 
@@ -211,7 +210,7 @@ def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "cores", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 2)
-    arms = {"a": {"dataset": "digit-pairs"}, "b": {"dataset": "digit-pairs"}}
+    arms = {"a": {}, "b": {}}
     with pytest.raises(TrainingError, match=r"b-1 ended early: DataError: no images \(all of it in .*b-1/log\.txt\)"):
         compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
     assert {one.given[1] for one in made} == {8 // 3}

@@ -521,11 +521,11 @@ def test_a_type_is_kept_and_other_files_in_the_folder_too(tmp_path):
     assert [file.read_text() for file in files] == ["mine", "mine"]
 
 
-def pairs_network(seed, pattern="full"):
+def tiny_network(seed, pattern="full"):
     """A small network, trained in another way for each seed."""
     torch.manual_seed(seed)
-    model = timm.create_model("digit_pairs", num_classes=3, width=8).eval()
-    va.insert_(model, names="stage2", num_heads=2, pattern=pattern)
+    model = timm.create_model("tiny", num_classes=3).eval()
+    va.insert_(model, names="layer1", num_heads=2, pattern=pattern)
     train(model)
     nn.init.constant_(model.fc.bias, seed)
     return model
@@ -535,7 +535,7 @@ def pairs_network(seed, pattern="full"):
 @pytest.mark.parametrize("dies", range(4))
 def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(dies, tmp_path):
     """Each renaming in turn is one that the process does not live to see; before, weights were of the one and more."""
-    models = [pairs_network(0), pairs_network(1, "rows")]
+    models = [tiny_network(0), tiny_network(1, "rows")]
     va.save_model(models[0], tmp_path / "net", classes=["a", "b", "c"])
     if not os.fork():
         real, left = os.replace, iter(range(dies))
@@ -543,7 +543,7 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
         va.save_model(models[1], tmp_path / "net", classes=["d", "e", "f"])
         os._exit(0)
     os.wait()
-    images = torch.rand(2, 1, 8, 44)
+    images = torch.rand(2, 3, 32, 32)
     # Of three renamings: the weights to be compared, the weights, config.json.
     mixed = pytest.warns(UserWarning, match="config.json and model.safetensors are from different saves")
     with mixed if dies == 2 else nullcontext():
@@ -558,9 +558,9 @@ def test_a_folder_is_the_old_network_or_the_new_one_wherever_its_writer_dies(die
 @notes_arguments
 def test_files_of_two_saves_are_told_apart_and_the_weights_decide(tmp_path):
     """As two processes may leave them that save into one folder; a configuration that a user edited is used."""
-    models = [pairs_network(seed) for seed in range(2)]
+    models = [tiny_network(seed) for seed in range(2)]
     folders = [va.save_model(model, tmp_path / str(seed), classes=[*"abc"]) for seed, model in enumerate(models)]
-    images = torch.rand(2, 1, 8, 44)
+    images = torch.rand(2, 3, 32, 32)
     shutil.copy(folders[0] / "config.json", folders[1] / "config.json")
     with pytest.warns(UserWarning, match="are from different saves. The configuration in model.safetensors is used"):
         again = va.load_model(folders[1])
@@ -574,7 +574,7 @@ def test_files_of_two_saves_are_told_apart_and_the_weights_decide(tmp_path):
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_saves_at_the_same_time_all_succeed_and_leave_one_of_the_networks(where, tmp_path):
     """Before, 12 of 18 failed: "what timm makes of 'resnet18' is not this network"."""
-    models, folder, failed = [pairs_network(seed) for seed in range(3)], tmp_path / "net", []
+    models, folder, failed = [tiny_network(seed) for seed in range(3)], tmp_path / "net", []
 
     def save(seed):
         try:
@@ -598,7 +598,7 @@ def test_saves_at_the_same_time_all_succeed_and_leave_one_of_the_networks(where,
                     save(seed)
                 os._exit(len(failed))
         assert [os.wait()[1] for _ in range(3)] == [0, 0, 0]
-    images = torch.rand(2, 1, 8, 44)
+    images = torch.rand(2, 3, 32, 32)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "config.json and model.safetensors are from different saves")
         again = va.load_model(folder)

@@ -15,7 +15,7 @@ from vision_attn.networks.insertion.attach import keys_of_blocks
 #: Those that classify images: recall's classify every cell.
 NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
 #: Quick ones of our own classes: with a block, and without.
-QUICK = ["resnet20_attention", "digit_pairs"]
+QUICK = ["resnet20_attention", "resnet20"]
 
 
 def image(model, batch=1):
@@ -41,7 +41,7 @@ def forward(name):
 
 
 def backward(name):
-    model = make(name, num_classes=42, **({} if "digit" in name else {"drop_path_rate": 0.1})).train()
+    model = make(name, num_classes=42, drop_path_rate=0.1).train()
     y = model(image(model, 2))
     y.mean().backward()
     assert y.shape == (2, 42)
@@ -108,8 +108,7 @@ def layers(name):
         assert layer_of[f"{model.pretrained_cfg['first_conv']}.weight"] == 0
         assert layer_of[f"{model.pretrained_cfg['classifier']}.weight"] == last >= len(model.feature_info) - coarse
         for site, keys in blocks.items():
-            owner = site if "digit" not in name else "stage3.1"
-            beside = [key for key in layer_of if key.startswith(f"{owner}.") and key not in keys]
+            beside = [key for key in layer_of if key.startswith(f"{site}.") and key not in keys]
             assert {layer_of[key] for key in keys} == {layer_of[beside[-1]]}, site
             assert layer_of[beside[-1]] < last
 

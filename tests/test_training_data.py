@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
-from vision_attn.tools.training import data as room, digits
+from vision_attn.tools.training import data as room
 from vision_attn.tools.training.data import InMemory, Workers, open_data, open_image, open_images, seed_all
 from vision_attn.tools.training.loop import crop_and_flip
 from vision_attn.tools.training.settings import Settings
@@ -189,17 +189,6 @@ def test_timms_readers_give_every_image(image_folder):
     ours = open_data(Settings(data=image_folder), train=True)
     one, other = (room.Decoded(source, room.evaluated(CONFIG), seed=0) for source in (by_timm, ours))
     assert sorted(int(one[i][0].sum()) for i in range(72)) == sorted(int(other[i][0].sum()) for i in range(72))
-
-
-def test_digit_pairs_are_no_files(monkeypatch):
-    monkeypatch.setattr(digits, "EVAL_CANVASES", 8)
-    monkeypatch.setattr(digits, "TRAIN_CANVASES", 8)
-    settings, config = Settings(dataset="digit-pairs"), {**CONFIG, "input_size": (1, 8, 44)}
-    source = open_data(settings, train=False)
-    assert all_of(open_images(source, settings, config, CPU))[0].shape == (8, 1, 8, 44)
-    for options, other in (({"crop": "resized"}, config), ({"aa": "rand-m9"}, config), ({}, CONFIG)):
-        with pytest.raises(ValueError, match="img_size, crop, aa and color_jitter apply to image files"):
-            open_images(source, Settings(dataset="digit-pairs", **options), other, CPU, train=True)
 
 
 def test_images_are_evaluated_with_the_networks_own_crop_and_interpolation(image_folder):

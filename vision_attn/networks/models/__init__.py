@@ -12,10 +12,9 @@ arguments: those of the network, ``num_classes`` and ``in_chans`` among them, an
 from vision_attn.networks.models import attention_networks, cifar_resnet
 from vision_attn.networks.models.attention_networks import *  # noqa: F403
 from vision_attn.networks.models.cifar_resnet import *  # noqa: F403
-from vision_attn.networks.models.digit_pairs import DigitPairsNet, digit_pairs
 from vision_attn.networks.models.recall_net import RecallNet, recall, recall_attention
 from vision_attn.networks.models.registry import create_model
 
 # The classes, and what timm adds when it registers a network.
-__all__ = ["DigitPairsNet", "RecallNet", "create_model", "digit_pairs", "recall", "recall_attention"]
+__all__ = ["RecallNet", "create_model", "recall", "recall_attention"]
 __all__ += attention_networks.__all__ + cifar_resnet.__all__

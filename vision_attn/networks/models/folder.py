@@ -115,11 +115,11 @@ def save_model(
 
     >>> import tempfile
     >>> from vision_attn.networks.insertion import insert_
-    >>> model = timm.create_model("digit_pairs", num_classes=3)
+    >>> model = timm.create_model("resnet20", num_classes=3)
     >>> report = insert_(model, stages=-1, num_heads=4)
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
     >>> list(inserted(load_model(folder)))
-    ['stage4.1.2']
+    ['layer3.2']
     """
     model, target = plain_network(model), Path(folder).resolve()
     refuse_without_values(model)

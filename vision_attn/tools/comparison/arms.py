@@ -32,13 +32,8 @@ CIFAR: dict[str, Any] = {
     "model": "resnet20", "insert": ("layer3.*",), "block_options": ("num_heads=4",), "epochs": 200, "lr": 0.1,
     "warmup_epochs": 5.0, "label_smoothing": 0.1, "channels_last": True,
 }  # fmt: skip
-DIGITS: dict[str, Any] = {  # at="after", as there are no branches
-    "model": "digit_pairs", "insert": ("stage3",), "at": "after", "block_options": ("num_heads=4",), "epochs": 5,
-    "opt": "adamw", "lr": 6e-3, "weight_decay": 0.01, "warmup_epochs": 0.5, "crop_padding": 0, "hflip": 0.0,
-    "device": "cpu",
-}  # fmt: skip
 #: What is known to work for a kind of data: a user's own images have the defaults of ``vision-attn train``.
-RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR, "digit-pairs": DIGITS}
+RECIPES = {"cifar10": CIFAR, "cifar100": CIFAR}
 #: What attention is compared with where something has to be looked up, each with about as many parameters but timm's.
 LOOKING_UP = (
     *("plain", "convolution", "large-kernel", "map-kernel", "gated-convolution", "se-residual"),
@@ -54,9 +49,9 @@ DECIDED = {"block", "resume", "seed"}
 def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings common to all arms: those given, over those that are known to work for such data.
 
-    >>> found = recipe({"dataset": "digit-pairs", "block_options": ("impl=bmm",)})
+    >>> found = recipe({"dataset": "cifar100", "block_options": ("impl=bmm",)})
     >>> found["model"], found["block_options"]
-    ('digit_pairs', ('num_heads=4', 'impl=bmm'))
+    ('resnet20', ('num_heads=4', 'impl=bmm'))
     """
     if decided := sorted(DECIDED & given.keys()):
         raise ValueError(f"{', '.join(decided)}: a comparison decides that itself; a block of yours is an arm's own")

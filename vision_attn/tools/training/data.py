@@ -1,4 +1,4 @@
-"""Images and their classes: folders, data sets of timm's, and digit pairs, in memory or decoded by worker processes."""
+"""Images and their classes: folders and timm's data sets, in memory or decoded by worker processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
-from vision_attn.tools.training import digits
 from vision_attn.tools.training.settings import Settings
 
 #: Bytes up to which images that stay the same are kept in memory, on the device.
@@ -115,11 +113,6 @@ def open_data(settings: Settings, *, train: bool) -> Source:
     """The training or the evaluation half of the data that settings name; decodes no image yet."""
     share, root = settings.val_share, settings.data and settings.data.expanduser()
     whole = train or share is not None
-    if settings.dataset == "digit-pairs":
-        images, labels = digits.digit_pairs(train)
-        found = SimpleNamespace(data=images.permute(0, 2, 3, 1).numpy(), targets=labels)
-        name = f"digit pairs ({'training' if train else 'held-out'} digits)"
-        return Source(name, digits.CLASSES, found, range(len(labels)))
     if root is None and not settings.dataset.startswith("hfds/"):
         raise ValueError(f"data must name the folder of the data set {settings.dataset!r}: give --data")
     if settings.dataset != "folder":
@@ -283,8 +276,6 @@ def open_images(
     if pixels is not None and vary is None and pixels.shape[1:3] == tuple(config["input_size"][1:]):
         images = torch.from_numpy(pixels[list(source.rows)]).permute(0, 3, 1, 2).contiguous()
         return InMemory(images.to(device), source.labels.to(device))
-    if settings.dataset == "digit-pairs":
-        raise ValueError("img_size, crop, aa and color_jitter apply to image files, and digit pairs are none")
     usual = min(MOST_WORKERS, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), len(source) // IMAGES_A_WORKER)
     dataset = Decoded(source, vary or evaluated(config), settings.seed)
     loader = Workers(dataset, source.labels, usual if settings.workers is None else settings.workers)

@@ -33,7 +33,7 @@ Amount = Annotated[float, Field(ge=0, le=1000)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
 Words = Annotated[tuple[str, ...], BeforeValidator(as_words)]
-DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|digit-pairs|(torch|hfds)/.+)$")]
+DataSet = Annotated[str, Field(pattern="^(folder|cifar10|cifar100|(torch|hfds)/.+)$")]
 Crop = Literal["pad", "resized"]
 Output = Annotated[Path | None, arg(aliases=("-o",))]
 
@@ -64,7 +64,7 @@ class Settings(metaclass=PlainErrors):
     # --- data
 
     data: Path | None = None  # folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or that of the data set
-    dataset: DataSet = "folder"  # folder, cifar10, cifar100, digit-pairs, or timm's name: torch/…, hfds/…
+    dataset: DataSet = "folder"  # folder, cifar10, cifar100, or timm's name: torch/…, hfds/…
     download: bool = False  # fetch a data set of torchvision's that is not in --data
     train_split: str = "train"  # part of a data set of timm's that is trained on
     val_split: str = "validation"  # part of it that is evaluated
