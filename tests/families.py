@@ -38,8 +38,7 @@ What `va.swap_` swaps in the smallest model of each family, as `python tests/fam
 {versions}. A cell of *float32* or *float64* is the greatest difference of
 the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
-those in float64 where that is more than 1e-5. All modules are chosen: without `names=` or `where=`, those that
-[a block makes slower](convert.md) are left. YOLO's are compared in evaluation: in training they run themselves.
+those in float64 where that is more than 1e-5. YOLO's are compared in evaluation: in training they run themselves.
 
 {table}
 """
@@ -253,7 +252,7 @@ def compared(model: nn.Module, twin: nn.Module, entry: Entry) -> tuple[float, fl
 def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
     model = without_drops(entry.make())
     as_after_training(model)
-    report = va.swap_(twin := copy.deepcopy(model), where=lambda name, module: True)
+    report = va.swap_(twin := copy.deepcopy(model))
     row = Row(entry, report)
     if not report.swapped:
         return row

@@ -143,7 +143,8 @@ def test_maps_with_one_axis_and_three(kind, size, point):
     assert maps[""].cells == (tuple(map(int, point)),)
     row = every[""].cells.index(maps[""].cells[0])
     torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
-    with pytest.raises(ValueError, match=r"points, as .* in pixels of an image"), va.capture(block, [(0, 0)]):
+    coordinates = {"1d": r"\(x\)", "3d": r"\(t, y, x\)"}[kind]
+    with pytest.raises(ValueError, match=f"points, as {coordinates}, in pixels of"), va.capture(block, [(0, 0)]):
         block(x)
 
 

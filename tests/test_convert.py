@@ -21,6 +21,7 @@ from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAt
 from timm.layers.attention_pool2d import AttentionPool2d
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.halo_attn import HaloAttn
+from timm.layers.non_local_attn import NonLocalAttn
 from timm.models.beit import Attention as BeitAttention
 from timm.models.nextvit import EfficientAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
@@ -270,7 +271,7 @@ only(partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3)), on_
 only(partial(EfficientAttention, 8, head_dim=4, sr_ratio=2), on_tokens, shapes=[(8, 2, 4)])
 strided = partial(HaloAttn, 8, num_heads=2, block_size=4, stride=2, avg_down=True, scale_pos_embed=True)
 only(strided, on_map, shapes=[(8, 4, 8)])
-for kind in (tm.volo.ClassAttention, tm.cait.ClassAttn, tm.crossvit.CrossAttention):
+for kind in (tm.volo.ClassAttention, tm.crossvit.CrossAttention):
     only(partial(kind, 8, 2), lambda layer, x: layer(tokens(x)))
 pvt, gcvit = partial(tm.pvt_v2.Attention, 8, 2), tm.gcvit.WindowAttentionGlobal
 only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
@@ -287,6 +288,7 @@ for kind in ("vit", "simple_vit"):
     only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
 inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
 only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
+only(NonLocalAttn, on_map, {"in_channels": 8, "rd_channels": 4}, {"in_channels": 8, "use_scale": False})
 pool = partial(AttentionPool2d, 8, (3, 5), num_heads=2)
 only(pool, on_map, {}, {"out_features": 5, "qkv_separate": True, "pool_type": "", "class_token": True})
 CASE = ("make", "variant", "part", "run", "shapes", "options")

@@ -61,6 +61,28 @@ def test_cells_are_those_of_the_queries_and_stay_cells():
     assert figure.axes[1].images[1].get_interpolation() == "nearest"
 
 
+def test_a_video_has_a_panel_for_each_frame_of_the_map():
+    """Three axes raised an error of torch's ``permute``."""
+    video = torch.arange(8.0).view(1, 1, 8, 1, 1).expand(2, 3, 8, 16, 32) / 8
+    weights = torch.rand(2, 4, 2, 4, 2, 4)
+    weights = weights / weights.sum((-3, -2, -1), keepdim=True)
+    attention = AttentionMap(weights, ((1, 0, 3), (3, 1, 0)), (8, 16, 32))
+    figure = figures.attention_figure(video, attention, query=1)
+    panels = figure.axes[:5]
+    titles = [axis.get_title(loc="left") for axis in panels]
+    assert titles == ["", "frame 1", "frame 3", "frame 5", "frame 7"]
+    assert [axis.images[0].get_array().flat[0] for axis in panels] == [7 / 8, 1 / 8, 3 / 8, 5 / 8, 7 / 8]
+    marked = [[patch.get_xy() for patch in axis.patches] for axis in panels]
+    assert marked == [[(0, 8)], [], [], [], [(0, 8)]]
+    expected = 32 * weights[:, :, 1].mean(1).flatten(0, 1)
+    np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected, rtol=1e-5)
+    both = figures.attention_figure(video, attention, query=[0, 1], reduction="none")
+    assert len(both.axes) == 4 * (1 + 4 * 4) + 1
+    assert [axis.get_title(loc="left") for axis in both.axes[4:6]] == ["head 0, frame 7", "head 1, frame 1"]
+    with pytest.raises(ValueError, match=r"images must be .*; got \(2, 3, 16, 32\) for one with 3"):
+        figures.attention_figure(video[:, :, 0], attention)
+
+
 def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
     even = AttentionMap(torch.full((2, 3, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (32, 32))
     one = torch.zeros(2, 3, 4, 2, 2)

@@ -10,6 +10,7 @@ from torch._dynamo.exc import Unsupported
 
 import vision_attn as va
 from vision_attn.attention import flex
+from vision_attn.attention.blocks.attention_maps import attn_hook
 from vision_attn.attention.implementations import attend
 
 PATTERNS = (
@@ -97,8 +98,8 @@ def test_flex_equals_bmm_forward_and_backward_with_every_position_option_and_mas
 def test_a_neighborhood_is_masked_block_by_block_on_the_map_and_copies_no_tokens(uncompiled):
     block = va.Attention2d(8, 2, impl="flex", pattern=va.Neighborhood(3))
     inputs = []
-    block.attn_hooks = (inputs.append,)
-    block(torch.randn(1, 8, 24, 24))
+    with attn_hook(block, inputs.append):
+        block(torch.randn(1, 8, 24, 24))
     (given,) = inputs
     assert given.q.shape == given.k.shape == (1, 2, 576, 4)
     mask = given.grouping.cached(("block_mask", False), None)

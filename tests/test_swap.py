@@ -6,6 +6,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pkgutil import resolve_name
 
 import families
 import pytest
@@ -283,9 +284,10 @@ def test_maps_of_tokens(name, prefix):
         weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], dim=-1)
         proj = attention.out_proj if "torch" in name else attention.proj
         torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
-    va.swap_(attention := TimmAttention(8, 2))  # of which nobody says what tokens it takes
-    with pytest.raises(ValueError, match="attends at its root to tokens in a row"), va.capture(attention):
-        pass
+    va.swap_(attention := TimmAttention(8, 2))  # of which nothing tells what tokens it takes
+    message = "the model: it attends to 5 tokens in a row, and nothing tells where they lie on the image"
+    with pytest.raises(ValueError, match=message), va.capture(attention):
+        attention(torch.randn(1, 5, 8))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +316,197 @@ def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, op
     else:  # the last of its four windows
         last = found.weights.unflatten(2, (8, 8))[0, :, 4:, 4:, 4:, 4:].flatten(1, 2).flatten(2)
         torch.testing.assert_close(last, expected[3])
+
+
+# --- maps of layers that are given a map, or its size -----------------------------------------------------------------
+
+
+def unet(kind, **options):
+    kind = layer_of(f"diffusers.{kind}", sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, **options)
+    return kind, (torch.randn(2, kind.config.in_channels, 8, 12), 1)
+
+
+ATTENTION = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+CROSS = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "cross_attention_dim": 6,
+    "layers_per_block": 1,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 4,
+}
+
+
+def unet_of_text():
+    model, (x, step) = unet("UNet2DConditionModel", **CROSS)
+    return model, (x, step, torch.randn(2, 3, 6))
+
+
+def timm_model(name, size, **options):
+    return timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),)
+
+
+#: By name: a model and its input, the paths of some of its maps, and the sizes of the maps of queries and keys.
+MAPS = {
+    "diffusers, of maps": (
+        lambda: unet("UNet2DModel", layers_per_block=1, attention_head_dim=4, **ATTENTION),
+        {"down_blocks.1.attentions.0": ((4, 6), (4, 6)), "up_blocks.0.attentions.0": ((4, 6), (4, 6))},
+    ),
+    "diffusers, of tokens": (
+        unet_of_text,
+        {"mid_block.attentions.0.transformer_blocks.0.attn1": ((4, 6), (4, 6))},
+    ),
+    "pvt_v2": (
+        lambda: timm_model("pvt_v2_b0", (64, 96), depths=(1, 1, 1, 1)),
+        {"stages.0.blocks.0.attn": ((16, 24), (2, 3)), "stages.3.blocks.0.attn": ((2, 3), (2, 3))},
+    ),
+    "twins": (
+        lambda: timm_model("twins_svt_small", (64, 96), depths=(2, 1, 1, 1)),
+        {"blocks.0.1.attn": ((16, 24), (2, 3))},
+    ),
+    "efficientformer": (
+        lambda: timm_model("efficientformer_l1", (224, 224), depths=(1, 1, 1, 2)),
+        {"stages.3.blocks.2.token_mixer": ((7, 7), (7, 7))},
+    ),
+    "crossvit": (
+        lambda: timm_model("crossvit_tiny_240", (240, 240), depth=((1, 1, 0),)),
+        {"blocks.0.blocks.0.0.attn": ((20, 20), (20, 20)), "blocks.0.blocks.1.0.attn": ((14, 14), (14, 14))},
+    ),
+    "nextvit": (
+        lambda: timm_model("nextvit_small", (64, 96)),
+        {"stages.3.blocks.2.e_mhsa": ((2, 3), (2, 3))},
+    ),
+    "tiny_vit": (
+        lambda: timm_model("tiny_vit_5m_224", (224, 224), depths=(1, 1, 1, 1)),
+        {"stages.3.blocks.0.attn": ((7, 7), (7, 7))},
+    ),
+    "vit, patches of another shape": (
+        lambda: timm_model("test_vit", (32, 32), img_size=32, patch_size=(4, 16), depth=1),
+        {"blocks.0.attn": ((8, 2), (8, 2))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.filterwarnings("ignore")  # of diffusers
+def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(name, monkeypatch):
+    """The weights are those of the network itself, by what it gives torch's kernel."""
+    torch.manual_seed(0)
+    model, inputs = MAPS[name][0]()
+    model.eval()
+    kernel, weights = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+        logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        weights.append(torch.softmax(logits + (0.0 if attn_mask is None else attn_mask), -1))
+        return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+    def recorded_softmax(x, dim, softmax=torch.Tensor.softmax):  # of EfficientFormer
+        weights.append(softmax(x, dim))
+        return weights[-1]
+
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        patch.setattr(torch.Tensor, "softmax", recorded_softmax)
+        copy.deepcopy(model)(*inputs)
+    va.swap_(model)
+    with torch.no_grad(), va.capture(model) as maps:
+        model(*inputs)
+    for path, (size, keys) in MAPS[name][1].items():
+        found = maps[path]
+        assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys)
+        flat = found.weights.flatten(3)
+        same = [w for w in weights if w.shape[2] - flat.shape[2] in (0, 1) and w.shape[:2] == flat.shape[:2]]
+        assert any(torch.allclose(w[:, :, -flat.shape[2] :, -flat.shape[3] :], flat, atol=1e-5) for w in same)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
+@pytest.mark.parametrize(
+    ("path", "options", "size", "expected"),
+    [
+        ("vit_pytorch.ViT", families.PYTORCH, (64, 64), {((4, 4), (4, 4), 1)}),
+        ("vit_pytorch.SimpleViT", families.PYTORCH, (64, 64), {((4, 4), (4, 4), None)}),
+        ("transformers.SegformerModel", {"depths": [1, 1, 1, 1]}, (96, 64), {
+            ((24, 16), (3, 2), None), ((12, 8), (3, 2), None), ((6, 4), (3, 2), None), ((3, 2), (3, 2), None),
+        }),
+        ("ultralytics.nn.tasks.DetectionModel", {"cfg": "yolo11n.yaml", "verbose": False}, (128, 160), {
+            ((4, 5), (4, 5), None),
+        }),
+        ("ultralytics.nn.tasks.DetectionModel", {"cfg": "yolo12n.yaml", "verbose": False}, (128, 160), {
+            ((8, 10), (8, 10), None), ((4, 5), (4, 5), None),
+        }),
+        ("monai.networks.nets.ViT", {
+            "in_channels": 3, "img_size": (16, 16, 8), "patch_size": (4, 4, 4), "hidden_size": 12, "mlp_dim": 12,
+            "num_layers": 1, "num_heads": 3, "classification": True,
+        }, (16, 16, 8), {((4, 4, 2), (4, 4, 2), 1)}),
+    ],
+)  # fmt: skip
+def test_maps_of_other_libraries(path, options, size, expected):
+    pytest.importorskip(path.partition(".")[0])
+    kind = resolve_name(path)
+    model = (kind(kind.config_class(**options)) if "transformers" in path else kind(**options)).eval()
+    va.swap_(model)
+    with torch.no_grad(), va.capture(model) as maps:
+        model(torch.randn(1, 3, *size))
+    found = [(one, None if one.prefix is None else one.prefix.shape[2]) for one in maps.values()]
+    assert {(one.map_size, tuple(one.weights.shape[3:]), prefix) for one, prefix in found} == expected
+    total = [one.weights.flatten(3).sum(3).flatten() for one, prefix in found if prefix is None]
+    torch.testing.assert_close(total := torch.cat([torch.ones(1), *total]), torch.ones_like(total))
+
+
+def test_an_area_of_yolo12_is_some_rows_of_the_map():
+    """A query attends to the positions of its area, and a map whose rows are no multiple of the areas is left out."""
+    layer = layer_of("ultralytics.nn.modules.block.AAttn", 32, num_heads=1, area=2).eval()
+    model = nn.Sequential(nn.Conv2d(3, 32, 1), layer)
+    va.swap_(model)
+    with torch.no_grad(), va.capture(model, queries=[(0, 0), (5, 3)]) as maps:
+        model(torch.randn(2, 3, 6, 4))
+    first, last = maps["1"].weights[1, 0]
+    assert (first[:3] > 0).all()
+    assert not first[3:].any()
+    assert (last[3:] > 0).all()
+    assert not last[:3].any()
+    with pytest.raises(ValueError, match="1: it attends to 10 tokens in a row"), va.capture(model):
+        model(torch.randn(2, 3, 5, 4))
+
+
+def test_attention_that_is_not_read_is_named():
+    """Maps of non-local layers, as SAGAN's and those of timm's ``attn_layer="nl"``, were asked for in eight threads."""
+    model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
+    message = r"capture. layer1.0.se \(NonLocalAttn\), .*: attention of another .* Call va.swap_\(model\) first"
+    with pytest.raises(ValueError, match=message), va.capture(model):
+        pass
+    va.swap_(model)
+    with torch.no_grad(), va.capture(model) as maps:
+        y = model(x)
+    assert [one.map_size for one in maps.values()] == [(16, 16), (8, 8), (4, 4), (2, 2)]
+    va.swap_back_(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), y)
+
+    class SelfAttn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query_conv, self.key_conv, self.value_conv = (nn.Conv2d(8, 8, 1) for _ in range(3))
+
+        def forward(self, x):
+            return x + self.value_conv(x)
+
+    mixed = nn.Sequential(nn.Conv2d(3, 8, 1), SelfAttn(), va.AttentionBlock2d(8, 2))
+    with va.capture(mixed) as maps:
+        mixed(torch.randn(1, 3, 8, 8))
+    with pytest.raises(KeyError, match=r"captured are '2.attn'; SelfAttn: attention of another library"):
+        maps["1"]
+    with pytest.raises(ValueError, match=r"there is 2.attn. SelfAttn: attention"), va.capture(mixed, sites="1"):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"to capture. 1 \(SelfAttn\): attention of another"),
+        va.capture(mixed[:2]),
+    ):
+        pass
+    cait = timm.create_model("cait_xxs24_224", img_size=32, depth=1).eval()
+    va.swap_(cait)
+    with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"), va.capture(cait):
+        cait(torch.randn(1, 3, 32, 32))
 
 
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------
@@ -353,7 +546,7 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
         (rotated(8, 2), "subclass of Attention with a forward of its own"),
         (GPSA(8, 2), "no row of the table is for timm.models.convit.GPSA: it adds two softmaxes"),
         (LiteMLA(8, 8), "no row of the table is for timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
-        (ClassAttn(8, 2), "a block takes longer than it: choose it by names= or where= to swap it all the same"),
+        (ClassAttn(8, 2), "no row of the table is for timm.models.cait.ClassAttn: only its class token attends"),
     ):
         kind = type(module)
         report = va.swap_(nn.ModuleList([module]))

@@ -35,7 +35,7 @@ from .networks.checkpoints import (
     load_checkpoint as load_checkpoint,
     save_adapter as save_adapter,
 )
-from .networks.contributions import contribution as contribution
+from .networks.contributions import contribution as contribution, disabled as disabled
 from .networks.convert.swap import swap_ as swap_, swap_back_ as swap_back_
 from .networks.insertion import (
     check_optimizer as check_optimizer,

@@ -9,7 +9,7 @@ its groups, as in the other implementations; any other pattern runs on the whole
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.scopes import outside_scopes
 
 if TYPE_CHECKING:  # FlexAttention takes as long to import as a third of torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -93,7 +94,7 @@ def compiled(*shapes: Sequence[int]) -> Any:
         return flex_attention(q, k, v, **options)
 
     attend.__code__ = attend.__code__.replace()  # torch limits how often the code of one function is compiled
-    return torch.compile(attend, fullgraph=True, dynamic=False)
+    return partial(outside_scopes, torch.compile(attend, fullgraph=True, dynamic=False))
 
 
 def check_flex(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:

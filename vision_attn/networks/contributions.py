@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list
 from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, replaced
-from vision_attn.networks.insertion.backbone import uncompiled
 from vision_attn.text import Report, Table
 
 
@@ -147,11 +147,11 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@contextmanager
-def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Iterator[None]:
-    """Disable blocks inside a ``with`` block: their map goes on as it came. No parameter is changed.
+def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
+    """Disable blocks inside a ``with`` block, in this thread or task alone: their map goes on as it came.
 
-    A compiled model runs in eager meanwhile.
+    No parameter and no module is changed: other threads and copies of the model run the blocks. A compiled model runs
+    in eager meanwhile. A thread that is started inside the block is outside of it.
 
     Args:
         model: a network with inserted blocks in it.
@@ -164,7 +164,7 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Iter
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3))
     >>> report = va.insert_(model, names="0", num_heads=2, gate_init=1.0, example_input=(1, 3, 16, 16))
     >>> images = torch.randn(2, 3, 16, 16)
-    >>> with disabled(model, "0"):
+    >>> with va.disabled(model, "0"):
     ...     without = model(images)
     >>> torch.equal(model(images), without), torch.equal(va.remove_(model) and model(images), without)
     (False, True)
@@ -174,12 +174,7 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Iter
     for site in sites:
         if site not in found:
             raise ValueError(f"sites must be among {', '.join(map(repr, found)) or 'none'}; got {site!r}")
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        for site in sites:
-            hook = found[site].register_forward_hook(lambda _, args, kwargs, y: given(args, kwargs), with_kwargs=True)
-            stack.callback(hook.remove)
-        yield
+    return scope(model, "output", {found[site]: lambda x, y: x for site in sites})
 
 
 class Branch:
@@ -191,10 +186,12 @@ class Branch:
         #: sums of squares by channel, of the branch and of the stream
         self.squares: Tensor = torch.zeros(2, 1)
 
-    def look(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
-        """Add a forward pass of the block."""
-        x, y = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (given(args, kwargs), y))
-        self.squares = self.squares.to(x.device) + torch.stack([(y - x).square().sum(1), x.square().sum(1)])
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add a forward pass of the block, from ``x`` to ``y``."""
+        stream, output = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (x, y))
+        sums = torch.stack([(output - stream).square().sum(1), stream.square().sum(1)])
+        self.squares = self.squares.to(x.device) + sums
+        return y
 
     @property
     def share(self) -> float:
@@ -211,16 +208,9 @@ def share(squares: Tensor) -> Tensor:
 @contextmanager
 def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
     """Measure the branch of every block in the forward passes inside a ``with`` block."""
-    found: dict[str, Branch] = {}
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        for site, block in branches(model).items():
-            # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
-            found[site] = Branch(-1 - block.rank if isinstance(block, GatedResidual) else 1)
-            stack.callback(block.register_forward_hook(found[site].look, with_kwargs=True).remove)
+    blocks = branches(model)
+    # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
+    axes = {site: -1 - block.rank if isinstance(block, GatedResidual) else 1 for site, block in blocks.items()}
+    found = {site: Branch(axis) for site, axis in axes.items()}
+    with scope(model, "output", {blocks[site]: branch.add for site, branch in found.items()}):
         yield found
-
-
-def given(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
-    """The map that a block was given."""
-    return args[0] if args else next(iter(kwargs.values()))

@@ -56,14 +56,15 @@ def attention_figure(
     titles: Sequence[str] = (),
     width: float = 7.0,
 ) -> Figure:
-    """One row an image and query: the image with the query marked, and on it where the query looks.
+    """Draw a row for each image and query: the image with the query marked, and on it what the query attends to.
 
     What gets no more than an even share of the attention stays as it is; from two shares on it is covered, in a colour
     that changes with each doubling, up to sixteen shares. The scale is the same for every map, and that of
-    :func:`explore`: a network that looks at everything alike leaves the image as it is.
+    :func:`explore`: a network that looks at everything alike leaves the image as it is. A map with three axes has a
+    panel for each of its frames, on the frame in the middle of those that it covers.
 
     Args:
-        images: what the network was given, ``(b, 1 or 3, height, width)``, in 0…1.
+        images: what the network was given, ``(b, 1 or 3, height, width)`` or ``(b, 1 or 3, t, height, width)``, in 0…1.
         attention: the map of one module, from :func:`vision_attn.capture`.
         query: which of its queries, by number; of several each has a row, titled with its number and cell, and all have
             their numbers on the images.
@@ -77,8 +78,8 @@ def attention_figure(
         The figure, for a notebook or :func:`save_figure`.
 
     Raises:
-        ValueError: there are not as many maps, or titles, as images, there is no such query, the reduction is
-            another, or ``brightest`` is not above 1.
+        ValueError: there are not as many maps, or titles, as images, the images have other axes than the maps, there is
+            no such query, the reduction is another, or ``brightest`` is not above 1.
 
     >>> import torch
     >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
@@ -92,19 +93,29 @@ def attention_figure(
     if len(attention.weights) != len(images) or (titles and len(titles) != len(images)):
         counts = f"{len(images)}, {len(attention.weights)} and {len(titles)}"
         raise ValueError(f"images, maps and titles must be as many; got {counts}")
+    axes = len(attention.map_size)
+    if axes not in (2, 3) or images.dim() != 2 + axes:
+        shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
+        raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for one with {axes}")
     check_number("brightest", brightest, above=1)
     queries = numbers("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # in even shares
+    if axes == 2:  # a volume with one frame
+        images, panels = images[:, :, None], panels[:, :, None]
+    frames = [int((at + 0.5) * images.shape[2] / panels.shape[2]) for at in range(panels.shape[2])]
+    if axes == 3:
+        label = [f"frame {at}" if len(label) == 1 else f"{text}, frame {at}" for text in label for at in frames]
+    panels = panels.flatten(1, 2)
     norm = LogNorm(1, brightest, clip=True)
     if len(queries) > 1:
         above = titles or ["query"] * len(images)
         titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
     images = images.repeat_interleave(len(queries), dim=0)
 
-    count, size = panels.shape[1], tuple(images.shape[2:])
-    cell = size[0] / attention.map_size[0], size[1] / attention.map_size[1]
+    count, size = panels.shape[1], tuple(images.shape[3:])
+    cell = [length / of_map for length, of_map in zip(size, attention.map_size[-2:], strict=True)]
     # Every panel has its place in inches, so that nothing is left over around images of any shape.
     wide = (width - SCALE - count * GAP) / (1 + count)
     high = wide * size[0] / size[1]
@@ -116,11 +127,12 @@ def attention_figure(
         return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
 
     top = 0.0
-    for row, picture in enumerate(images.detach().permute(0, 2, 3, 1).float().cpu().numpy()):
+    for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
         top += tops[row]
         place = attention.cells[queries[row % len(queries)]]
-        for column in range(1 + count):
-            axis = panel(column * (wide + GAP), top, wide, high)
+        marked = int((place[0] + 0.5) * len(video) / attention.map_size[0]) if axes == 3 else 0
+        for column, frame in enumerate([marked, *frames * (count // len(frames))]):
+            axis, picture = panel(column * (wide + GAP), top, wide, high), video[frame]
             plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
             extent = (0, size[1], size[0], 0)
             axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=extent)
@@ -131,12 +143,13 @@ def attention_figure(
                 shown.set_interpolation("nearest")
             elif len(queries) > 1:
                 for number in queries:
-                    at = [(0.5 + one) * side for one, side in zip(attention.cells[number], cell, strict=True)]
+                    at = [(0.5 + one) * side for one, side in zip(attention.cells[number][-2:], cell, strict=True)]
                     text = axis.text(at[1], at[0], str(number), ha="center", va="center", fontsize=8, color="white")
                     text.set_path_effects([withStroke(linewidth=2, foreground="black")])
             axis.set_axis_off()
-            corner = place[1] * cell[1], place[0] * cell[0]
-            axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
+            if frame == marked:
+                corner = place[-1] * cell[1], place[-2] * cell[0]
+                axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
             above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
             axis.set_title(above, fontsize=9, loc="left", pad=3)
         top += high + GAP

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,9 +109,15 @@ class Maps(dict[str, AttentionMap]):
     KeyError: "no map of 'layer4': captured are none; did the model run it?"
     """
 
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        #: why other attention has no map, by module path
+        self.reasons: dict[str, str] = {}
+
     def __missing__(self, path: str) -> AttentionMap:
         captured = ", ".join(map(repr, self)) or "none"
-        raise KeyError(f"no map of {path!r}: captured are {captured}; did the model run it?")
+        reason = self.reasons.get(path, "did the model run it?")
+        raise KeyError(f"no map of {path!r}: captured are {captured}; {reason}")
 
     def rollout(self, *, residual: float = 0.5) -> Maps:
         """Attention rolled out through the blocks of a residual network, from each back to the map of the first.

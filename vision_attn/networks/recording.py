@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce as fold
 from itertools import product as pairs
@@ -17,12 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.blocks import Attention, attention_modules
-from vision_attn.attention.blocks.attention_maps import attn_hook, weights_on_map
+from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.dispatch import AttentionInputs
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, product
-from vision_attn.networks.convert.swapped import SWAPPED
+from vision_attn.networks.convert.placement import Place, place_on_map, running_calls
+from vision_attn.networks.convert.row import PaddedAttention2d
+from vision_attn.networks.convert.swap import chosen_attention
+from vision_attn.networks.convert.swapped import MAP_SIZES, SWAPPED, Swap
 from vision_attn.networks.insertion import plain_network
-from vision_attn.networks.insertion.backbone import Example, uncompiled
+from vision_attn.networks.insertion.backbone import Example
 from vision_attn.networks.insertion.sites import Names, match_names, several
 from vision_attn.networks.maps import AttentionMap, Maps
 from vision_attn.text import shorten
@@ -33,6 +36,8 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 
 #: A point of the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
+#: The coordinates of a point by the axes of the image.
+POINT = {1: "(x)", 2: "(y, x)", 3: "(t, y, x)"}
 
 
 @contextmanager
@@ -50,7 +55,11 @@ def capture(
     The network computes what it always does. Of the queries and keys that the kernel gets, with their position terms,
     masks, windows and type, the weights of the chosen queries are computed beside it, in float32 at least: any
     implementation can be looked into, the fused ones included. Memory grows with ``heads · queries · tokens``, an image
-    and module. A compiled model runs in eager meanwhile. Afterwards, also after an error, the model is as it was.
+    and module.
+
+    The forward passes of the thread or task that entered the ``with`` block are recorded; a thread that is started
+    inside it is outside of it. Nothing is stored on the model: other threads run it at the same time, and its copies
+    are ordinary networks. A compiled model runs in eager meanwhile.
 
     Args:
         model: a network with :class:`vision_attn.Attention2d` modules in it, or those for one axis or three: inserted,
@@ -67,7 +76,7 @@ def capture(
 
     Raises:
         ValueError: the model has no such attention, there is no such head or reduction, a point lies outside the image,
-            or the maps would be larger than 1 GiB without ``allow_large``; the message says how large.
+            the maps would be larger than 1 GiB without ``allow_large``, or no attention that ran lies on a map.
         SiteError: a site matches no module.
         RuntimeError: a part of the model was called, not the model.
 
@@ -80,67 +89,80 @@ def capture(
     """
     if reduce is not None and (not isinstance(reduce, str) or reduce not in REDUCTIONS):
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
-    points, model = points_of(queries), plain_network(model)
-    modules = modules_at(model, sites)
-    axes = max(2 if swap else module.rank for module, swap in modules.values())
-    recording = Recording(points, axes, reduce, math.inf if allow_large else LARGEST)
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        stack.callback(model.register_forward_pre_hook(recording.begin, with_kwargs=True).remove)
-        for path, (module, swap) in modules.items():
-            seen: deque[AttentionInputs] = deque(maxlen=1)
-            stack.enter_context(attn_hook(module, seen.append))
-            wanted = numbers("heads", heads, module.num_heads)
-            hook = partial(recording.record, path, swap, wanted, seen)
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    points, network = points_of(queries), plain_network(model)
+    modules = modules_at(network, sites)
+    ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
+    kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
+    recording = Recording(network, points, max(ranks or kernels or [0]), reduce, math.inf if allow_large else LARGEST)
+    hooks = {
+        module: partial(recording.record, path, module, swap, numbers("heads", heads, module.num_heads))
+        for path, (module, swap) in modules.items()
+    }
+    recording.maps.reasons = {path: why_unread([kind]) for path, kind in unread_attention(network, modules).items()}
+    with scope(model, "attention", hooks):
         yield recording.maps
+    if recording.skipped and not recording.maps:
+        reasons = {f"{path or 'the model'}: {recording.maps.reasons[path]}" for path in recording.skipped}
+        raise ValueError(f"model has no attention on feature maps to capture. {shorten(sorted(reasons), 3)}")
 
 
 @dataclass
 class Recording:
     """What is captured of one forward pass."""
 
+    model: nn.Module
     points: list[Point] | None
-    #: of the image
+    #: axes of the image; 0 for as many as it has
     axes: int
     reduce: str | None
     #: bytes that the maps may take
     limit: float
     maps: Maps = field(default_factory=Maps)
+    #: modules that attended to something other than a feature map
+    skipped: list[str] = field(default_factory=list)
     taken: int = 0
     image_size: tuple[int, ...] = ()
     images: int = 0
+    #: keyword arguments of the forward pass, a new dictionary in each
+    kwargs: Mapping[str, Any] | None = None
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is given images."""
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start a forward pass with the images that the model is given."""
         self.maps.clear()
-        self.taken = 0
-        example = Example(args, kwargs)
-        self.images, self.image_size = example.shape[0], tuple(example.image.shape[-self.axes :])
+        self.skipped.clear()
+        self.taken, self.kwargs, example = 0, kwargs, Example(args, kwargs)
+        self.images = example.shape[0]
+        self.image_size = tuple(example.image.shape[-self.axes :]) if self.axes else example.size
         for point in self.points or ():
             inside = (0 <= at < length for at, length in zip(point, self.image_size, strict=False))
-            if len(point) != self.axes or not all(inside):
-                pixels = f"in pixels of an image of {self.image_size}"
-                raise ValueError(f"queries must be points, as (y, x), {pixels}; got {tuple(point)}")
+            if len(point) != len(self.image_size) or not all(inside):
+                pixels = f"as {POINT[len(self.image_size)]}, in pixels of an image of {self.image_size}"
+                raise ValueError(f"queries must be points, {pixels}; got {tuple(point)}")
 
-    def record(self, path: str, kept: Any, heads: list[int], seen: deque[AttentionInputs], *called: Any) -> None:
-        """Compute the attention maps of a module after its forward pass."""
-        module, args, kwargs, _ = called
+    def record(
+        self, path: str, module: Attention, swap: Swap | None, heads: list[int], inputs: AttentionInputs
+    ) -> None:
+        """Compute the attention maps of a module from the inputs of its kernel."""
+        calls = list(running_calls())
+        depth = next((number for number, (caller, *_) in enumerate(calls) if caller is self.model), None)
+        if depth is not None:
+            *_, (_, args, kwargs) = calls = calls[: depth + 1]
+            if kwargs is not self.kwargs:
+                self.begin(args, kwargs)
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
-        if not seen:
-            return  # an empty batch
-        inputs, prefix, outer = seen.pop(), 0, None
-        x = args[0] if args else kwargs["x"]
-        if kept is None or kept.sees == "maps":
-            size = tuple(x.shape[-module.rank :])
-            keys = module.keys_size(x, args[2] if len(args) > 2 else kwargs.get("context"))
-        else:
-            placed = kept.placed(x, self.images, self.image_size)
-            if placed is None:
-                return  # they are of no map of this image
-            outer, prefix = placed
-            size = keys = outer.query_layout.size
+        found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
+        if swap is not None:
+            sizes = vars(calls[0][0])[MAP_SIZES]
+            found = place_on_map(swap, inputs, sizes, calls, self.images, self.image_size)
+        elif isinstance(module, PaddedAttention2d):
+            unpadded = tuple(calls[0][1][0].shape[-2:] if calls[0][1] else calls[0][2]["x"].shape[-2:])
+            found = Place(unpadded, unpadded)
+        if isinstance(found, str):
+            self.maps.reasons[path] = found
+            self.skipped.append(path)
+            return
+        size, keys, outer, prefix = found
         grouping = outer or inputs.grouping
         whole = grouping.query_layout.size
         cells = cells_of(self.points, size, self.image_size)
@@ -163,40 +185,54 @@ class Recording:
             return weights.unflatten(-1, whole)[(..., *map(slice, keys))]
 
         # Indices are made where the network is: one that is copied there waits for what it has to do.
-        grid = torch.arange(prefix, prefix + product(whole), device=x.device).view(whole)
+        grid = torch.arange(prefix, prefix + product(whole), device=inputs.q.device).view(whole)
         tokens = grid[(*map(slice, size),)].flatten() if self.points is None else chosen(grid, cells)
-        groups = chosen(torch.arange(module.num_heads, device=x.device), heads).split(together)
+        groups = chosen(torch.arange(module.num_heads, device=inputs.q.device), heads).split(together)
         every = self.points is None and whole == size and not prefix
         with torch.no_grad():
             weights = looked(None if every else tokens)
-            first = looked(torch.arange(prefix, device=x.device)) if prefix else None
+            first = looked(torch.arange(prefix, device=inputs.q.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
-        place = f"{path}:{earlier + 1}" if earlier else path
-        self.maps[place] = AttentionMap(weights, tuple(cells), self.image_size, size, tuple(names), first)
+        self.maps[f"{path}:{earlier + 1}" if earlier else path] = AttentionMap(
+            weights, tuple(cells), self.image_size, size, tuple(names), first
+        )
 
 
 def chosen(x: Tensor, places: Iterable[Any]) -> Tensor:
     return torch.stack([x[place] for place in places])
 
 
-def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Any]]:
-    """The attention on maps at some sites, and what the module that it was swapped into keeps; None where none was."""
-    swaps = {path: vars(model.get_submodule(path)).get(SWAPPED) for path in attention_modules(model)}
-    hidden = [path for path, swap in swaps.items() if swap is not None and swap.sees == "unknown"]
-    modules = {path: (one, swaps[path]) for path, one in attention_modules(model).items() if path not in hidden}
-    if hidden and not modules:
-        where = shorten(path or "its root" for path in hidden)
-        what = f"model attends at {where} to tokens in a row, of which nobody says where they lie on an image"
-        raise ValueError(f"{what}: capture is for attention on maps")
+def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
+    """Return the attention at some sites, and the swap of the module that it runs for; None for a block."""
+    modules = {
+        path: (module, vars(model.get_submodule(path)).get(SWAPPED))
+        for path, module in attention_modules(model).items()
+    }
     if not modules:
-        raise ValueError("model has no Attention2d to capture: insert_ one, or let swap_ run the attention it has")
+        names = [f"{path} ({kind})" for path, kind in unread_attention(model, ()).items()]
+        why = why_unread(names) if names else "Call va.insert_ to add a block"
+        raise ValueError(f"model has no Attention2d to capture. {why}.")
     if sites is None:
         return modules
     chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
     found = {p: module for p, module in modules.items() if any(f"{p}.".startswith(f"{site}.") for site in chosen)}
     if not found:
-        raise ValueError(f"sites must have attention at or in them; got {sites!r}, and there is {', '.join(modules)}")
+        names = [kind for path, kind in unread_attention(model, modules).items() if path in chosen]
+        there = f"there is {', '.join(modules)}. {why_unread(names) if names else ''}"
+        raise ValueError(f"sites must have attention at or in them; got {sites!r}, and {there}")
     return found
+
+
+def unread_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
+    """Return the attention of other libraries in a model that is not captured: its class by path."""
+    found = chosen_attention(dict(model.named_modules()), None, None)
+    return {path: type(module).__name__ for path, module in found.items() if path not in known}
+
+
+def why_unread(names: Iterable[str]) -> str:
+    """Return why attention of other libraries is not captured, and the remedy."""
+    remedy = "Call va.swap_(model) first; its report names the attention that it does not support"
+    return f"{shorten(names)}: attention of another library is not read. {remedy}"
 
 
 def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vision_attn.attention import masks
 from vision_attn.attention.dispatch import AttentionInputs, repeat_kv, without_autocast
 from vision_attn.attention.patterns import Grouping
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 
 #: Is called with the inputs of the kernel, in each forward pass.
 AttnHook = Callable[[AttentionInputs], object]
 
 
-@contextmanager
-def attn_hook(block: Any, hook: AttnHook) -> Iterator[None]:
-    """Call a hook with what a block gives its kernel in each forward pass, inside a ``with`` block."""
-    before = block.attn_hooks
-    block.attn_hooks = (*before, hook)
-    try:
-        yield
-    finally:
-        block.attn_hooks = before
+def attn_hook(block: nn.Module, hook: AttnHook) -> AbstractContextManager[None]:
+    """Call a hook with what a block gives its kernel in each forward pass of this thread, inside a ``with`` block."""
+    return scope(block, "attention", {block: hook})
 
 
 def weights_on_map(

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.attention_maps import AttnHook, attn_hook, check_queries, weights_on_map
-from vision_attn.attention.blocks.config import Configurable
+from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
+from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import POINTWISE, not_a_map, on_feature_maps, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
@@ -23,6 +23,7 @@ from vision_attn.attention.kernels import Kernel, from_groups, to_groups
 from vision_attn.attention.masks import check_mask, upcast
 from vision_attn.attention.patterns import AnyPattern, Grouping, GroupingCache, resolve_pattern
 from vision_attn.attention.position import AnyPosition, AttentionShape, PositionEncoding, new_encoding
+from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
 #: Average pooling of feature maps with one, two and three axes.
@@ -35,7 +36,7 @@ CONFIG = (
 )
 
 
-class Attention(Configurable):
+class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
@@ -88,8 +89,6 @@ class Attention(Configurable):
         self.causal = causal
         self.attn_drop = attn_drop
         self.groupings: GroupingCache = GroupingCache(self.resolved_pattern)
-        #: called with the inputs of the kernel, in each forward pass
-        self.attn_hooks: tuple[AttnHook, ...] = ()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
@@ -139,10 +138,25 @@ class Attention(Configurable):
         Raises:
             ValueError: ``x``, ``context`` or ``mask`` has another shape or type; the message says what was expected.
         """
-        keys_size = self.check_inputs(x, mask, context)
+        plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
+        keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
         if 0 in x.shape:  # not every implementation and pattern supports it
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
-        kernel = IMPLEMENTATIONS[self.impl]
+        scoped = in_scope() if torch.compiler.is_dynamo_compiling() else SCOPES.get()
+        kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
+        inputs = self.kernel_inputs(kernel, x, keys_size, mask, context)
+        for hook in scoped_values("attention", self) if scoped else ():
+            hook(inputs)
+        y = attend_in_groups(kernel, inputs, self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
+        layout = inputs.grouping.query_layout
+        y = from_groups(kernel, layout, kernel.merge_heads(y, layout.group_size))  # (b, n·e, h, w)
+        y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
+        return to_memory_format_of(x, self.proj_drop(y))
+
+    def kernel_inputs(
+        self, kernel: Kernel, x: Tensor, keys_size: tuple[int, ...], mask: Tensor | None, context: Tensor | None
+    ) -> AttentionInputs:
+        """Project, split into groups and heads, normalize and add positions: all that a kernel needs."""
         masks_map = kernel.attend_inputs is not None
         grouping = self.groupings.get(x, keys_size, masks_map, unmasked=mask is None and not self.causal)
         q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
@@ -152,14 +166,7 @@ class Attention(Configurable):
         bias = None
         if self.position is not None:
             q, k, bias = self.position(q, k, grouping)
-        inputs = AttentionInputs(q, k, v, self.scale, grouping, bias, mask, self.causal)
-        for hook in self.attn_hooks:
-            hook(inputs)
-        y = attend_in_groups(kernel, inputs, self.attn_drop if self.training else 0.0)  # (b·groups, n, i, e)
-        y = kernel.merge_heads(y, grouping.query_layout.group_size)  # (b·groups, n·e, h', w')
-        y = from_groups(kernel, grouping.query_layout, y)  # (b, n·e, h, w)
-        y = self.proj(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
-        return to_memory_format_of(x, self.proj_drop(y))
+        return AttentionInputs(q, k, v, self.scale, grouping, bias, mask, self.causal)
 
     def project(
         self, kernel: Kernel, grouping: Grouping, x: Tensor, context: Tensor | None
@@ -202,8 +209,6 @@ class Attention(Configurable):
         """Raise for a mask or context that :meth:`forward` does not take; return the size of the map of the keys."""
         if context is None and self.context_channels is not None:
             raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
-        if context is None and mask is None and self.kv_stride == 1:
-            return tuple(x.shape[2:])
         if context is not None:
             channels = self.context_channels or self.channels
             if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
@@ -254,14 +259,16 @@ class Attention(Configurable):
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
         torch.Size([1, 2, 12, 12])
         """
-        seen: list[AttentionInputs] = []
-        with attn_hook(self, seen.append):
-            self.forward(x, mask, context)
-        check_queries(queries, x.shape[-self.rank :])
-        if not seen:  # an empty batch or map
-            tokens = x.shape[-self.rank :].numel() if queries is None else len(queries)
-            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(self.keys_size(x, context)))
-        return weights_on_map(seen[0], queries)
+        if isinstance(x, Tensor) and x.dim() == 1 + self.rank:
+            return self.attention_weights(x[None], mask, queries, None if context is None else context[None])
+        if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
+            raise not_a_map("x", x, self.channels, self.rank)
+        keys_size = self.check_inputs(x, mask, context)
+        check_queries(queries, x.shape[2:])
+        if 0 in x.shape:
+            tokens = x.shape[2:].numel() if queries is None else len(queries)
+            return x.new_zeros(x.shape[0], self.num_heads, tokens, product(keys_size))
+        return weights_on_map(self.kernel_inputs(IMPLEMENTATIONS[self.impl], x, keys_size, mask, context), queries)
 
     @property
     def default_scale(self) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from vision_attn.attention.implementations import check_impl
+from vision_attn.attention.scopes import scope, scoped_values
 from vision_attn.checks import check_type
 
 #: The entry of a block in the metadata of a state dict, next to torch's own ``version``.
@@ -26,15 +27,30 @@ class Configurable(nn.Module):
         """Return the arguments that change the result and do not follow from the shapes of the weights."""
         raise NotImplementedError
 
-    def check_impl(self, impl: str) -> None:
-        """Raise for an implementation that the block cannot run."""
-        check_impl(impl)
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
             metadata[CONFIG_KEY] = {name: repr(value) for name, value in self.get_config().items()}
+
+
+class ConfigurableImpl(Configurable):
+    """A block with a choice of implementation."""
+
+    _impl: str
+
+    @property
+    def impl(self) -> str:
+        """The implementation that runs: that of the innermost :func:`use_impl`, or else the one that was set."""
+        return [self._impl, *scoped_values("impl", self)][-1]
+
+    @impl.setter
+    def impl(self, impl: str) -> None:
+        self._impl = impl
+
+    def check_impl(self, impl: str) -> None:
+        """Raise for an implementation that the block cannot run."""
+        check_impl(impl)
 
 
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
@@ -44,11 +60,26 @@ def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
     """
     check_type("model", model, nn.Module, "a network, an nn.Module")
     blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}
-    return {name: block for name, block in blocks.items() if isinstance(block, Configurable) and hasattr(block, "impl")}
+    return {name: block for name, block in blocks.items() if isinstance(block, ConfigurableImpl)}
+
+
+def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
+    """Return the blocks of a model for another implementation; raise if one of them cannot run it."""
+    blocks = blocks_with_impl(model)
+    for path, block in blocks.items():
+        try:
+            block.check_impl(impl)
+        except ValueError as error:
+            raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
+    if not blocks:
+        check_impl(impl)
+    return blocks.values()
 
 
 def set_impl_(model: nn.Module, impl: str) -> int:
     """Set the implementation of every attention block in a model; the weights stay the same.
+
+    Inside a :func:`use_impl`, whose choice takes precedence there, it holds from the end of that ``with`` block.
 
     Args:
         model: any module.
@@ -64,15 +95,7 @@ def set_impl_(model: nn.Module, impl: str) -> int:
     >>> set_impl_(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
     1
     """
-    blocks = blocks_with_impl(model)
-    for path, block in blocks.items():
-        try:
-            block.check_impl(impl)
-        except ValueError as error:
-            raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
-    if not blocks:
-        check_impl(impl)
-    changed = [block for block in blocks.values() if block.impl != impl]
+    changed = [block for block in blocks_for_impl(model, impl) if block._impl != impl]
     for block in changed:
         block.impl = impl
     return len(changed)
@@ -80,7 +103,10 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 
 @contextmanager
 def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
-    """Run another implementation inside a ``with`` block; afterwards every module has its own again.
+    """Run another implementation inside a ``with`` block, in this thread or task alone.
+
+    Other threads keep their implementation, and the model is not changed: its copies have the implementation that was
+    set. A compiled model runs in eager meanwhile. A thread that is started inside the block is outside of it.
 
     Args:
         model: any module.
@@ -101,10 +127,5 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     >>> block.impl
     'auto'
     """
-    before = [(block, block.impl) for block in blocks_with_impl(model).values()]
-    set_impl_(model, impl)
-    try:
+    with scope(model, "impl", dict.fromkeys(blocks_for_impl(model, impl), impl)):
         yield model
-    finally:
-        for block, name in before:
-            block.impl = name

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import LAYER_NORMS, on_feature_maps
+from vision_attn.attention.scopes import scoped_output
 from vision_attn.checks import check_count, check_new, check_number
 
 #: Parameters of layers that the hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` normalize.
@@ -92,7 +93,7 @@ class GatedResidual(nn.Module):
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
         refuse_normalized_zeros(self, self.last_projection())
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
-        return x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype)
+        return scoped_output(self, x, x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype))
 
 
 #: By how many axes a map has.

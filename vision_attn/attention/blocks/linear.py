@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks.config import Configurable
+from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, on_feature_maps, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.kernels import BMM, EINX
@@ -126,7 +126,7 @@ def check_feature_map(feature_map: str) -> None:
         raise ValueError(f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}; got {feature_map!r}")
 
 
-class LinearAttention2d(Configurable):
+class LinearAttention2d(ConfigurableImpl):
     """Attention at a cost that grows with the positions of a map, not with their square.
 
     ::
@@ -209,9 +209,9 @@ class LinearAttention2d(Configurable):
             mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
         if 0 in x.shape:  # einx cannot tell the sizes of nothing
             return self.proj(torch.zeros_like(x))
-        kernel = LINEAR_IMPLS[self.impl]
+        kernel = LINEAR_IMPLS[impl := self.impl]
         q, k, v = (kernel.split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
-        y = attend_linear(q, k, v, impl=self.impl, mask=mask, feature_map=self.feature_map)
+        y = attend_linear(q, k, v, impl=impl, mask=mask, feature_map=self.feature_map)
         y = kernel.merge_heads(y, x.shape[2:])
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
 

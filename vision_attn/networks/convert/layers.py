@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
 from vision_attn.checks import check_type
 from vision_attn.networks.convert.proof import check_without, difference, path_of, random_map
-from vision_attn.networks.convert.row import filled
+from vision_attn.networks.convert.row import filled, run_on_tokens
 from vision_attn.networks.convert.table import row_of
 
 
@@ -68,8 +69,9 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     def compute(twin: Any, x: Tensor, *args: Any) -> Any:
         block = row.block(twin).to(row.dtype)
         if isinstance(block, Attention):
-            return row.forward(twin, lambda x, mask=None, context=None: block(x, None, context), x, *args)
-        return block(x.flatten(2) if row.rank == 1 else x).view(x.shape)
+            attend = partial(run_on_tokens, block, block.rank)
+            return row.forward(twin, lambda x, _=None, context=None: attend(x, None, context), x, *args)
+        return run_on_tokens(block, row.rank, x)
 
     difference(module, compute, row.arguments, row.twin, row.dtype, **row.told)
     with torch.inference_mode(False), torch.enable_grad():  # which the weights say by whether they are trained

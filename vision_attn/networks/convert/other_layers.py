@@ -110,9 +110,10 @@ def attend_segformer(
     """Keys are of the map made smaller."""
     if asks_more(layer, *given, *others.values()):
         return OWN
-    smaller = layer.sequence_reduction_ratio > 1
-    keys = layer.sequence_reduction(hidden_states, height, width) if smaller else hidden_states
-    return attend(hidden_states.mT, None, keys.mT).mT, None
+    maps = keys = hidden_states.mT.unflatten(2, (height, width))
+    if (ratio := layer.sequence_reduction_ratio) > 1:
+        keys = layer.sequence_reduction(hidden_states, height, width).mT.unflatten(2, (height // ratio, -1))
+    return attend(maps, None, keys).flatten(2).mT, None
 
 
 def example_segformer(layer: Any) -> tuple[Any, ...]:
@@ -138,7 +139,6 @@ SEGFORMER = replace(
     around=("sequence_reduction",),
     call=attend_segformer,
     example=example_segformer,
-    slower=True,
 )
 MASKFORMER_SWIN = replace(
     TRANSFORMERS,
@@ -178,10 +178,11 @@ def attend_yolo(layer: Any, attend: Attend, x: Tensor) -> Any:
         return OWN
     weights, areas = yolo_weights(layer), getattr(layer, "area", 1)
     values, out = weights["qkv"], weights["proj"].weight
-    rows = slice(-out.shape[1], None)
-    y = attend(x.flatten(2).unflatten(2, (areas, -1)).transpose(1, 2).flatten(0, 1))
-    y = y.unflatten(0, (-1, areas)).transpose(1, 2).flatten(2).view(x.shape)
-    v = F.conv2d(x, values.weight[rows, :, None, None], values.bias[rows])
+    of_values = slice(-out.shape[1], None)
+    rows = x if x.shape[2] % areas == 0 else x.flatten(2)  # an area is some rows of the map
+    y = attend(rows.unflatten(2, (areas, -1)).transpose(1, 2).flatten(0, 1))
+    y = y.unflatten(0, (-1, areas)).transpose(1, 2).reshape(x.shape)
+    v = F.conv2d(x, values.weight[of_values, :, None, None], values.bias[of_values])
     return y + F.conv2d(layer.pe(v), out[..., None, None])
 
 
@@ -221,10 +222,10 @@ def attend_diffusers(
     usual = usual and x.dim() in (3, 4) and (context is not None or not layer.is_cross_attention)
     if not usual or any(other is not None for other in others.values()):
         return OWN
-    y = x.flatten(2) if x.dim() == 4 else x.transpose(1, 2)
+    y = x if x.dim() == 4 else x.transpose(1, 2)
     y = y if layer.group_norm is None else layer.group_norm(y)
     y = attend(y, None, None if context is None else context.transpose(1, 2))
-    y = y.unflatten(2, x.shape[2:]) if x.dim() == 4 else y.transpose(1, 2)
+    y = y if x.dim() == 4 else y.transpose(1, 2)
     return ((y + x) if layer.residual_connection else y) / layer.rescale_output_factor
 
 
@@ -350,7 +351,7 @@ ROWS: dict[str, Row] = {
     "vit_pytorch.simple_vit.Attention": replace(VIT_PYTORCH, weights=named("to_qkv", "to_out"), drops=("", "")),
     "vit_pytorch.max_vit.Attention": VIT_PYTORCH_MAXVIT,
     "monai.networks.blocks.selfattention.SABlock": MONAI,
-    "ultralytics.nn.modules.block.Attention": replace(YOLO, slower=True),
+    "ultralytics.nn.modules.block.Attention": YOLO,
     "ultralytics.nn.modules.block.AAttn": YOLO,
     "diffusers.models.attention_processor.Attention": Row(
         weights=named("to_q to_k to_v", "to_out.0"),

@@ -225,6 +225,13 @@ class WholeWindows2d(PaddedAttention2d):
 # --- the row ----------------------------------------------------------------------------------------------------------
 
 
+def run_on_tokens(block: Any, rank: int, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
+    """Call a block with ``rank`` axes on maps; the positions are tokens in a row for a block with one axis."""
+    if rank > 1:
+        return block(x, mask, context)
+    return block(x.flatten(2), mask, None if context is None else context.flatten(2)).unflatten(2, x.shape[2:])
+
+
 def unbiased(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """For a layer that adds nothing to its logits: a call with more than a map is its own."""
     return OWN if any(given is not None for given in (*args, *kwargs.values())) else None
@@ -234,7 +241,8 @@ def unbiased(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 class Row:
     """One attention layer of another library; all functions are given the layer first.
 
-    ``attend`` stands for the block: ``attend(x, mask=None, context=None)`` on ``(b, channels, *axes)``.
+    ``attend`` stands for the block: ``attend(x, mask=None, context=None)`` on ``(b, channels, *axes)``. A layer of
+    tokens that knows the size of their map gives the map, ``(b, channels, h, w)``, so that it can be captured.
     """
 
     #: the block's parameters by name, made of the layer's
@@ -264,8 +272,6 @@ class Row:
     finish: Callable[[Any, Any], nn.Module] = lambda layer, block: block
     #: gives a copy of the layer, with other weights, to be run
     twin: Callable[[Any, torch.dtype], AbstractContextManager[Any]] = random_twin
-    #: whether a block takes longer than it: it is swapped only where it is chosen
-    slower: bool = False
     #: in which it is run to prove it
     dtype: torch.dtype = torch.float64
     #: what a call of it is told beside these arguments

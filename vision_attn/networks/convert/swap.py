@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from vision_attn.errors import SiteError
+from vision_attn.networks.convert.placement import note_place
 from vision_attn.networks.convert.proof import HOOKS, difference, path_of
 from vision_attn.networks.convert.swapped import (
     SWAPPED,
     Swap,
     Swapped,
-    note_place,
     original_class,
     swapped_class,
     traits_of,
@@ -104,9 +104,9 @@ def swap_(
     gives the attention maps, of windows that the network cuts and of the tokens of a ViT, too.
 
     A module is proven before it is swapped, on random weights. One that a block cannot stand for is left as it is, and
-    so is one of a kind that a block makes slower, unless it is chosen; the report says why. A call that a block cannot
-    serve is served by the module itself; so are all calls while a part of the module has hooks, was replaced, as by
-    LoRA, or is in another mode. One module is not for several threads at once.
+    the report says why. A call that a block cannot serve is served by the module itself; so are all calls while a part
+    of the module has hooks, was replaced, as by LoRA, or is in another mode. Any number of threads may run the model at
+    the same time.
 
     Args:
         model: any network; it may be one such module.
@@ -135,8 +135,6 @@ def swap_(
     lines, swaps = [], {}
     for name, module in inside.items():
         try:
-            if names is None and where is None and row_of(module)[2].slower:
-                raise ValueError("a block takes longer than it: choose it by names= or where= to swap it all the same")
             swap = swaps[name] = swap_for(module, [modules[outer] for outer in around(name)])
             lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         except (ValueError, RuntimeError, AttributeError) as error:  # the last of a subclass without some part
@@ -206,8 +204,9 @@ def around(name: str) -> list[str]:
 def is_attention(module: nn.Module) -> bool:
     """Whether its name or those of its parts say so, where it is none of ours and has parameters."""
     kind = type(module)
-    said = any(word in kind.__name__.lower() for word in ("attention", "attn"))
-    said = said or any(hasattr(module, name) for name in ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query"))
+    said = any(word in kind.__name__.lower().replace("_", "") for word in ("attention", "attn", "nonlocal"))
+    projections = ("qkv", "qkvs", "qk", "to_qkv", "q_proj", "query", "query_conv", "theta")
+    said = said or any(hasattr(module, name) for name in projections)
     return said and not kind.__module__.startswith("vision_attn.") and next(module.parameters(), None) is not None
 
 

@@ -6,8 +6,8 @@ no weights: each forward lends it those that the module has then. What a block d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vision_attn.attention.blocks import Attention
-from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
+from vision_attn.attention.patterns import Grid, Window
+from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.networks.convert.proof import HOOKS
-from vision_attn.networks.convert.row import OWN, Row, parameters_of
+from vision_attn.networks.convert.row import OWN, Row, parameters_of, run_on_tokens
 from vision_attn.networks.convert.table import TABLE
-from vision_attn.networks.insertion.record import token_grid
 
 #: The attribute of a swapped module that holds its :class:`Swap`.
 SWAPPED = "swapped"
+
+#: The attribute of a block that runs for a module with the sizes of its maps, or of its tokens, and of the context's.
+MAP_SIZES = "map_sizes"
 
 
 @dataclass
@@ -38,8 +41,10 @@ class Swap:
     traits: tuple[Any, ...]
     #: how the network cuts its map before the module sees it; None where it does not
     cut: Window | Grid | None = None
-    #: class and register tokens before those of the map, if it takes tokens; None where that is not known
+    #: number of class and register tokens before those of the map, where it takes tokens; None where it is not known
     prefix: int | None = None
+    #: sizes of the grid of patches, by the size of the image, where the network declares them
+    grids: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     #: the greatest difference of the two in the proof
     difference: float = 0.0
 
@@ -52,36 +57,23 @@ class Swap:
         proof = "" if self.row.dtype == torch.float64 else f", proven in {self.row.dtype}"
         return f"{type(self.block).__name__}, {how}{proof}"
 
-    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Any:
+    def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Run the block with the weights that the module has now, in any number of threads at a time."""
         weights = parameters_of(self.row.weights(module), self.block.rank)
-        return torch.func.functional_call(self.block, weights, (x, mask, context), tie_weights=False)
+        sizes = tuple(x.shape[2:]), None if context is None else tuple(context.shape[2:])
+        block: Any = with_weights(self.block, weights, {ORIGINAL: self.block, MAP_SIZES: sizes})
+        return run_on_tokens(block, self.block.rank, x, mask, context)
 
-    @property
-    def sees(self) -> str:
-        """What the block is given: ``"maps"``, ``"groups"`` of maps that are cut, ``"tokens"``, or ``"unknown"``."""
-        if self.cut is not None:
-            return "groups"
-        return "maps" if self.block.rank == 2 else "unknown" if self.prefix is None else "tokens"
 
-    def placed(self, x: Tensor, images: int, image_size: tuple[int, int]) -> tuple[Grouping, int] | None:
-        """How the groups or tokens that the block is given lie on the maps of so many images of a size.
-
-        With it comes how many tokens there are before those of the map. None: they lie on no map of that aspect.
-        """
-        window, prefix = tuple(x.shape[2:]), self.prefix or 0
-        if self.cut is None:
-            size = token_grid(window[0] - prefix, *image_size)
-            pattern: AnyPattern = resolve_pattern("full")
-        else:
-            # The windows may be others than when it was swapped.
-            window = window if len(window) == 2 else pair(self.cut.size)
-            pattern = replace(self.cut, size=window)
-            groups, (rows, columns) = len(x) // images, image_size
-            tiles = (1, 1) if groups == 1 else token_grid(groups, rows * window[1], columns * window[0])
-            size = None if tiles is None else (tiles[0] * window[0], tiles[1] * window[1])
-        if size is None:
-            return None
-        return Grouping(pattern.for_rank(2), size, size, x.device), prefix
+def with_weights(block: nn.Module, weights: Mapping[str, Tensor], notes: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a shallow copy of a block for one call, with these weights and attributes; the block is left alone."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace the copy of a module
+        return lambda *args: torch.func.functional_call(block, {**weights}, args, tie_weights=False)
+    copied = object.__new__(type(block))
+    children = {name: with_weights(x, weights, {}, f"{prefix}{name}.") for name, x in block.named_children()}
+    parameters = {name: weights.get(prefix + name, value) for name, value in block._parameters.items()}
+    vars(copied).update(vars(block), **notes, _parameters=parameters, _modules={**block._modules, **children})
+    return copied
 
 
 class Swapped(nn.Module):
@@ -140,54 +132,3 @@ def traits_of(module: nn.Module, names: Iterable[str] = ()) -> tuple[Any, ...]:
         public = (item for item in vars(module).items() if not item[0].startswith("_") and item[0] != "training")
         names = [name for name, x in public if isinstance(x, (int, float, list, tuple))]
     return parts, hooked, drops, {name: getattr(module, name, None) for name in names}
-
-
-# --- where a module's groups or tokens lie on the map -----------------------------------------------------------------
-
-
-#: What transformers calls the tokens before those of the map.
-BEFORE = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
-
-
-def note_place(swap: Swap, module: nn.Module, outers: list[nn.Module]) -> None:
-    """Note how what the module is given lies on the map, as the modules around it say, the innermost last."""
-    for outer in outers:
-        if type(outer).__module__ in CUTS:
-            swap.cut = cut_of(outer, module) or swap.cut
-        count = getattr(outer, "num_prefix_tokens", None)  # of timm's; torchvision's have one
-        if isinstance(count, int):
-            swap.prefix = count
-        elif isinstance(getattr(outer, "class_token", None), nn.Parameter):
-            swap.prefix = 1
-        embeddings = getattr(outer, "embeddings", None)  # of transformers
-        before = [x for name in BEFORE if isinstance(x := getattr(embeddings, name, None), nn.Parameter)]
-        if before:
-            swap.prefix = sum(1 if x.dim() == 1 else x.shape[1] for x in before)
-
-
-def pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def cut_of(outer: Any, module: Any) -> Window | Grid | None:
-    """How a module around cuts the map, if it does."""
-    if any(size := pair(getattr(outer, "window_size", 0))):
-        return Window(size, pair(getattr(outer, "shift_size", 0)))
-    if hasattr(outer, "partition_type"):
-        windows, size = outer.partition_type == "window", module.size
-    elif type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
-        windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
-        size = outer.partition_size
-    else:
-        return None
-    return Window(pair(size)) if windows else Grid(pair(size))
-
-
-#: Where the modules are that cut a map, each in words of its own.
-CUTS = {
-    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit")),
-    *(f"timm.models.{name}" for name in ("swin_transformer", "swin_transformer_v2")),
-    "torchvision.models.maxvit",
-    "transformers.models.maskformer.modeling_maskformer_swin",
-    "transformers.models.swin.modeling_swin",
-}

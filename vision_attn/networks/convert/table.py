@@ -19,6 +19,7 @@ TABLE: dict[str, Row] = {**timm_layers.ROWS, **other_layers.ROWS}
 LEFT = {
     "XCA ChannelAttention ChannelAttentionV2 CrossCovarianceAttn": "it attends between channels, not positions",
     "LiteMLA FactorAttnConvRelPosEnc LinearSelfAttention EfficientAdditiveAttention": "it has no softmax",
+    "ClassAttn": "only its class token attends",
     "GPSA": "it adds two softmaxes, of contents and of places",
     "TalkingHeadAttn": "it mixes its heads before and after the softmax",
     "CascadedGroupAttention": "each head is given what the one before it found",

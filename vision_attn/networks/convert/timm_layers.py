@@ -78,12 +78,13 @@ def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
 
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
     """Of Twins and PVT v2, whose keys are of the map made smaller."""
-    if layer.sr is None:
-        return attend(x.mT, None, x.mT).mT
-    maps = x.mT.unflatten(2, tuple(size))
-    maps = layer.sr(maps if getattr(layer, "pool", None) is None else layer.pool(maps))
-    keys = layer.norm(maps.flatten(2).mT)
-    return attend(x.mT, None, (keys if getattr(layer, "act", None) is None else layer.act(keys)).mT).mT
+    maps = keys = x.mT.unflatten(2, tuple(size))
+    if layer.sr is not None:
+        smaller = layer.sr(maps if getattr(layer, "pool", None) is None else layer.pool(maps))
+        tokens = layer.norm(smaller.flatten(2).mT)
+        tokens = tokens if getattr(layer, "act", None) is None else layer.act(tokens)
+        keys = tokens.mT.unflatten(2, smaller.shape[2:])
+    return attend(maps, None, keys).flatten(2).mT
 
 
 def example_reduced(layer: Any) -> tuple[Any, ...]:
@@ -122,9 +123,7 @@ VIT = Row(weights=vit_weights, axes="b t c")
 MAPS = replace(VIT, axes="b c h w")
 MASKED = replace(VIT, bias=vit_bias)
 EFFICIENTFORMER = replace(VIT, weights=efficientformer_weights, bias=efficientformer_bias, around=("attention_biases",))
-REDUCED = replace(
-    VIT, weights=named("q|kv", "proj"), call=attend_reduced, example=example_reduced, around=("sr",), slower=True
-)
+REDUCED = replace(VIT, weights=named("q|kv", "proj"), call=attend_reduced, example=example_reduced, around=("sr",))
 
 
 def class_row(names: str) -> Row:
@@ -258,7 +257,6 @@ ROWS: dict[str, Row] = {
     "timm.models.tnt.Attention": replace(VIT, weights=named("qk v", "proj")),
     "timm.models.volo.Attention": replace(VIT, axes="b h w c"),
     "timm.models.volo.ClassAttention": class_row("q|kv"),
-    "timm.models.cait.ClassAttn": replace(class_row("q|k v"), slower=True),
     "timm.models.crossvit.CrossAttention": class_row("wq|wk wv"),
     "timm.models.pvt_v2.Attention": REDUCED,
     "timm.models.twins.GlobalSubSampleAttn": REDUCED,
@@ -277,6 +275,12 @@ ROWS: dict[str, Row] = {
         around=("pos_embed",),
     ),
     "timm.layers.attention2d.Attention2d": MAPS,
+    "timm.layers.non_local_attn.NonLocalAttn": Row(
+        weights=named("t p g", "z"),
+        options={"num_heads": lambda layer: 1, "scale": "scale"},
+        around=("norm",),
+        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
+    ),
     "timm.layers.attention2d.MultiQueryAttention2d": Row(
         weights=named("query.proj key.proj value.proj", "output.proj"),
         options={"num_kv_heads": 1},

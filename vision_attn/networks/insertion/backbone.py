@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vision_attn.attention.scopes import scope
 from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
@@ -217,10 +218,10 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def uncompiled() -> AbstractContextManager[object]:
-    """A context in which compiled models run in eager: what is compiled does not see new hooks."""
+def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which compiled models run in eager in this thread: a compiled graph does not see hooks."""
     # Without dynamo nothing is compiled, and importing it takes a second.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return scope(plain_network(model), "eager", {model: True}) if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -238,7 +239,7 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in modes:
             module.training = False  # without its train(), which may keep account of what it is told
-        with torch.no_grad(), uncompiled(), ExitStack() as stack:
+        with torch.no_grad(), uncompiled(model), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
                 stack.enter_context(torch.autocast(device, enabled=False))  # maps have the type of the network
             yield

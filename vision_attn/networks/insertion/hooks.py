@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from vision_attn.attention.blocks.gated_residual import GatedResidual
+from vision_attn.attention.scopes import scoped_output
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.record import InsertedBlock, change, of_map, prefix_of, to_map, token_grid
 
@@ -154,7 +156,8 @@ def run_block(block: nn.Module, value: Any) -> Any:
         if isinstance(x_map, Proxy):  # one node of a traced graph
             path = x_map.tracer.path_of_module(block)
             return of_map(x, x_map.tracer.create_proxy("call_module", path, (x_map,), {}), layout)
-        return of_map(x, block(x_map), layout)
+        y = block(x_map)
+        return of_map(x, y if isinstance(block, GatedResidual) else scoped_output(block, x_map, y), layout)
 
     return change(value, record.element, run_on)
 
