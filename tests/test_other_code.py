@@ -619,6 +619,8 @@ def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(sizes):
     once = va.insert_(resnet(), names="layer2", example_input=images[0])
     assert report.multiply_adds >= 2 * once.multiply_adds
     assert len(va.inspect_model(model, example_input=images).sites) == 5
+    with pytest.raises(ValueError, match="batch must be a batch of images.*does not run on it"):
+        va.contribution(model, images)
 
 
 def test_a_token_grid_of_a_shared_encoder_has_one_size():

@@ -104,7 +104,11 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
 
     def scores(off: Iterable[str] = ()) -> Tensor | None:
         with disabled(model, off):
-            output = plain_network(model)(images)
+            try:
+                output = plain_network(model)(images)
+            except TypeError as error:
+                expected = "a batch of images, or a pair of images and labels, for a model that takes one batch"
+                raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
         output = output.get("out", output) if isinstance(output, Mapping) else output  # of torchvision
         output = getattr(output, "logits", output)
         return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
