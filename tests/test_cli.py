@@ -193,10 +193,10 @@ def test_a_closed_standard_error_is_no_obstacle():
     [
         ["predict", "RUN", "IMAGE", "-o"],
         ["explore", "IMAGE", "--model", "RUN", "-o"],
-        ["maps", "IMAGE", "--model", "RUN", "-o"],
+        ["explore", "IMAGE", "--model", "RUN", "--png"],
         ["export", "RUN", "-o"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: f"{words[0]} {words[-1]}",
 )
 def test_an_output_that_cannot_be_written_is_said_before_the_work(capsys, image_folder, monkeypatch, words):
     """Before, predict and others computed everything first."""
@@ -215,7 +215,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(capsys, image_
     given = {
         "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
     }  # fmt: skip
-    output = {"maps": "/proc", "export": "/proc/net.onnx"}.get(words[0], "/nothing/here")
+    output = "/proc" if words[-1] == "--png" else {"export": "/proc/net.onnx"}.get(words[0], "/nothing/here")
     code, out, err = run(capsys, *(given.get(word, word) for word in words), output)
     assert (code, err.count("\n")) == (1, 1), err
     assert f": '{output}" in err
@@ -328,8 +328,6 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
         (["explore", "IMAGE", "--model", "resnet20"], 2, "model: resnet20 has no attention to look into"),
         (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
         (["explore", "IMAGE", "--model", "RUN", "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
-        (["maps", "IMAGE", "--model", "RUN", "--query", "middle"], 2, "query must be y,x in pixels, such as 112,80"),
-        (["maps", "IMAGE", "--model", "RUN", "--query", "40,0"], 2, "pixels of an image of (32, 32); got (40.0, 0.0)"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "neither a literal nor one of Window"),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",
@@ -369,10 +367,15 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     assert f"wrote {tmp_path / 'page.html'}, " in out
     words = "layer3.2.inserted.attn", "resnet20_attention", '"title": "0.png"', '"note": ""'
     assert all(word in page for word in words)
-    where = "--query", "4,4", "31,0", "--heads", 0, 2, "--sites", "layer3", "-o", tmp_path / "maps"
-    assert run(capsys, "maps", *images, *model, *where)[::2] == (0, "")
-    pictures = {*(f"layer3.{block}.inserted.attn.png" for block in range(3)), "summary.png"}
-    assert {path.name for path in (tmp_path / "maps").iterdir()} == pictures
+    assert not list(tmp_path.glob("**/*.png"))
+    where = "--sites", "layer3.[12].*", "-o", tmp_path / "page.html", "--png", tmp_path / "maps"
+    code, out, err = run(capsys, "explore", *images, *model, *where)
+    assert (code, err) == (0, "")
+    assert f"wrote 2 PNG images to {tmp_path / 'maps'}" in out
+    found = sorted((tmp_path / "maps").iterdir())
+    assert [path.name for path in found] == [f"layer3.{block}.inserted.attn.png" for block in (1, 2)]
+    with Image.open(found[0]) as image:
+        assert image.width > 5 * 150, "the images and four heads"
 
 
 def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):

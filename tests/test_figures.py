@@ -83,20 +83,6 @@ def test_a_video_has_a_panel_for_each_frame_of_the_map():
         figures.attention_figure(video[:, :, 0], attention)
 
 
-def test_a_summary_has_a_dot_for_each_head_and_what_even_attention_would_be():
-    even = AttentionMap(torch.full((2, 3, 4, 2, 2), 1 / 4), ((0, 0), (0, 1), (1, 0), (1, 1)), (32, 32))
-    one = torch.zeros(2, 3, 4, 2, 2)
-    one[:, 0, :, 0, 0] = one[:, 1, :, 0, 1] = one[:, 2, :, 1, 1] = 1
-    widely, far = figures.summary_figure({"a": even, "b": AttentionMap(one, even.cells, (32, 32))}).axes
-    for axis, expected in ((widely, ([1, 1, 1], [0.25] * 3)), (far, ([(32 + 16 * 2**0.5) / 4] * 3,) * 2)):
-        for line, values in zip(axis.lines, expected, strict=True):
-            np.testing.assert_allclose(line.get_ydata(), values, rtol=1e-5)
-        dashes = [dash.get_segments()[0][0][1] for dash in axis.collections]
-        np.testing.assert_allclose(dashes, [expected[0][0]] * 2, rtol=1e-5)
-        assert [text.get_text() for text in axis.texts] == ["0", "1", "2"] * 2
-    assert [text.get_text() for text in far.get_xticklabels()] == ["a", "b"]
-
-
 def test_what_is_near_an_even_share_does_not_cover_the_picture():
     image, even = torch.rand(1, 3, 32, 32), torch.full((1, 1, 1, 4, 4), 1 / 16)
     for weights in (even, torch.zeros_like(even)):  # of a query that may attend to nothing, too

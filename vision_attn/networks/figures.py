@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'vision-attn[viz]'", name=error.name) from error
 
-__all__ = ["Figure", "attention_figure", "save_figure", "summary_figure"]
+__all__ = ["Figure", "attention_figure", "save_figure"]
 
 #: In inches: between panels, for a line of text above them, and for the scale on the right with its numbers.
 GAP, LINE, SCALE = 0.08, 0.24, 0.95
@@ -169,50 +168,6 @@ def reduced(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequ
     of = heads[0] if len(heads) == 1 else f"{reduction} of {len(heads)} heads"
     merged = weights.mean(1, keepdim=True) if reduction == "mean" else weights.amax(1, keepdim=True)
     return [f"where it looks, {of}"], merged
-
-
-def summary_figure(maps: Mapping[str, AttentionMap], *, width: float = 7.0) -> Figure:
-    """A page on a model: how widely and how far each head of each block looks, one above the other.
-
-    A head is a dot, the mean over images and queries: the number of cells that it would look at evenly
-    (:meth:`AttentionMap.entropy`) as a share of the map, and the mean distance in pixels
-    (:meth:`AttentionMap.distance`). A dash is where a block that looks at everything alike would be.
-
-    Args:
-        maps: from :func:`vision_attn.capture`, best of all cells and of several images.
-        width: of the figure, in inches.
-
-    Returns:
-        The figure.
-
-    >>> import torch
-    >>> seen = AttentionMap(torch.rand(2, 8, 1, 7, 7), cells=((3, 3),), image_size=(28, 28))
-    >>> len(summary_figure({"layer3": seen, "layer4": seen}).axes)
-    2
-    """
-    figure = Figure(figsize=(width, 5.2), layout="constrained")
-    widely, far = figure.subplots(2, 1, sharex=True)
-    for place, one in enumerate(maps.values()):
-        cells = one.weights[0, 0, 0].numel()
-        even = replace(one, weights=one.weights.new_ones(1, 1, *one.weights.shape[2:]) / cells, heads=())
-        for axis, found, alike in (
-            (widely, one.entropy().exp() / cells, 1.0),
-            (far, one.distance(), float(even.distance().mean())),
-        ):
-            values = found.mean((0, 2)).tolist()
-            across = [place + 0.5 * ((head + 0.5) / len(values) - 0.5) for head in range(len(values))]
-            axis.plot(across, values, "o", color="tab:blue", markersize=5)
-            for x, y, name in zip(across, values, one.heads, strict=True):
-                number = axis.annotate(name.removeprefix("head "), (x, y), (0, 5), textcoords="offset points")
-                number.set(fontsize=7, ha="center", path_effects=[withStroke(linewidth=2, foreground="white")])
-            axis.hlines(alike, place - 0.35, place + 0.35, color="tab:red", linestyle="--", linewidth=1.5, zorder=0)
-    widely.set_ylabel("cells looked at\nas a share of the map")
-    widely.set_ylim(0, 1.12)
-    far.set_ylabel("mean distance\nin pixels")
-    far.set_ylim(0, 1.12 * far.get_ylim()[1])
-    far.set_xticks(range(len(maps)), list(maps), rotation=20, ha="right", fontsize=8)
-    widely.set_title("A dot is a head, by its number; a dash is a block that looks at everything alike", fontsize=9)
-    return figure
 
 
 def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:

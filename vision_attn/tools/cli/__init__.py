@@ -20,7 +20,7 @@ from vision_attn.errors import CheckpointError, Interrupted, VisionAttnError
 from vision_attn.text import escaped
 from vision_attn.tools.cli import commands
 from vision_attn.tools.cli.commands import compare, demo, evaluate, export, inspect, predict, train
-from vision_attn.tools.cli.looking import explore, maps
+from vision_attn.tools.cli.looking import explore
 from vision_attn.version import __version__
 
 __all__ = ["COMMANDS", "commands", "main", "run_program"]
@@ -33,7 +33,7 @@ EXTRAS = {
     "export": ("onnx", "onnxruntime", "onnxscript"),
 }
 #: Commands whose flags are their arguments.
-PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, explore, maps)}
+PLAIN: dict[str, Callable[..., None]] = {f.__name__: f for f in (inspect, demo, predict, export, explore)}
 #: Commands with flags for the settings of a run: they are handed the words of the command line.
 OF_RUNS: dict[str, Callable[[list[str]], None]] = {"train": train, "evaluate": evaluate, "compare": compare}
 COMMANDS = {**PLAIN, **OF_RUNS}

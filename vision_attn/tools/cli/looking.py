@@ -1,4 +1,4 @@
-"""The commands that look into a network, ``explore`` and ``maps``, and what opens it and its images."""
+"""The command ``explore``, which looks into a network, and what opens it and its images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -142,71 +142,49 @@ class Looked:
 Look = Annotated[Looked, arg(name="")]
 
 
-def explore(look: Look, output: Output = Path("report.html"), top: int = 5) -> None:
+def explore(look: Look, output: Output = Path("report.html"), top: int = 5, png: Path | None = None) -> None:
     """Where every head of a network looks on images, as a page for a browser.
 
     Args:
         look: the network and the images
         output: page to write
         top: classes of each image
+        png: folder for PNG images of the attention from the middle of each image, one image per module
     """
+    from vision_attn.networks.safe import check_writable
     from vision_attn.tools import explorer
     from vision_attn.tools.training.data import open_image
 
     network, pixels, normalize, paths = look.open()
+    if png:
+        png.mkdir(parents=True, exist_ok=True)
+        check_writable(png / "model.png")
     page = explorer.explore(
         network, pixels, output, normalize=normalize, classes=network.classes or (), sites=look.sites or None, top=top,
         titles=[path.name for path in paths], title=f"Where {Path(look.model).name} looks", note=look.warning,
         pictures=[finer(open_image(path), network.transform) for path in paths],
     )  # fmt: skip
     print(f"wrote {page}, {page.stat().st_size / 1e3:,.0f} kB: open it in a browser")
-
-
-def maps(
-    look: Look,
-    output: Output = Path("maps"),
-    query: tuple[str, ...] = (),
-    heads: tuple[int, ...] = (),
-    reduce: Literal["none", "mean", "max"] = "none",
-) -> None:
-    """The same as pictures, with a page on how widely and how far each head looks.
-
-    Args:
-        look: the network and the images
-        output: folder for the pictures
-        query: places that are looked from: y,x in pixels (default: the middle)
-        heads: those to draw (default: all)
-        reduce: what is drawn of several heads
-    """
-    from vision_attn.networks.figures import attention_figure, save_figure, summary_figure
-    from vision_attn.networks.insertion import quiet_eval
-    from vision_attn.networks.recording import capture
-    from vision_attn.networks.safe import check_writable
-
-    network, pixels, normalize, paths = look.open()
-    points = [point_of(word) for word in query] or [tuple(side / 2 for side in pixels.shape[2:])]
-    output.mkdir(parents=True, exist_ok=True)
-    check_writable(output / "summary.png")
-    how: dict[str, Any] = {"sites": look.sites or None, "heads": heads or None}
-    with quiet_eval(network), capture(network, points, **how) as found:
-        network(normalize(pixels))
-    for site, one in found.items():
+    if png:
         # As long as a panel is wide, without the sign that matplotlib takes for a formula's.
         titles = [escaped(path.stem[:12]).replace("$", r"\$") for path in paths]
-        panels = 2 if reduce != "none" else 1 + len(one.heads)
-        queries = range(len(points)) if len(points) > 1 else 0
-        width = 2.0 + 1.5 * panels
-        figure = attention_figure(pixels, one, query=queries, reduction=reduce, titles=titles, width=width)
-        save_figure(figure, output / f"{re.sub(r'[^A-Za-z0-9._-]', '_', site) or 'model'}.png")
-    with quiet_eval(network), capture(network, **how) as found:
-        network(normalize(pixels[:8]))
-    save_figure(summary_figure(found), output / "summary.png")
-    print(f"wrote a picture for each of {len(found)} modules and summary.png to {output}")
+        count = write_figures(network, pixels, normalize, look.sites, titles, png)
+        print(f"wrote {count} PNG images to {png}")
 
 
-def point_of(word: str) -> tuple[float, ...]:
-    try:
-        y, x = map(float, word.split(","))
-    except ValueError:
-        raise ValueError(f"query must be y,x in pixels, such as 112,80; got {word}") from None
-    return y, x
+def write_figures(
+    network: Any, pixels: Tensor, normalize: Any, sites: Sequence[str], titles: Sequence[str], folder: Path
+) -> int:
+    """Draw the attention of every module and head from the middle of each image; return the number of files."""
+    from vision_attn.networks.figures import attention_figure, save_figure
+    from vision_attn.networks.insertion import quiet_eval
+    from vision_attn.networks.recording import capture
+
+    middle = tuple(side / 2 for side in pixels.shape[2:])
+    with quiet_eval(network), capture(network, [middle], sites=sites or None) as maps:
+        network(normalize(pixels))
+    for site, one in maps.items():
+        width = 3.5 + 1.5 * len(one.heads)
+        figure = attention_figure(pixels, one, reduction="none", titles=titles, width=width)
+        save_figure(figure, folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', site) or 'model'}.png")
+    return len(maps)
