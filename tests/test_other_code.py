@@ -155,6 +155,8 @@ def test_an_older_hook_on_the_input_sees_the_block_that_runs_before_the_module()
     [
         ("resnet10t", {}, 32),  # FeatureListNet
         ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
+        ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
+        ("selecsls42", {"feature_cls": "getter"}, 64),
         ("pit_ti_224", {}, 224),  # FeatureHookNet
         ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
     ],
@@ -619,7 +621,7 @@ def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(sizes):
     once = va.insert_(resnet(), names="layer2", example_input=images[0])
     assert report.multiply_adds >= 2 * once.multiply_adds
     assert len(va.inspect_model(model, example_input=images).sites) == 5
-    with pytest.raises(ValueError, match="batch must be a batch of images.*does not run on it"):
+    with pytest.raises(ValueError, match=r"batch must be a batch of images.*does not run on it"):
         va.contribution(model, images)
 
 

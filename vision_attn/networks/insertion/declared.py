@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
@@ -99,12 +99,23 @@ class Declared:
 def declaration(model: nn.Module) -> Declared:
     """What a model declares, or the part of it that does."""
     found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if not inside and (stage_entries(module) or row_of_stages(module)):
-            found[path] = module
+    for wrapped in (False, True):  # ``features_only=True`` wraps a network, or the parts of one
+        for path, module in model.named_modules():
+            inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+            if not inside and declares_stages(module, wrapped):
+                found[path] = module
+        if found:
+            break
     said = [said_by(module, path) for path, module in found.items()]
     return said[0] if len(said) == 1 else Declared(parts=tuple(found))
+
+
+def declares_stages(module: nn.Module, wrapped: bool) -> bool:
+    """Return True if a module declares stages in itself, or ``wrapped`` in a module inside it."""
+    names = [entry["module"] for entry in stage_entries(module)]
+    known = {path for path, _ in module.named_modules(remove_duplicate=False)} if names else set()
+    direct = any(path in known for name in names for path in (name, name.replace(".", "_")))
+    return bool(row_of_stages(module)) or direct or (wrapped and bool(names))
 
 
 def said_by(module: nn.Module, path: str) -> Declared:
@@ -119,6 +130,8 @@ def said_by(module: nn.Module, path: str) -> Declared:
         paths = [name for name in paths if name in known]
     else:
         paths = [existing_path(entry["module"], known) for entry in entries]
+        while paths and paths[-1] not in known:  # ``features_only=True`` cuts off what follows the last feature
+            paths.pop()
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     stages = dict(zip((before + name for name in paths), channels, strict=False))  # crossvit says each one twice
     prefix = getattr(module, "num_prefix_tokens", None)
@@ -333,7 +346,7 @@ class DryRun:
             if len(read) > 1:
                 what = f"{read[0].target!r} {'takes' if at == 'before' else 'returns'} {len(read)} maps"
                 raise SiteError(f"{what}, and a block works on one: choose modules inside it")
-            if not read[0].read and self.is_ignored(maps[0], at):
+            if not read[0].read and self.is_ignored(maps[0].target, at):
                 what = f"{maps[0].target!r}: the network ignores the {'input' if at == 'before' else 'output'}"
                 raise SiteError(f"{what} of this module, so a block there would have no effect. Choose another module")
             chosen.append(read[0])
@@ -373,7 +386,7 @@ class DryRun:
             with torch.enable_grad():
                 sums = [x.float().square().sum() for x in leaves(output) if x.requires_grad]
                 if not sums:
-                    return [one for one in maps if self.is_ignored(one, at)]
+                    return [one for one in maps if self.is_ignored(one.target, at)]
                 every = [x for tensors in held.values() for x in tensors]
                 found = iter(torch.autograd.grad(torch.stack(sums).sum(), every, allow_unused=True))
         except (SiteError, RuntimeError):  # a network that has no backward
@@ -384,9 +397,20 @@ class DryRun:
         gradients = {one: [next(found) for _ in tensors] for one, tensors in held.items()}
         return [one for one, each in gradients.items() if not any(is_read(one, gradient) for gradient in each)]
 
-    def is_ignored(self, one: Map, at: str) -> bool:
-        """Return True if not even other values in a map, which has no gradient, change the output of the network."""
-        output = self.run_changed([one], at, lambda _, x: x + (1 + x.abs().amax()) * torch.rand_like(x))
+    def is_ignored(self, target: str, at: str) -> bool:
+        """Return True if not even other values in what a module takes or returns change the output of the network."""
+
+        def noise(x: Tensor) -> Tensor:
+            return x + (1 + x.abs().amax()) * torch.rand_like(x) if x.is_floating_point() else x
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return tree_map_only(Tensor, noise, output)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(Tensor, noise, (args, kwargs))
+
+        hook: Any = before if at == "before" else after
+        output = run_quietly(self.model, self.example, [(target, hook)], before=at == "before")
         return any(x.numel() for x in leaves(output)) and same_bits(self.output, output)
 
     def run_changed(
