@@ -231,7 +231,7 @@ def test_another_class_count_is_refused_with_the_remedy_and_the_remedy_works(tra
     head = model[4].weight.clone()
     assert va.load_checkpoint(model, path, fresh=["4.*"]).new == ("4.weight", "4.bias")
     assert torch.equal(model[4].weight, head)
-    with pytest.raises(ValueError, match="fresh: 'head"):
+    with pytest.raises(ValueError, match="fresh='head"):
         va.load_checkpoint(model, path, fresh=["head.*"])
 
 

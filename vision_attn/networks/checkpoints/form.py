@@ -35,7 +35,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.specification import Arguments, arguments_in, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
-from vision_attn.networks.insertion.attach import replacement_options
+from vision_attn.networks.insertion.attach import path_of_block, replacement_options
 from vision_attn.networks.insertion.exact import bare
 from vision_attn.networks.insertion.hooks import REPLACED
 from vision_attn.networks.insertion.makers import BLOCKS, OF_TIMM, make_block, maker_of
@@ -76,7 +76,7 @@ class Saved:
         """Take complete tensors, under the names of a network without compiled or wrapped layers."""
         vars(self).update(
             tensors={plain_key(key): gathered(value) for key, value in self.tensors.items()},
-            blocks=tuple(replace(one, site=plain_key(one.site), held=plain_key(one.held)) for one in self.blocks),
+            blocks=tuple(relocated(one, plain_key) for one in self.blocks),
             base=self.base and {plain_key(key): value for key, value in self.base.items()},
             also=tuple(map(plain_key, self.also)),
         )
@@ -226,14 +226,19 @@ def put_in(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn
     """
     # A compiled layer is under its own path and that of its wrapper, which runs no hooks.
     paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
-    insertion.attach_records_(model, [located(block, paths) for block in saved.blocks], makers)
+    insertion.attach_records_(
+        model, [relocated(one, lambda path: paths.get(path, path)) for one in saved.blocks], makers
+    )
 
 
-def located(record: InsertedBlock, paths: Mapping[str, str]) -> InsertedBlock:
-    """The record of a block for a network whose modules have these paths, by their plain ones."""
-    owner, _, child = f"{record.site}.{record.held}".rpartition(".")
-    site, owner = paths.get(record.site, record.site), paths.get(owner, owner)
-    return replace(record, site=site, held=f"{owner}.{child}".removeprefix(f"{site}."))
+def relocated(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
+    """Return the record of a block for a network whose modules have other paths, with or without wrappers."""
+    owner, child = path_of_block(record)
+    site, owner = rename(record.site), rename(owner)
+    held = f"{owner}.{child}".removeprefix(f"{site}.")
+    if record.held.startswith("."):
+        held = "." * (len(site.split(".")) - len(owner.split("."))) + child
+    return replace(record, site=site, held=held)
 
 
 def makers_of(saved: Saved, path: Path, make: Callable[..., nn.Module] | None) -> dict[str, Callable[..., nn.Module]]:
