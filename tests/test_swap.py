@@ -472,7 +472,7 @@ def test_an_area_of_yolo12_is_some_rows_of_the_map():
 def test_attention_that_is_not_read_is_named():
     """Maps of non-local layers, as SAGAN's and those of timm's ``attn_layer="nl"``, were asked for in eight threads."""
     model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
-    message = r"capture. layer1.0.se \(NonLocalAttn\), .*: attention of another .* Call va.swap_\(model\) first"
+    message = r"capture. layer1.0.se \(NonLocalAttn\), .*: not read, .* Call va.swap_\(model\) first"
     with pytest.raises(ValueError, match=message), va.capture(model):
         pass
     va.swap_(model)
@@ -494,12 +494,12 @@ def test_attention_that_is_not_read_is_named():
     mixed = nn.Sequential(nn.Conv2d(3, 8, 1), SelfAttn(), va.AttentionBlock2d(8, 2))
     with va.capture(mixed) as maps:
         mixed(torch.randn(1, 3, 8, 8))
-    with pytest.raises(KeyError, match=r"captured are '2.attn'; SelfAttn: attention of another library"):
+    with pytest.raises(KeyError, match=r"captured are '2.attn'; not read, as it is of another library"):
         maps["1"]
-    with pytest.raises(ValueError, match=r"there is 2.attn. SelfAttn: attention"), va.capture(mixed, sites="1"):
+    with pytest.raises(ValueError, match=r"there is 2.attn. 1 \(SelfAttn\): not read"), va.capture(mixed, sites="1"):
         pass
     with (
-        pytest.raises(ValueError, match=r"to capture. 1 \(SelfAttn\): attention of another"),
+        pytest.raises(ValueError, match=r"to capture. 1 \(SelfAttn\): not read"),
         va.capture(mixed[:2]),
     ):
         pass

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,8 @@ from torch import Tensor, nn
 #: The attribute in which a copy that runs in the place of a module keeps that module.
 ORIGINAL = "original"
 
-#: Values of one ``with`` block by their kind and module.
-Scope: TypeAlias = dict[tuple[str, nn.Module], Any]
-
-#: The blocks that this thread or task is inside of, the innermost last.
-SCOPES: ContextVar[tuple[Scope, ...]] = ContextVar("SCOPES", default=())
+#: The ``with`` blocks that this thread or task is inside of, the innermost last: values by kind and module.
+SCOPES: ContextVar[tuple[dict[tuple[str, nn.Module], Any], ...]] = ContextVar("SCOPES", default=())
 
 
 @contextmanager
@@ -34,7 +31,7 @@ def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[No
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError("model must run in this thread, got nn.DataParallel on several GPUs. Pass model.module.")
-    entered: Scope = {(kind, module): value for module, value in values.items()}
+    entered = {(kind, module): value for module, value in values.items()}
     STANCE.enter()
     SCOPES.set((*SCOPES.get(), entered))
     try:

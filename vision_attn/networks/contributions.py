@@ -152,10 +152,10 @@ def branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> AbstractContextManager[None]:
-    """Disable blocks inside a ``with`` block, in this thread or task alone: their map goes on as it came.
+    """Disable blocks inside a ``with`` block, in this thread or task alone: they pass their feature map on unchanged.
 
-    No parameter and no module is changed: other threads and copies of the model run the blocks. A compiled model runs
-    in eager meanwhile. A thread that is started inside the block is outside of it.
+    Nothing on the model is changed: other threads and copies of the model run the blocks. A compiled model runs in
+    eager inside. A thread that is started inside the ``with`` block is outside of it.
 
     Args:
         model: a network with inserted blocks in it.

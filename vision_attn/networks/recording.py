@@ -36,6 +36,8 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": torch.add, 
 
 #: A point of the image, ``(y, x)`` in pixels.
 Point = Sequence[float]
+#: Why attention of another library is not captured.
+UNREAD = "not read, as it is of another library. Call va.swap_(model) first; its report names what it does not support"
 #: The coordinates of a point by the axes of the image.
 POINT = {1: "(x)", 2: "(y, x)", 3: "(t, y, x)"}
 
@@ -52,27 +54,27 @@ def capture(
 ) -> Iterator[Maps]:
     """Record the attention maps of every forward pass inside a ``with`` block.
 
-    The network computes what it always does. Of the queries and keys that the kernel gets, with their position terms,
-    masks, windows and type, the weights of the chosen queries are computed beside it, in float32 at least: any
-    implementation can be looked into, the fused ones included. Memory grows with ``heads · queries · tokens``, an image
-    and module.
+    The weights of the chosen queries are computed from the queries and keys that the kernel gets, with their position
+    terms, masks and windows, in at least float32. The output of the network does not change, and every implementation
+    can be captured, the fused ones included. Memory grows with ``heads · queries · tokens`` per image and module.
 
-    The forward passes of the thread or task that entered the ``with`` block are recorded; a thread that is started
-    inside it is outside of it. Nothing is stored on the model: other threads run it at the same time, and its copies
-    are ordinary networks. A compiled model runs in eager meanwhile.
+    Forward passes are recorded in the thread or task that entered the block. A thread that is started inside the block
+    is outside of it. Nothing is stored on the model: other threads can run it at the same time, and its copies are
+    ordinary networks. A compiled model runs in eager inside the block.
 
     Args:
-        model: a network with :class:`vision_attn.Attention2d` modules in it, or those for one axis or three: inserted,
-            put in the place of others, swapped in by :func:`vision_attn.swap_`, or its own.
-        queries: points ``(y, x)`` in pixels of the image to look from; ``"all"`` or None for every cell of each map.
+        model: a network with :class:`vision_attn.Attention2d` modules, or those with one axis or three: inserted, in
+            the place of other modules, swapped in by :func:`vision_attn.swap_`, or part of the network.
+        queries: query points ``(y, x)`` in pixels of the image, ``(t, y, x)`` of a video; ``"all"`` or None for every
+            position of each map.
         sites: only attention at or in these modules: a path, glob or compiled regular expression, or several.
         heads: only these heads, by number.
         reduce: one map for all of these heads, their ``"mean"`` or ``"max"``.
-        allow_large: take more than 1 GiB for the maps of a forward pass.
+        allow_large: allow more than 1 GiB for the maps of a forward pass.
 
     Yields:
         A dictionary from module path to :class:`AttentionMap`, filled by the forward pass, in the order of running. The
-        second call of a module in one pass has a map at ``path:2``.
+        second call of a module in one pass has a map at ``path:2``. ``maps.reasons`` has the reasons for missing maps.
 
     Raises:
         ValueError: the model has no such attention, there is no such head or reduction, a point lies outside the image,
@@ -98,7 +100,7 @@ def capture(
         module: partial(recording.record, path, module, swap, numbers("heads", heads, module.num_heads))
         for path, (module, swap) in modules.items()
     }
-    recording.maps.reasons = {path: why_unread([kind]) for path, kind in unread_attention(network, modules).items()}
+    recording.maps.reasons = dict.fromkeys(unread_attention(network, modules), UNREAD)
     with scope(model, "attention", hooks):
         yield recording.maps
     if recording.skipped and not recording.maps:
@@ -209,30 +211,24 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
         for path, module in attention_modules(model).items()
     }
     if not modules:
-        names = [f"{path} ({kind})" for path, kind in unread_attention(model, ()).items()]
-        why = why_unread(names) if names else "Call va.insert_ to add a block"
-        raise ValueError(f"model has no Attention2d to capture. {why}.")
+        others = shorten(unread_attention(model, ()).values())
+        reason = f"{others}: {UNREAD}" if others else "Call va.insert_ to add a block"
+        raise ValueError(f"model has no Attention2d to capture. {reason}.")
     if sites is None:
         return modules
     chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
     found = {p: module for p, module in modules.items() if any(f"{p}.".startswith(f"{site}.") for site in chosen)}
     if not found:
-        names = [kind for path, kind in unread_attention(model, modules).items() if path in chosen]
-        there = f"there is {', '.join(modules)}. {why_unread(names) if names else ''}"
+        others = shorten(name for path, name in unread_attention(model, modules).items() if path in chosen)
+        there = f"there is {', '.join(modules)}" + (f". {others}: {UNREAD}" if others else "")
         raise ValueError(f"sites must have attention at or in them; got {sites!r}, and {there}")
     return found
 
 
 def unread_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
-    """Return the attention of other libraries in a model that is not captured: its class by path."""
+    """Return the attention of other libraries in a model that is not captured: its path and class, by path."""
     found = chosen_attention(dict(model.named_modules()), None, None)
-    return {path: type(module).__name__ for path, module in found.items() if path not in known}
-
-
-def why_unread(names: Iterable[str]) -> str:
-    """Return why attention of other libraries is not captured, and the remedy."""
-    remedy = "Call va.swap_(model) first; its report names the attention that it does not support"
-    return f"{shorten(names)}: attention of another library is not read. {remedy}"
+    return {path: f"{path} ({type(module).__name__})" for path, module in found.items() if path not in known}
 
 
 def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:

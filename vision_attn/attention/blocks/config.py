@@ -105,8 +105,8 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
     """Run another implementation inside a ``with`` block, in this thread or task alone.
 
-    Other threads keep their implementation, and the model is not changed: its copies have the implementation that was
-    set. A compiled model runs in eager meanwhile. A thread that is started inside the block is outside of it.
+    Nothing on the model is changed: other threads and copies of the model run the implementation that was set. A
+    compiled model runs in eager inside. A thread that is started inside the ``with`` block is outside of it.
 
     Args:
         model: any module.

@@ -124,9 +124,8 @@ def note_place(swap: Swap, module: nn.Module, outers: Sequence[nn.Module]) -> No
     for outer in outers:
         if type(outer).__module__ in CUTS:
             swap.cut = cut_of(outer, module) or swap.cut
-        note_tokens(swap, outer)
-        if isinstance(embeddings := getattr(outer, "embeddings", None), nn.Module):  # of transformers
-            note_tokens(swap, embeddings)
+        for holder in (outer, outer._modules.get("embeddings")):  # the latter of transformers
+            note_tokens(swap, holder or nn.Identity())
 
 
 def note_tokens(swap: Swap, holder: Any) -> None:

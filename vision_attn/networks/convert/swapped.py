@@ -1,7 +1,8 @@
 """A swapped module: the object that it was, of a class whose forward hands the map to a block.
 
-Its parameters, children and hooks stay, so that checkpoints, optimizers and wrappers know nothing of it. The block has
-no weights: each forward lends it those that the module has then. What a block does not do, the module does as before.
+Its parameters, children and hooks stay, so that checkpoints, optimizers and wrappers are not affected. The block has no
+weights: each call runs a shallow copy of it with the weights that the module has at that time, so that threads do not
+disturb each other. A call that the block does not support is served by the module as before.
 """
 
 from __future__ import annotations
