@@ -451,12 +451,12 @@ def test_copies_of_a_network_are_not_watched_and_the_watch_keeps_no_network_aliv
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(copied, torch.optim.SGD(copied.parameters(), 1e-3))
-    seen = weakref.ref(model)
+    seen = [weakref.ref(part) for part in (model, *model.parameters())]
     del model, optimizer
     import gc
 
     gc.collect()
-    assert seen() is None
+    assert [part() for part in seen] == [None] * len(seen)
     assert untrained.PATIENCE < 12
 
 

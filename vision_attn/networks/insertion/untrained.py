@@ -27,11 +27,13 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
     if parameter is None or block in WATCHED:
         return
     WATCHED.add(block)
-    network, own = weakref.ref(model), list(block.parameters())
+    # Tensors keep their hooks alive outside of the garbage collector's sight: a hook must not refer to them.
+    network, watched = weakref.ref(model), weakref.ref(block)
     before, updates = list[float](), set[float]()
 
     def check(parameter: Tensor) -> None:
-        model = network()
+        model, block = network(), watched()
+        own = list(block.parameters()) if block is not None else []
         before.append(fingerprint(own))
         if model is not None and before[-1] == before[0]:
             others = {*model.parameters()}.difference(own)
