@@ -559,10 +559,25 @@ def test_the_example_of_the_user_is_left_as_it_is(model, names, example):
     torch.testing.assert_close(example, before, rtol=0, atol=0)
 
 
-def test_integer_images_are_refused_by_name():
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2))
-    with pytest.raises(ValueError, match="floating-point images"), va.capture(model):
+class Bytes(nn.Module):
+    """Takes images in whole numbers, and numbers alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(3, 8, 1), va.AttentionBlock2d(8, 2)
+
+    def forward(self, x):
+        x = x if isinstance(x, torch.Tensor) else torch.zeros(1, 3, 8, 8)
+        return self.attention(self.conv(x / 255))
+
+
+def test_maps_of_images_in_whole_numbers_are_captured_and_a_call_without_images_is_refused_by_name():
+    model = Bytes()
+    with va.capture(model, queries=[(0, 0)]) as maps:
         model(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    assert maps["attention.attn"].image_size == (8, 8)
+    with pytest.raises(ValueError, match="called with images as tensors"), va.capture(model):
+        model("nothing")
 
 
 def scaled_in_place(x, y):

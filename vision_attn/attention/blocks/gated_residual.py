@@ -91,7 +91,8 @@ class GatedResidual(nn.Module):
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
-        refuse_normalized_zeros(self, self.last_projection())
+        if self.zero_init:
+            refuse_normalized_zeros(self, self.last_projection())
         # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
         return scoped_output(self, x, x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype))
 

@@ -73,9 +73,11 @@ class Example:
     @cached_property
     def image(self) -> Tensor:
         """The first of the images: photographs, volumes, sounds, or what a generator makes them of."""
-        if found := tensors_in((self.args, self.kwargs)):
+        leaves = tree_leaves((self.args, self.kwargs))
+        found = tensors_in(leaves) or [leaf for leaf in leaves if isinstance(leaf, Tensor)]  # images in whole numbers
+        if found:
             return max(found, key=Tensor.dim)
-        raise ValueError(f"model must be called with floating-point images, got {self}: convert them to float first")
+        raise ValueError(f"model must be called with images as tensors; got {self}")
 
     @cached_property
     def count(self) -> int:
