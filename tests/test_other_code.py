@@ -277,6 +277,23 @@ def test_a_traced_graph_runs_each_block_as_a_node_whatever_is_fused(names):
     assert not torch.equal(create_feature_extractor(model, {"layer3": "tap"})(IMAGE)["tap"], taps)
 
 
+class Untraceable(nn.Module):
+    """A block whose forward depends on its input, which torch.fx cannot trace."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x):
+        return self.conv(x) if x.shape[1] > 1 else x
+
+
+def test_a_block_that_torch_fx_cannot_trace_is_a_node_too():
+    model = resnet()
+    va.insert_(model, Untraceable, names="layer2.1", exact=False, example_input=IMAGE)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(IMAGE), model(IMAGE))
+
+
 @pytest.mark.parametrize(("names", "at"), [("layer2.1", "branch"), ("bn1", "after")])
 def test_a_block_at_a_norm_is_not_traced_into_a_graph_that_would_lose_it(names, at):
     model, _ = with_block(names, at)
