@@ -1,4 +1,4 @@
-"""Contexts and swapped models in several threads and tasks: each answer is the one that it is alone.
+"""Contexts and swapped models in several threads and tasks: each answer equals that of a run alone.
 
 ``capture``, ``use_impl`` and ``disabled`` act in the thread or task that entered them, and store nothing on the model.
 """

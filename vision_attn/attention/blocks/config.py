@@ -41,7 +41,7 @@ class ConfigurableImpl(Configurable):
 
     @property
     def impl(self) -> str:
-        """The implementation that runs: that of the innermost :func:`use_impl`, or else the one that was set."""
+        """The implementation that runs, chosen by the innermost :func:`use_impl` or else by :func:`set_impl_`."""
         return [self._impl, *scoped_values("impl", self)][-1]
 
     @impl.setter

@@ -1,8 +1,8 @@
 """Blocks in a model: how one is held and run, put in and taken out again, and which there are.
 
-A block becomes a child of its target, or of a module inside that, and a hook at the target applies it to the map that
-the target gives or takes. No module of the model is renamed or wrapped. A block that replaces a module is in its place,
-and keeps it. Where it goes, a block says in its record: :func:`attach_` and :func:`detach_` need nothing else.
+A block becomes a child of its target, or of a module inside or around it, and a hook at the target applies it to the
+map that the target returns or takes. No module of the model is renamed or wrapped. A block that replaces a module takes
+its place and keeps it. The record of a block says where it goes: :func:`attach_` and :func:`detach_` need nothing else.
 """
 
 from __future__ import annotations
