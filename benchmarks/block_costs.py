@@ -31,7 +31,7 @@ def inserted(channels, **options):
     """The block that `insert_` makes at a map of so many channels."""
     network = nn.Sequential(nn.Identity())
     va.insert_(network, names="0", example_input=(1, channels, 7, 7), **options)
-    return va.inserted(network)["0"]
+    return va.inserted_blocks(network)["0"]
 
 
 BLOCKS = {

@@ -69,7 +69,7 @@ with accelerator.main_process_first():  # what is downloaded is downloaded once
     model = timm.create_model(options.model, pretrained=not options.weights, num_classes=len(train.classes))
 head = f"{model.pretrained_cfg['classifier']}.*"
 if options.weights:
-    accelerator.print(va.load_checkpoint(model, options.weights, fresh=head))  # a new head, all else from the file
+    accelerator.print(va.load_checkpoint(model, options.weights, skip=head))  # a new head, all else from the file
 config = timm.data.resolve_data_config(model=model)  # size, mean and standard deviation that it was trained with
 accelerator.print(va.insert_(model, stages=-1, example_input=(1, *config["input_size"])))
 
@@ -91,7 +91,7 @@ if options.adapter_only:
         va.save_adapter(model, saved, also=head)
 else:
     accelerator.print("all of it, the slower the closer to the image:")
-    va.freeze_backbone_(model, False)
+    va.unfreeze_backbone_(model)
     groups = va.parameter_groups(model, lr=1e-3, attention_lr=3e-3, layer_decay=0.8, weight_decay=0.01)
     score = fit(model, groups, options.epochs[1])
     saved = f"{options.output}.pth"

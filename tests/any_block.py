@@ -142,7 +142,7 @@ def check(block, name):
 
 def first_step(model, output):
     """The gradients of a block's parameters."""
-    parameters = [p for block in va.inserted(model).values() for p in block.parameters()]
+    parameters = [p for block in va.inserted_blocks(model).values() for p in block.parameters()]
     loss = sum((torch.randn_like(x) * x).sum() for x in output if x.requires_grad)
     return [slope for slope in torch.autograd.grad(loss, parameters, allow_unused=True) if slope is not None]
 

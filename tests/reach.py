@@ -197,9 +197,11 @@ def measure(library: str, family: str, names: list[str]) -> Row:
         own = [key for key in model.state_dict() if key not in inserted_keys(model)]
         row.checks["keys kept"] = own == [key for key, *_ in was[1]]
         row.refusals += [f"{record.site}: not read" for record in records(model) if not record.read]
-        blocks = [block for block in va.inserted(model).values() if block.insertion.read]
+        blocks = [block for block in va.inserted_blocks(model).values() if block.insertion.read]
         row.read = len(blocks)
-        optimizer = torch.optim.Adam([p for block in va.inserted(model).values() for p in block.parameters()], lr=1e-3)
+        optimizer = torch.optim.Adam(
+            [p for block in va.inserted_blocks(model).values() for p in block.parameters()], lr=1e-3
+        )
         for step in range(2 * bool(blocks)):
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()

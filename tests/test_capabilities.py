@@ -299,6 +299,6 @@ def test_timms_gradient_checkpointing():
         model.set_grad_checkpointing(enable)
         model.zero_grad()
         model(x).sum().backward()
-        gradients.append([p.grad.clone() for block in va.inserted(model).values() for p in block.parameters()])
+        gradients.append([p.grad.clone() for block in va.inserted_blocks(model).values() for p in block.parameters()])
     torch.testing.assert_close(*gradients)
     assert all(gradient.any() for gradient in gradients[1])

@@ -181,9 +181,9 @@ def test_where_several_prefixes_fit_one_has_to_be_chosen(trained, tmp_path):
     path = saved({**state, "initted": torch.tensor(True), "step": torch.tensor(3)}, tmp_path)
     model = small_network()
     before = copied(model)
-    for fresh in ((), "4.*"):
+    for skip in ((), "4.*"):
         with pytest.raises(va.CheckpointError, match=r"pass prefix='online_model\.' or prefix='ema_model\.'"):
-            va.load_checkpoint(model, path, fresh=fresh, strict=False)
+            va.load_checkpoint(model, path, skip=skip, strict=False)
     assert_same(model, before)
     assert len(va.load_checkpoint(model, path, prefix="ema_model.").aside) == 11
     assert_same(model, trained.state_dict())
@@ -195,10 +195,10 @@ def test_where_several_prefixes_fit_one_has_to_be_chosen(trained, tmp_path):
 def test_a_network_under_a_prefix_with_another_head_is_read_with_a_new_head(trained, tmp_path):
     """Lightning#2617: the prefix is found although not everything under it fits."""
     path, model = saved(of_lightning(trained.state_dict()), tmp_path), small_network(classes=5)
-    with pytest.raises(va.CheckpointError, match=r"prefix 'model.' taken off\n(.*\n)+.*fresh=\[\"4") as caught:
+    with pytest.raises(va.CheckpointError, match=r"prefix 'model.' taken off\n(.*\n)+.*skip=\[\"4") as caught:
         va.load_checkpoint(model, path)
     assert "1 left aside: criterion.pos_weight" in str(caught.value)
-    assert va.load_checkpoint(model, path, fresh="4.*").prefix == "model."
+    assert va.load_checkpoint(model, path, skip="4.*").prefix == "model."
     state = named("model.", {"head" if key.startswith("4") else key: x for key, x in trained.state_dict().items()})
     with pytest.raises(va.CheckpointError, match=r"2 missing in the checkpoint: 4.weight, 4.bias\n1 unex.*: head\n"):
         va.load_checkpoint(model, saved({**state, "criterion.weight": torch.ones(1)}, tmp_path))
@@ -226,13 +226,13 @@ def test_the_report_separates_what_is_new_missing_left_over_and_of_another_shape
 
 def test_another_class_count_is_refused_with_the_remedy_and_the_remedy_works(trained, tmp_path):
     path, model = saved(trained.state_dict(), tmp_path), small_network(classes=5)
-    with pytest.raises(va.CheckpointError, match=r'trained for 3 classes and the model has 5: .*fresh=\["4\.\*"\]'):
+    with pytest.raises(va.CheckpointError, match=r'trained for 3 classes and the model has 5: .*skip=\["4\.\*"\]'):
         va.load_checkpoint(model, path)
     head = model[4].weight.clone()
-    assert va.load_checkpoint(model, path, fresh=["4.*"]).new == ("4.weight", "4.bias")
+    assert va.load_checkpoint(model, path, skip=["4.*"]).new == ("4.weight", "4.bias")
     assert torch.equal(model[4].weight, head)
-    with pytest.raises(ValueError, match="fresh='head"):
-        va.load_checkpoint(model, path, fresh=["head.*"])
+    with pytest.raises(ValueError, match="skip='head"):
+        va.load_checkpoint(model, path, skip=["head.*"])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     assert torch.equal(models[0](x), source.eval()(x))
 
     # What was trained with blocks goes into a model with blocks, all of it.
-    nn.init.normal_(va.inserted(models[1])["layer3.2"].attn.proj.weight, std=0.1)
+    nn.init.normal_(va.inserted_blocks(models[1])["layer3.2"].attn.proj.weight, std=0.1)
     path = saved(models[1].state_dict(), tmp_path)
     assert not va.load_checkpoint(models[0], path).new
     assert torch.equal(models[0](x), models[1](x))
@@ -402,7 +402,7 @@ def test_keys_are_renamed_by_regular_expressions_in_order(form, trained, tmp_pat
     assert not va.load_checkpoint(model, path, rename=form(rename)).aside
     assert_same(model, trained.state_dict())
     path = saved(others(trained.state_dict()) | {"neck.0.weight": torch.ones(1)}, tmp_path)
-    report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], fresh="4.*", strict=False)
+    report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
     assert (report.unexpected, report.new) == (("model.0.weight",), ("4.weight", "4.bias"))
 
 
@@ -455,10 +455,10 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
     assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
     assert names["blocks.2.0.bn3.running_var"] == f"_blocks.{3 if name.endswith('lite0') else 5}._bn2.running_var"
     path = saved(named("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
-    for network, fresh in ((model, ()), (timm.create_model(name, num_classes=5), "classifier.*")):
+    for network, skip in ((model, ()), (timm.create_model(name, num_classes=5), "classifier.*")):
         with pytest.raises(va.CheckpointError, match=r'under other names: pass rename="efficientnet-pytorch"'):
-            va.load_checkpoint(network, path, fresh=fresh)
-        va.load_checkpoint(network, path, fresh=fresh, rename="efficientnet-pytorch")
+            va.load_checkpoint(network, path, skip=skip)
+        va.load_checkpoint(network, path, skip=skip, rename="efficientnet-pytorch")
     assert_same(model, source.state_dict())
 
 
@@ -509,7 +509,7 @@ def test_other_input_channels_and_another_head_are_both_named(trained, tmp_path)
         va.CheckpointError, match=r"3 input channels and the model has 4: (.*\n)+It was trained for 3 cl"
     ):
         va.load_checkpoint(model, path)
-    report = va.load_checkpoint(model, path, fresh="4.*", adapt_input_conv=True)
+    report = va.load_checkpoint(model, path, skip="4.*", adapt_input_conv=True)
     assert (report.new, [*report.resampled]) == (("4.weight", "4.bias"), ["0.weight"])
     # Four channels into two: which of them to drop is not known.
     model = nn.Sequential(nn.Conv2d(2, 8, 3))

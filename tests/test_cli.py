@@ -387,7 +387,7 @@ def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention
     va.save_adapter(model, adapter, about={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
     torch.manual_seed(0)
     found = named("resnet20", False, adapter)
-    assert (found.classes[:2], list(va.inserted(found))) == (("a", "b"), ["layer3.2"])
+    assert (found.classes[:2], list(va.inserted_blocks(found))) == (("a", "b"), ["layer3.2"])
     assert found.transform(Image.new("RGB", (40, 40))).shape == (3, 24, 24)
     out = run(capsys, "explore", image_folder / "val" / "red", "--model", "test_vit", "-o", tmp_path / "page.html")[1]
     assert "6 modules swapped" in out

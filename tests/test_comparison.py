@@ -137,7 +137,7 @@ def test_a_comparison_goes_on_where_it_was_interrupted(two_arms, tmp_path, monke
     assert "| rope | 2,603 | 325,680 |" in text
     assert "`a command`" in text
     assert (whole / "comparison.png").exists()
-    block = va.inserted(va.load_model(whole / "rope-1"))
+    block = va.inserted_blocks(va.load_model(whole / "rope-1"))
     assert [one.attn.num_heads for one in block.values()] == [4], "the common heads, beside the arm's own option"
 
     saved, save = [], Trainer.save

@@ -38,7 +38,7 @@ def rms(x, axes=None):
 
 def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
     seen = {}
-    for site, block in va.inserted(model).items():
+    for site, block in va.inserted_blocks(model).items():
         block.register_forward_hook(lambda block, args, y, site=site: seen.update({site: (args[0], y - args[0])}))
     found = va.contribution(model, batch[0])
     assert [block.site for block in found.blocks] == SITES
@@ -60,7 +60,7 @@ def test_disabling_is_taking_out(model, batch):
         without = {}
         for site in SITES:
             other = copy.deepcopy(model)
-            va.inserted(other)[site].gate.zero_()
+            va.inserted_blocks(other)[site].gate.zero_()
             without[site] = other(images)
             with disabled(model, site):
                 assert torch.equal(model(images), without[site])
@@ -94,7 +94,7 @@ def test_a_new_block_contributes_nothing_and_a_broken_one_is_no_zero(batch):
     va.insert_(model, names="layer3")
     found = va.contribution(model, batch)
     assert (found.blocks[0].share, found.together.changed, found.together.loss) == (0.0, 0, 0.0)
-    nn.init.constant_(va.inserted(model)["layer3.2"].gate, float("nan"))
+    nn.init.constant_(va.inserted_blocks(model)["layer3.2"].gate, float("nan"))
     assert torch.isnan(torch.tensor(va.contribution(model, batch).blocks[0].share))
 
 

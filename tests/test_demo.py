@@ -25,7 +25,7 @@ def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
     assert "Which colour has the twin" in (tmp_path / "explorer.html").read_text()
     files = {"attention.png", "explorer.html", "runs.json", "trials.md", "plain", "attention"}
     assert {path.name for path in tmp_path.iterdir()} == files
-    assert list(va.inserted(va.load_model(tmp_path / "attention"))) == ["stage2.1.2"]
+    assert list(va.inserted_blocks(va.load_model(tmp_path / "attention"))) == ["stage2.1.2"]
 
 
 @pytest.mark.thorough

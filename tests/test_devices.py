@@ -85,7 +85,7 @@ def test_blocks_go_into_networks_without_values_and_come_out(device):
         model, x = timm.create_model("resnet18"), torch.empty(2, 3, 224, 224)
         keys = list(model.state_dict())
         report = va.insert_(model, stages=[-2, -1], position=va.RelPosTable((14, 14)))
-        assert {p.device.type for block in va.inserted(model).values() for p in block.parameters()} == {device}
+        assert {p.device.type for block in va.inserted_blocks(model).values() for p in block.parameters()} == {device}
         assert model(x).shape == (2, 1000)
         assert report.whole.multiply_adds == 1_814_073_344
         va.remove_(model)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.networks.insertion import gates, inserted, set_gates_
+from vision_attn.networks.insertion import gates, inserted_blocks
 
 IMAGES = (1, 3, 14, 14)
 
@@ -133,14 +133,14 @@ def test_how_a_block_begins_is_found_by_trying(block, dtype):
     report = va.insert_(model, block, names="0", example_input=x)
     (record,) = report.blocks
     assert (record.begins, record.around, record.parameters) == (begins, around, report.parameters)
-    assert report.parameters == sum(p.numel() for p in inserted(model)["0"].parameters())
+    assert report.parameters == sum(p.numel() for p in inserted_blocks(model)["0"].parameters())
     assert ("begins as the identity: " + begins in str(report)) == bool(begins)
     assert torch.equal(model(x), before)
     for mode in (True, False):
         assert torch.equal(model.train(mode)(x), before)
     assert not torch.equal(drawn, torch.random.get_rng_state()) or block is SimAM  # of the weights alone
     (slopes,) = [torch.autograd.grad(model(x).float().square().sum(), list(one.parameters()), allow_unused=True)
-                 for one in inserted(model).values()]  # fmt: skip
+                 for one in inserted_blocks(model).values()]  # fmt: skip
     assert any(slope is not None and slope.any() for slope in slopes)
 
 
@@ -152,7 +152,7 @@ def test_without_exactness_the_report_says_by_how_much_the_output_changes():
     changed = float((model(x) - before).detach().norm() / before.detach().norm())
     assert report.changed == pytest.approx(changed)
     assert f"the output of the network changes by {100 * changed:.2g} %" in str(report)
-    assert type(inserted(model)["0"]).__name__ == "CbamModule"
+    assert type(inserted_blocks(model)["0"]).__name__ == "CbamModule"
     va.remove_(model)
     asked = va.insert_(model, names="0", example_input=x, gate_init=0.5, num_heads=2)  # one's own beginning is kept
     assert asked.changed > 0
@@ -165,7 +165,7 @@ def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
     va.insert_(model, block, names="layer1", example_input=(1, 3, 28, 28))
     bare = copy.deepcopy(model)
     va.remove_(bare)
-    for parameter in inserted(model)["layer1.2"].parameters():
+    for parameter in inserted_blocks(model)["layer1.2"].parameters():
         nn.init.normal_(parameter, std=0.1)
     x = torch.randn(2, 3, 28, 28)
     path = va.save_adapter(model, tmp_path / "adapter.safetensors")
@@ -174,7 +174,7 @@ def test_blocks_are_saved_and_come_back_as_they_began(block, tmp_path):
     again = va.load_model(va.save_model(model, tmp_path / "net"), **own)
     assert torch.equal(again(x), model(x))
     assert va.contribution(again, x).blocks[0].share > 0
-    assert type(inserted(again)["layer1.2"]) is type(inserted(model)["layer1.2"])
+    assert type(inserted_blocks(again)["layer1.2"]) is type(inserted_blocks(model)["layer1.2"])
     if own:
         with pytest.raises(va.CheckpointError, match=f"holds {block.__name__}, .* give its class"):
             va.load_adapter_(va.remove_(bare) and bare, path)
@@ -184,7 +184,7 @@ def test_a_gate_is_opened_as_those_of_our_own_blocks():
     model, x = network(), torch.randn(IMAGES)
     va.insert_(model, QueriesAndKeys, names="0", example_input=x)
     assert gates(model)["0"].shape == (16,)
-    set_gates_(model, 1.0)
+    nn.init.ones_(gates(model)["0"])
     opened = model(x)
     assert not torch.equal(opened, network()(x))
 

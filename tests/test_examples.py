@@ -152,7 +152,7 @@ def test_finetune_folder_trains_what_is_new_and_then_all(image_folder, zoo, fine
     model = with_attention()
     va.load_checkpoint(model, zoo.parent / "tuned.pth")
     assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
-    assert va.inserted(model)["layer3.2"].attn.proj.weight.abs().max() > 0
+    assert va.inserted_blocks(model)["layer3.2"].attn.proj.weight.abs().max() > 0
     # All of it was trained, not only what is new.
     assert not torch.equal(model.conv1.weight, torch.load(zoo, weights_only=True)["conv1.weight"])
 
@@ -161,7 +161,7 @@ def test_finetune_folder_leaves_an_adapter_for_the_backbone_that_it_was_given(im
     out, score = finetune(image_folder, "--adapter-only")
     assert out.count("  epoch ") == 1
     model = create_model("resnet20", num_classes=3).eval()
-    va.load_checkpoint(model, zoo, fresh="fc.*")
+    va.load_checkpoint(model, zoo, skip="fc.*")
     report = va.load_adapter_(model, zoo.parent / "tuned.safetensors")
     assert {"fc.weight", "layer3.2.inserted.gate"} <= set(report.loaded)
     assert accuracy(model, image_folder / "val") == pytest.approx(score, abs=0.01)
@@ -310,7 +310,7 @@ def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
     wide = torch.load(tmp_path / "wide.pt")["features"]
     torch.testing.assert_close(wide.unflatten(2, (64, 16)).mean(3), kept["features"], atol=1e-5, rtol=1e-5)
     for arm, width in {"narrow": 256, "matching": 512, "whole": 1024}.items():
-        (block,) = va.inserted(mosaic.begin(arm, 0, parts=4)).values()
+        (block,) = va.inserted_blocks(mosaic.begin(arm, 0, parts=4)).values()
         assert (block.attn.proj.in_channels, block.attn.proj.out_channels) == (width, 1024)
     pool = torch.eye(64)[:11, None].expand(-1, 3, -1)  # every photograph of a class alike
     features, given, asked = mosaic.mosaics(8, pool, torch.Generator().manual_seed(0))
@@ -348,7 +348,7 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
     def outcome(settings):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
-        made[runs.folder_of(settings).name] = settings, list(va.inserted(model).values())
+        made[runs.folder_of(settings).name] = settings, list(va.inserted_blocks(model).values())
         return runs.Outcome(50.0, 1.0, 1, 1, 1.0, 1.0, None)
 
     monkeypatch.setattr(runs, "run", outcome)

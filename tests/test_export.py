@@ -92,7 +92,7 @@ def test_what_computes_something_else_leaves_no_file(exported, tmp_path, monkeyp
     monkeypatch.setitem(module.FORMATS, ending, (with_a_weaker_gate, reopen))
     network = small_network()
     with torch.no_grad():
-        next(iter(va.inserted(network).values())).gate.mul_(0.99)
+        next(iter(va.inserted_blocks(network).values())).gate.mul_(0.99)
     with pytest.raises(ExportError, match="what was written computes something else: an output differs by "):
         export_model(network, tmp_path / f"net{ending}", **IMAGES)
     assert list(tmp_path.iterdir()) == []
@@ -151,7 +151,7 @@ def test_a_network_is_exported_in_float32_with_any_batch_without_its_wrapper_and
     report = export_model(nn.DataParallel(half), tmp_path / "net.pt2", normalize=False, **IMAGES)
     assert "normalised by mean and std before" in str(report)
     assert about(tmp_path / "net.pt2")["pixels"] == "0…1, then (pixels - mean) / std"
-    (block,) = va.inserted(half).values()
+    (block,) = va.inserted_blocks(half).values()
     assert (half[3].weight.dtype, block.attn.impl) == (torch.bfloat16, "einx")
     assert [module.training for module in half.modules()] == modes
     images = torch.randn(4, 3, 16, 24)

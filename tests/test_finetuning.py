@@ -18,10 +18,10 @@ import vision_attn.networks.models
 from vision_attn.networks.insertion import (
     freeze_backbone_,
     gates,
-    inserted,
+    inserted_blocks,
     inserted_keys,
     parameter_groups,
-    set_gates_,
+    unfreeze_backbone_,
 )
 
 ATTENTION = {"num_heads": 4}
@@ -72,25 +72,25 @@ def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
     va.insert_(
         model, nn.Conv2d, names="layer1", exact=False, example_input=(1, 3, 64, 64), out_channels=16, kernel_size=1
     )
-    assert (len(inserted(model)), len(gates(model))) == (2, 1)
+    assert (len(inserted_blocks(model)), len(gates(model))) == (2, 1)
     # The output gate of plain attention is a convolution, or None: no gate of a residual.
     plain = network(block=va.Attention2d, stages=(-1,), output_gate=True, exact=False)
     with pytest.raises(ValueError, match=r"no gate \(the blocks at 'layer3\.2' have none\)"):
         gates(plain)
-    with pytest.raises(ValueError, match="value must be a finite number; got nan"):
-        set_gates_(model, float("nan"))
 
 
 def test_a_block_is_closed_and_opened_by_its_gate():
     model = network()
     with torch.no_grad():
-        for block in inserted(model).values():
+        for block in inserted_blocks(model).values():
             block.attn.proj.weight.normal_(std=0.1)
         x = torch.randn(1, 3, 32, 32)
         opened = model.eval()(x)
-        set_gates_(model, 0.0)
+        for gate in gates(model).values():
+            gate.zero_()
         closed = model(x)
-        set_gates_(model, 1.0)
+        for gate in gates(model).values():
+            gate.fill_(1)
         assert torch.equal(model(x), opened)
         va.remove_(model)
         assert torch.equal(model(x), closed)
@@ -103,7 +103,7 @@ def test_a_block_is_closed_and_opened_by_its_gate():
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
 def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
     model = network(name)
-    sites = set(inserted(model))
+    sites = set(inserted_blocks(model))
     freeze_backbone_(model)
     before, x = backbone(model), images()
     blocks = {key: value.clone() for key, value in model.state_dict().items() if key in inserted_keys(model)}
@@ -113,14 +113,14 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 
     model.train()  # a frozen norm in training is torch's in evaluation; what else there is goes with the mode
     assert torch.equal(model(x), copy.deepcopy(model).eval()(x))
-    assert all(block.training for block in inserted(model).values())
+    assert all(block.training for block in inserted_blocks(model).values())
     learn(model)
     assert changed(model, before) == set()
     assert changed(model, blocks)
     assert not torch.equal(model.eval()(x), expected)
-    assert set(va.inserted(model)) == sites
+    assert set(va.inserted_blocks(model)) == sites
     va.remove_(model)
-    freeze_backbone_(model, False)
+    unfreeze_backbone_(model)
     assert torch.equal(model.eval()(x), expected)
 
 
@@ -153,7 +153,7 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
         assert torch.equal(other(x), expected)
         assert changed(other, before) == set()
         # A copy is thawed by itself, and the model that it is of stays frozen.
-        freeze_backbone_(other, False)
+        unfreeze_backbone_(other)
         assert other.train()[1].training
         assert not model.train()[1].training
         assert other[0].weight.requires_grad
@@ -181,20 +181,20 @@ def test_thawing_puts_everything_back():
     freeze_backbone_(model, also_train="fc.*")
     freeze_backbone_(model)
     assert state() != before
-    freeze_backbone_(model, False)
+    unfreeze_backbone_(model)
     assert state() == before
-    freeze_backbone_(model, False)
+    unfreeze_backbone_(model)
     assert state() == before
     # The mode that was asked for meanwhile is the one it comes back in.
     freeze_backbone_(model)
     model.eval()
-    freeze_backbone_(model, False)
+    unfreeze_backbone_(model)
     assert not any(module.training for module in model.modules())
 
 
 def test_what_else_is_trained_is_chosen_by_globs():
     model = network()
-    blocks = sum(p.numel() for block in inserted(model).values() for p in block.parameters())
+    blocks = sum(p.numel() for block in inserted_blocks(model).values() for p in block.parameters())
     assert freeze_backbone_(model) == blocks
     assert freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
     before = backbone(model)
@@ -207,7 +207,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
     assert not model.train().layer3[0].bn1.training
     assert model.layer3[0].bn1.weight.requires_grad
     everything = sum(p.numel() for p in model.parameters())
-    assert freeze_backbone_(model, False) == everything
+    assert unfreeze_backbone_(model) == everything
     with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
         freeze_backbone_(model, also_train=("fc.*", "head.*"))
     va.remove_(model)
@@ -303,7 +303,7 @@ def test_optimisers_and_schedules_of_torch_and_timm_take_them(make):
     [
         (network, {"lr": 0.0}, "lr must be a finite number above 0; got 0.0"),
         (network, {"layer_decay": 0.0}, "layer_decay must be a finite number above 0; got 0.0"),
-        (lambda: network().requires_grad_(False), {}, "no parameter to train, all are frozen: thaw it"),
+        (lambda: network().requires_grad_(False), {}, "no parameter to train, all are frozen: call unfreeze_backbone_"),
         (
             lambda: nn.Linear(3, 3),
             {"attention_lr": 0.2},

@@ -51,7 +51,9 @@ def test_inserting_changes_no_output_and_no_key_and_comes_out_clean(backbone):
     new = {key for key in model.state_dict() if f".{CHILD}." in key}
     assert new == inserted_keys(model)
     assert len(new) == 7 * len(report)
-    assert report.parameters == sum(p.numel() for block in va.inserted(model).values() for p in block.parameters())
+    assert report.parameters == sum(
+        p.numel() for block in va.inserted_blocks(model).values() for p in block.parameters()
+    )
     removed = va.remove_(model)
     assert removed.blocks == report.blocks
     assert anatomy(model) == before
@@ -128,13 +130,13 @@ def test_full_attention_on_a_large_map_is_announced_with_its_cost(options, annou
 def test_a_default_block_attends_in_512_channels_at_most(channels, asked, expected):
     model, block = nn.Sequential(nn.Conv2d(3, channels, 1)), asked.get("block", va.AttentionBlock2d)
     (record,) = va.insert_(model, names="0", example_input=(1, 3, 4, 4), **asked).blocks
-    attention = va.inserted(model)["0"].attn
+    attention = va.inserted_blocks(model)["0"].attn
     assert (attention.num_heads, attention.key_dim, attention.value_dim) == expected
     # The record has the numbers: a block is made again as it was, and of a record without them in all channels.
     va.remove_(model)
     for old, key_dim in ((record, expected[1]), (replace(record, options={"num_heads": 2}), channels // 2)):
         attach_records_(model, [old], {record.block: block})
-        assert va.inserted(model)["0"].attn.key_dim == key_dim
+        assert va.inserted_blocks(model)["0"].attn.key_dim == key_dim
         va.remove_(model)
 
 
@@ -154,7 +156,7 @@ def test_the_dry_run_leaves_modes_and_statistics_alone(training):
     model.layer1.eval()
     before = anatomy(model)
     va.insert_(model, stages=-1, example_input=(1, 3, 128, 128))
-    assert va.inserted(model)["layer4.1"].training is training
+    assert va.inserted_blocks(model)["layer4.1"].training is training
     va.remove_(model)
     assert anatomy(model) == before
 
@@ -419,7 +421,7 @@ def test_networks_of_every_make_take_blocks_and_give_them_back(make, change):
     CHANGES[change](model, x)
     assert torch.equal(model(x), expected) == (change != "replace_")
     model(x).square().sum().backward()
-    assert any(p.grad is not None for block in va.inserted(model).values() for p in block.parameters())
+    assert any(p.grad is not None for block in va.inserted_blocks(model).values() for p in block.parameters())
     va.remove_(model)
     assert anatomy(model) == before
     assert torch.equal(model(x), expected)
@@ -482,4 +484,4 @@ def test_a_network_whose_output_a_block_would_change_is_refused_and_left_as_it_w
     with pytest.raises(va.SiteError, match="loops over or counts its own"):
         va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 8, 8))
     assert torch.equal(model(x), before)
-    assert (list(model.state_dict()), va.inserted(model)) == (keys, {})
+    assert (list(model.state_dict()), va.inserted_blocks(model)) == (keys, {})

@@ -62,7 +62,7 @@ def trained(name, num_classes=3):
 
 
 def open_gates(model):
-    for block in va.inserted(model).values():
+    for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.1)
 
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
 
 @pytest.mark.parametrize("name", SITES)
 def test_its_configurations_are_those_of_its_base(name):
-    assert list(va.inserted(on_meta(f"{name}_attention"))) == SITES[name]
+    assert list(va.inserted_blocks(on_meta(f"{name}_attention"))) == SITES[name]
     ours, plain = (timm.models.get_arch_pretrained_cfgs(full) for full in (f"{name}_attention", name))
     assert {full.replace("_attention", "") for full in ours} == set(plain)
     for mine in ours.values():

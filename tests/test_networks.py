@@ -142,12 +142,12 @@ def test_every_chosen_module_takes_a_block_that_changes_nothing_and_learns(case)
     report = va.insert_(model, names=names, example_input=example)
     assert {block.block for block in report.blocks} == {kind}
     assert torch.equal(model(*arguments), before)
-    for block in va.inserted(model).values():
+    for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.1)
     after = model(*arguments)
     after.sum().backward()
     assert not torch.equal(after, before)
-    assert all(block.attn.qkv.weight.grad.any() for block in va.inserted(model).values())
+    assert all(block.attn.qkv.weight.grad.any() for block in va.inserted_blocks(model).values())
     va.remove_(model)
     assert torch.equal(model(*arguments), before)
 
@@ -173,7 +173,7 @@ def test_a_detection_model_takes_a_list_of_images():
         assert report.blocks[0].input_shape == (2, 3, 48, 64)
         after = model(images)
         assert all(torch.equal(one[key], other[key]) for one, other in zip(before, after, strict=True) for key in one)
-        nn.init.normal_(va.inserted(model)["backbone.body.12"].attn.proj.weight)
+        nn.init.normal_(va.inserted_blocks(model)["backbone.body.12"].attn.proj.weight)
         assert not torch.equal(model(images)[0]["scores"], before[0]["scores"])
 
 

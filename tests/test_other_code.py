@@ -134,7 +134,7 @@ def test_older_hooks_see_the_map_with_the_block():
     outer, inner = seen[-2:]
     assert torch.equal(outer, inner)
     with torch.no_grad():
-        next(iter(va.inserted(model).values())).gate.zero_()
+        next(iter(va.inserted_blocks(model).values())).gate.zero_()
         model(IMAGE)
     assert not torch.equal(seen[-1], inner)
 
@@ -202,10 +202,10 @@ def test_a_block_at_a_norm_survives_its_conversion(convert, at):
     # timm#1254: freezing batch norms after a module was added
     model, before = with_block("layer2.1" if at == "branch" else "layer2.1.bn2", at)
     keys = {key for key in model.state_dict() if "inserted" in key}
-    block = va.inserted(model)["layer2.1.bn2"]
+    block = va.inserted_blocks(model)["layer2.1.bn2"]
     model = convert(model)
     torch.testing.assert_close(model(IMAGE), before)
-    assert [*va.inserted(model).values()] == [block]
+    assert [*va.inserted_blocks(model).values()] == [block]
     assert {key for key in model.state_dict() if "inserted" in key} == keys
     va.remove_(model)
     assert not any(HELD in vars(module) or "__module__" in vars(module) for module in model.modules())
@@ -243,7 +243,7 @@ def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(nam
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
     model, _ = with_block(["layer3.1", names])
     model = convert(model)
-    for use in (model, va.inserted):
+    for use in (model, va.inserted_blocks):
         with pytest.raises(va.SiteError, match=f"'{names}' is no longer run.*before inserting.*va.remove_"):
             use(IMAGE if use is model else model)
     assert "layer3.1" in [block.site for block in va.remove_(model).blocks]
@@ -315,7 +315,7 @@ def test_copies_pickles_and_replicas_of_a_block_that_its_parent_holds_run_their_
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert torch.equal(other(IMAGE), before)
         with torch.no_grad():
-            va.inserted(other)["layer2.1.bn2"].gate.zero_()
+            va.inserted_blocks(other)["layer2.1.bn2"].gate.zero_()
         assert not torch.equal(other(IMAGE), before)
         assert torch.equal(model(IMAGE), before)
     # As nn.DataParallel makes replicas: shallow copies whose children are replicas, and whose hooks are shared.
@@ -324,7 +324,7 @@ def test_copies_pickles_and_replicas_of_a_block_that_its_parent_holds_run_their_
         other._parameters = dict(module._parameters)
         other._modules = {name: replicas[child] for name, child in module._modules.items()}
     assert torch.equal(replicas[model](IMAGE), before)
-    assert vars(replicas[model.layer2[1].bn2])[HELD] is replicas[va.inserted(model)["layer2.1.bn2"]]
+    assert vars(replicas[model.layer2[1].bn2])[HELD] is replicas[va.inserted_blocks(model)["layer2.1.bn2"]]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::torch.jit.TracerWarning")
@@ -357,7 +357,7 @@ def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(kind, bl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
-    (inserted,) = va.inserted(model).values()
+    (inserted,) = va.inserted_blocks(model).values()
     zeros = [x for x in inserted.modules() if isinstance(x, nn.modules.conv._ConvNd) and not x.weight.any()]
     assert zeros
     for module in zeros:
@@ -371,7 +371,7 @@ def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(kind, bl
 def test_a_normalized_weight_behind_a_gate_of_zero_is_finite_and_learns(kind):
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())
     va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)
-    (block,) = va.inserted(model).values()
+    (block,) = va.inserted_blocks(model).values()
     NORMALIZATIONS[kind](block.attn.proj)
     model(IMAGE).square().sum().backward()
     assert block.gate.grad.isfinite().all()
@@ -405,11 +405,11 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
     model, optimizer = late()
     with pytest.raises(ValueError, match="lacks parameters of the blocks at '0'"):
         va.check_optimizer(model, optimizer)
-    own = torch.optim.SGD(next(iter(va.inserted(model).values())).parameters(), 0.1)
+    own = torch.optim.SGD(next(iter(va.inserted_blocks(model).values())).parameters(), 0.1)
     va.check_optimizer(model, [optimizer, own])
     va.check_optimizer(model, torch.optim.SGD(va.parameter_groups(model, lr=0.1)))
     va.freeze_backbone_(model)
-    next(iter(va.inserted(model).values())).requires_grad_(False)
+    next(iter(va.inserted_blocks(model).values())).requires_grad_(False)
     va.check_optimizer(model, optimizer)
 
 
@@ -442,7 +442,7 @@ def test_a_custom_optimizer_and_a_compiled_network_are_warned_of_too():
 @pytest.mark.parametrize("scheme", ["after", "accumulated", "frozen", "in turn"])
 def test_a_block_that_is_trained_or_frozen_is_not_warned_of(scheme):
     model, optimizer = late()
-    block = next(iter(va.inserted(model).values()))
+    block = next(iter(va.inserted_blocks(model).values()))
     own = torch.optim.SGD(block.parameters(), 1e-3)
     if scheme == "frozen":
         block.requires_grad_(False)
@@ -530,7 +530,7 @@ def test_layout_decides_what_the_axes_of_a_map_are(model, shape, layout):
     assert report.blocks[0].layout == layout
     assert torch.equal(model(x), before)
     with torch.no_grad():
-        next(iter(va.inserted(model).values())).attn.proj.weight.normal_()
+        next(iter(va.inserted_blocks(model).values())).attn.proj.weight.normal_()
     assert not torch.equal(model(x), before)
 
 
@@ -694,7 +694,7 @@ def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         va.insert_(model, names="layer2", example_input=torch.rand(1, 3, 32, 32))
     model(IMAGE).sum().backward()
-    assert all(p.grad is not None for block in va.inserted(model).values() for p in block.parameters())
+    assert all(p.grad is not None for block in va.inserted_blocks(model).values() for p in block.parameters())
 
 
 @pytest.mark.parametrize(

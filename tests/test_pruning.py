@@ -36,13 +36,13 @@ def with_blocks(**options):
     """A network whose blocks contribute."""
     model = network()
     va.insert_(model, example_input=(1, 3, 128, 128), **options)
-    for block in va.inserted(model).values():
+    for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.02)
     return model
 
 
 def convolutions(model, of_blocks):
-    chosen = va.inserted(model).values() if of_blocks else [model.layer1]
+    chosen = va.inserted_blocks(model).values() if of_blocks else [model.layer1]
     return [(m, "weight") for module in chosen for m in module.modules() if isinstance(m, nn.Conv2d)]
 
 
@@ -98,7 +98,7 @@ ignoring_its_notes = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "
 )
 def test_torch_pruning_prunes_around_ignored_blocks(tp, options, images, tmp_path):
     model = with_blocks(**options)
-    blocks = va.inserted(model)
+    blocks = va.inserted_blocks(model)
     before = {key: value.clone() for key, value in model.state_dict().items() if ".inserted." in key}
     sites = [module for module in map(model.get_submodule, blocks) if isinstance(module, nn.Conv2d)]
     at = options.get("at", "after")
@@ -119,7 +119,7 @@ def test_torch_pruning_prunes_around_ignored_blocks(tp, options, images, tmp_pat
 def test_a_block_refuses_the_channels_that_pruning_left(tp, images):
     """A convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
-    prune_channels(tp, model, *va.inserted(model).values())
+    prune_channels(tp, model, *va.inserted_blocks(model).values())
     with pytest.raises(ValueError, match=rf"x must be maps of shape \(batch, {CHANNELS}, height, width\); got \(1, 1"):
         model(images)
 

@@ -45,7 +45,7 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
         before = model(x)
         modules, keys = dict(model.named_modules()), list(model.state_dict())
         report = va.replace_(model, names=names, num_heads=4, example_input=x)
-        new = va.inserted(model)
+        new = va.inserted_blocks(model)
         assert [(b.attn.channels, b.attn.out_channels, b.stride) for b in new.values()] == shapes
         assert [b.attn.groups for b in new.values()] == [modules[site].groups for site in new]
         assert {block.at for block in report.blocks} == {"instead"}
@@ -84,10 +84,10 @@ def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
         before = model(x)
         report = va.replace_(model, names=names, example_input=x)
         assert len(report) > 1
-        assert {type(block) for block in va.inserted(model).values()} == {va.AttentionBlock2d}
+        assert {type(block) for block in va.inserted_blocks(model).values()} == {va.AttentionBlock2d}
         # It begins as the identity: what is left is the network without the recalibration.
         without = model(x)
-        for site in va.inserted(model):
+        for site in va.inserted_blocks(model):
             parent, _, name = site.rpartition(".")
             setattr(model.get_submodule(parent), name, nn.Identity())
         torch.testing.assert_close(without, model(x))
@@ -126,10 +126,10 @@ def test_blocks_are_inserted_after_what_is_replaced():
     before = model(x)
     va.insert_(model, names="layer3")
     assert torch.equal(model(x), before)
-    assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
+    assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
     with pytest.raises(va.SiteError, match=r"'layer3.2.conv2' is or holds an inserted block"):
         va.replace_(model, names="layer3.2.conv?")
-    assert sorted(va.inserted(model)) == ["layer3.2", "layer3.2.conv2"]
+    assert sorted(va.inserted_blocks(model)) == ["layer3.2", "layer3.2.conv2"]
     assert len(va.remove_(model)) == 2
     assert torch.equal(model(x), plain)
 
@@ -162,6 +162,6 @@ def test_what_is_out_of_place_thaws_with_the_rest():
     model = torchvision.models.resnet18()
     va.freeze_backbone_(model, also_train="fc.*")
     va.replace_(model, names="layer3.1.conv2", example_input=(1, 3, 64, 64))
-    va.freeze_backbone_(model, False)
+    va.unfreeze_backbone_(model)
     va.remove_(model)
     assert all(parameter.requires_grad for parameter in model.parameters())

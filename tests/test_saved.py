@@ -149,14 +149,14 @@ def test_another_network_is_refused_in_words_before_it_is_touched(what, adapter)
     with pytest.raises(va.CheckpointError, match=message):
         load_adapter_(model, adapter)
     assert_same(model.state_dict(), before)
-    assert not va.inserted(model)
+    assert not va.inserted_blocks(model)
     if what == "names":
         with pytest.raises(va.CheckpointError, match=message):
             load_adapter_(model, adapter, strict=False)
         return
     report = load_adapter_(model, adapter, strict=False)
     assert f"{2 if what == 'values' else 67} of 67 tensors of the network are not those" in str(report)
-    assert va.inserted(model)["layer3.0"].gate.dtype == model.conv1.weight.dtype
+    assert va.inserted_blocks(model)["layer3.0"].gate.dtype == model.conv1.weight.dtype
     va.remove_(model)
     assert_same(model.state_dict(), before)
 
@@ -217,7 +217,7 @@ def test_files_that_are_none_or_of_another_form_are_refused(adapter, tmp_path):
         load_adapter_(model, tmp_path / "nothing.safetensors")
     with pytest.raises(va.CheckpointError, match=r"is an adapter: .*load_adapter_"):
         va.load_checkpoint(model, adapter)
-    assert not va.inserted(model)
+    assert not va.inserted_blocks(model)
 
 
 @pytest.mark.parametrize(
@@ -398,13 +398,13 @@ PARAMETRIZED = {
 @pytest.mark.parametrize("name", PARAMETRIZED)
 def test_blocks_with_a_parametrization_are_refused_by_name(name, model, tmp_path):
     """Self-Attention-GAN#31 has all of its layers in spectral norms."""
-    PARAMETRIZED[name](va.inserted(model)["layer3.0"])
+    PARAMETRIZED[name](va.inserted_blocks(model)["layer3.0"])
     with pytest.raises(ValueError, match=r"'layer3.0' cannot be saved: it has a parametrization, .*attn\.(proj|qkv)\."):
         save_adapter(model, tmp_path / "adapter.safetensors")
 
 
 def test_a_parametrization_that_is_removed_and_blocks_of_timm(model, tmp_path):
-    block = va.inserted(model)["layer3.0"]
+    block = va.inserted_blocks(model)["layer3.0"]
     nn.utils.parametrizations.spectral_norm(block.attn.proj)
     nn.utils.parametrize.remove_parametrizations(block.attn.proj, "weight")
     path, other = save_adapter(model, tmp_path / "adapter.safetensors"), small_network()
@@ -413,14 +413,14 @@ def test_a_parametrization_that_is_removed_and_blocks_of_timm(model, tmp_path):
     model = small_network()
     va.insert_(model, "cbam", names="layer3.0", example_input=IMAGES)
     nn.utils.parametrizations.spectral_norm(
-        next(m for m in va.inserted(model)["layer3.0"].modules() if hasattr(m, "bias"))
+        next(m for m in va.inserted_blocks(model)["layer3.0"].modules() if hasattr(m, "bias"))
     )
     with pytest.raises(ValueError, match=r"the cbam at 'layer3.0' cannot be saved: it has a parametrization"):
         save_adapter(model, path)
 
 
 def test_a_block_that_is_compiled_inside_is_saved_as_it_was(model, adapter, tmp_path):
-    block = va.inserted(model)["layer3.0"]
+    block = va.inserted_blocks(model)["layer3.0"]
     block.attn = torch.compile(block.attn)
     assert save_adapter(model, tmp_path / "again.safetensors").read_bytes() == adapter.read_bytes()
 

@@ -73,7 +73,7 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     assert (block.channels, block.map_size) == (8, (6, 10))
     after = model(x)
     assert type(after) is type(before)
-    attention = va.inserted(model)["give"]
+    attention = va.inserted_blocks(model)["give"]
     expected = attention(model.give.conv(x))
     changed = 0
     for old, new in zip(tensors(before), tensors(after), strict=True):
@@ -130,7 +130,7 @@ def test_layouts_of_networks_and_modules_that_loop_over_their_children(name, opt
         assert torch.equal(model(x), before)
         assert [key for key in model.state_dict() if key not in inserted_keys(model)] == keys
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            for block in va.inserted(twin).values():
+            for block in va.inserted_blocks(twin).values():
                 nn.init.normal_(block.attn.proj.weight, std=0.1)
             assert not torch.equal(twin(x), before)
             assert torch.equal(model(x), before)
@@ -170,7 +170,7 @@ def test_before_a_site_is_what_it_takes():
     (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
     assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
     assert torch.equal(model(x), before)
-    nn.init.normal_(va.inserted(model)["layer3.0"].attn.proj.weight, std=0.1)
+    nn.init.normal_(va.inserted_blocks(model)["layer3.0"].attn.proj.weight, std=0.1)
     assert not torch.equal(model(x), before)
     va.remove_(model)
     assert torch.equal(model(x), before)
@@ -193,7 +193,7 @@ def test_before_a_module_that_is_called_by_keyword():
     before = model(x)
     (block,) = va.insert_(model, names="inner", at="before", gate_init=1.0, num_heads=2, example_input=x).blocks
     assert block.element == "features"
-    expected = 2 * va.inserted(model)["inner"](model.conv(x))
+    expected = 2 * va.inserted_blocks(model)["inner"](model.conv(x))
     assert torch.equal(model(x), expected)
     va.remove_(model)
     assert torch.equal(model(x), before)
@@ -362,7 +362,7 @@ def test_a_model_stays_in_its_state(state):
     with torch.no_grad():
         before = model(x)
         va.insert_(model, stages=[-2, -1], num_heads=2, example_input=x)
-        assert {p.dtype for block in va.inserted(model).values() for p in block.parameters()} == {x.dtype}
+        assert {p.dtype for block in va.inserted_blocks(model).values() for p in block.parameters()} == {x.dtype}
         assert torch.equal(model(x), before)
         assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
         va.remove_(model)
@@ -377,7 +377,7 @@ def test_a_map_that_nothing_is_read_of_is_warned_of():
     assert [block.read for block in report.blocks] == [True, False]
     x = torch.randn(1, 3, 224, 224)
     model(x).sum().backward()
-    assert [bool(block.gate.grad.any()) for block in va.inserted(model).values()] == [True, False]
+    assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
 
 
 class Two(nn.Module):
@@ -447,7 +447,7 @@ def test_what_has_the_shape_of_a_map_and_is_none_is_refused(case):
         model = make()
     with pytest.raises(va.SiteError, match=message):
         va.insert_(model, names=site, num_heads=1)
-    assert va.inserted(model) == {}
+    assert va.inserted_blocks(model) == {}
 
 
 def test_tokens_in_as_many_cells_of_another_grid_are_refused():
@@ -501,5 +501,5 @@ def test_what_only_features_are_given_of_is_read_by_a_detector():
     assert (block.element, block.read) == ("0", True)
     with torch.no_grad():
         before = model(images)[0]["scores"]
-        nn.init.normal_(va.inserted(model)["backbone.body"].attn.proj.weight)
+        nn.init.normal_(va.inserted_blocks(model)["backbone.body"].attn.proj.weight)
         assert not torch.equal(model(images)[0]["scores"], before)

@@ -340,8 +340,8 @@ def test_an_implementation_that_is_set_inside_stays(model):
     model = copy.deepcopy(model)
     with va.use_impl(model, "einsum"):
         assert va.set_impl_(model, "bmm") == 2
-        assert [one.impl for one in (model[3].attn, va.inserted(model)["1"].attn)] == ["einsum", "einsum"]
-    assert [one.impl for one in (model[3].attn, va.inserted(model)["1"].attn)] == ["bmm", "bmm"]
+        assert [one.impl for one in (model[3].attn, va.inserted_blocks(model)["1"].attn)] == ["einsum", "einsum"]
+    assert [one.impl for one in (model[3].attn, va.inserted_blocks(model)["1"].attn)] == ["bmm", "bmm"]
 
 
 def test_errors_leave_no_context(model):

@@ -88,7 +88,7 @@ def features(name):
 
 def checkpointing(name):
     model = make(name).train()
-    for block in va.inserted(model).values():
+    for block in va.inserted_blocks(model).values():
         torch.nn.init.normal_(block.attn.proj.weight, std=0.1)
     x, again = image(model, 2), copy.deepcopy(model)
     again.set_grad_checkpointing()

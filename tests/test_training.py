@@ -203,7 +203,8 @@ def test_a_run_learns_and_leaves_what_it_promises(base, image_folder, tmp_path):
     model = va.load_model(folder)
     assert model.classes == ("blue", "green", "red")
     twin = copy.deepcopy(result.model)
-    va.set_gates_(twin, 0.0)
+    for gate in va.gates(twin).values():
+        torch.nn.init.zeros_(gate)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
     images, labels = torch.stack([model.transform(image) for image in images]), torch.arange(3).repeat_interleave(8)
     assert result.disabled.without.loss == pytest.approx(F.cross_entropy(twin(images), labels).item(), rel=1e-4)
@@ -223,7 +224,7 @@ def test_a_network_is_trained_with_the_blocks_that_are_in_it(image_folder, tmp_p
     before = copy.deepcopy(model.state_dict())
     how = {"data": image_folder, "img_size": 32, "epochs": 1, "batch_size": 36, "device": "cpu", "say": quiet}
     result = va.train(model=model, output=tmp_path / "run", **how)
-    assert list(va.inserted(va.load_model(tmp_path / "run"))) == list(va.inserted(model))
+    assert list(va.inserted_blocks(va.load_model(tmp_path / "run"))) == list(va.inserted_blocks(model))
     assert equal(result.model.state_dict(), saved(tmp_path / "run"))
     assert not equal(model.state_dict(), before), "it is trained in place"
     with pytest.raises(ValueError, match=r"for the 3 classes of .*; got a ResNet for 4"):
@@ -417,7 +418,7 @@ def test_a_compiled_run_learns_the_same(base, tmp_path):
 
 def test_what_is_inserted_is_what_the_settings_say(base):
     def block(**options):
-        (found,) = va.inserted(build_network(replace(base, **options), SOURCE, quiet).model).values()
+        (found,) = va.inserted_blocks(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
 
     found = block(block_options=("num_heads=2", "impl=bmm", "position=Rope2d()"))
@@ -428,7 +429,7 @@ def test_what_is_inserted_is_what_the_settings_say(base):
     assert type(control).__name__ == "ConvBlock2d"
     assert "layer1.0  Att" in build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet).report
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
-    assert [site.partition(".")[0] for site in va.inserted(by_index)] == ["layer2"]
+    assert [site.partition(".")[0] for site in va.inserted_blocks(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
 
 
@@ -454,7 +455,7 @@ def test_a_frozen_backbone_is_the_one_that_came_and_its_adapter_makes_the_run_ag
     assert {key for key in given if not torch.equal(found[key], given[key])} == {"fc.weight", "fc.bias"}
     # The adapter is the best epoch, and needs no more than the network that the run began with.
     model = create_model(base.model, num_classes=3)
-    va.load_checkpoint(model, file, fresh=["fc.*"])
+    va.load_checkpoint(model, file, skip=["fc.*"])
     va.load_adapter_(model, tmp_path / "run" / "adapter.safetensors")
     assert equal(model.state_dict(), found)
     # Without blocks the head alone learns, and there is nothing to adapt with.

@@ -404,7 +404,7 @@ def test_the_backbone_thaws_after_the_epochs_that_it_is_frozen_for(base, tmp_pat
         train(base, say=lines.append)
     assert unchanged == [given.keys() - {"fc.weight", "fc.bias"}] * 2 + [set()]
     assert [line.partition(":")[0] for line in lines if line.startswith("the backbone is")] == [
-        "the backbone is frozen", "the backbone is thawed",
+        "the backbone is frozen", "the backbone is unfrozen",
     ]  # fmt: skip
     # Stopped in and between the stages, and gone on without the weights that it began from.
     other = replace(base, output=tmp_path / "other", resume="auto")

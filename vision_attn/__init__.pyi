@@ -42,13 +42,13 @@ from .networks.insertion import (
     freeze_backbone_ as freeze_backbone_,
     gates as gates,
     insert_ as insert_,
-    inserted as inserted,
+    inserted_blocks as inserted_blocks,
     parameter_groups as parameter_groups,
     remove_ as remove_,
     replace_ as replace_,
-    set_gates_ as set_gates_,
     stage_names as stage_names,
     timm_layer as timm_layer,
+    unfreeze_backbone_ as unfreeze_backbone_,
 )
 from .networks.inspection import inspect_model as inspect_model
 from .networks.models.folder import load_model as load_model, save_model as save_model

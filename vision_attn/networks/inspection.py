@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
-from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted, plain_network
+from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks, plain_network
 from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
 from vision_attn.networks.insertion.costs import Share, percent, together
 from vision_attn.networks.insertion.declared import DryRun
@@ -195,7 +195,7 @@ def inspect_model(
 
     def price(path: str, options: Mapping[str, Any], stage: int = 0) -> Site:
         one = maps[path]
-        occupied = one.target in inserted(network)
+        occupied = one.target in inserted_blocks(network)
         one = one._replace(form=one.form._replace(device=torch.device("meta")))
         block = new_block(run, None, one, "after", options)
         record: InsertedBlock = vars(block)[RECORD]

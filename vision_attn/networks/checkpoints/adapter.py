@@ -15,7 +15,7 @@ from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.form import Saved, fingerprint, plain_key
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
-from vision_attn.networks.insertion import InsertionReport, changeable, inserted, plain_network, records, remove_
+from vision_attn.networks.insertion import InsertionReport, changeable, inserted_blocks, plain_network, records, remove_
 from vision_attn.networks.safe import read_file
 from vision_attn.text import Report, Table, escaped, shorten
 
@@ -129,7 +129,7 @@ def load_adapter_(
     """
     model = changeable(model)
     refuse_without_values(model)
-    if blocks := inserted(model):
+    if blocks := inserted_blocks(model):
         sites = shorten(map(repr, blocks))
         raise ValueError(f"model must have nothing inserted; it has blocks at {sites}: remove_(model) first")
     path = Path(path)
@@ -149,7 +149,7 @@ def load_adapter_(
         loaded, compared = tuple(adapter.tensors), len(adapter.base or ())
         report = AdapterReport(str(path), InsertionReport(records(model)), loaded, compared, differing)
     except BaseException as error:
-        if inserted(model):
+        if inserted_blocks(model):
             remove_(model)
         copy_all_([(own[key], value) for key, value in before.items()])
         if isinstance(error, Exception):

@@ -186,7 +186,7 @@ def block_in(said: Mapping[str, Any]) -> InsertedBlock:
 
 def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """The records of a model's blocks, each of which its class makes again of the options in the record."""
-    held, found = insertion.inserted(model), insertion.records(model)
+    held, found = insertion.inserted_blocks(model), insertion.records(model)
     for record in found:
         if record.block in (*BLOCKS, *OF_TIMM) and (why := difference(record, held[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {why}")

@@ -30,7 +30,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     ema: bool = False,
-    fresh: str | Iterable[str] = (),
+    skip: str | Iterable[str] = (),
     prefix: str = "",
     rename: Rename = (),
     adapt_input_conv: bool = False,
@@ -51,11 +51,11 @@ def load_checkpoint(
     Args:
         model: the network; it changes only if the checkpoint fits.
         path: the file, or a folder as Hugging Face and timm write them, in shards or not.
-        strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``fresh``) is missing, nothing is left
+        strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``skip``) is missing, nothing is left
             over, every shape fits, and no block is said to have had other heads, another pattern, position or scale.
             Otherwise load what fits and report the rest.
         ema: take the moving average of the weights that the file holds.
-        fresh: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
+        skip: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
         prefix: load only keys that begin with this prefix, ``"backbone."``, and ignore all others. By default it is
             found, and a checkpoint in which several prefixes fit is refused.
         rename: for a checkpoint of the same network with other names: pairs of a regular expression and its
@@ -71,7 +71,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the model is on the meta device or lazy, ``fresh`` matches none of its keys, or ``rename`` is wrong.
+        ValueError: the model is on the meta device or lazy, ``skip`` matches none of its keys, or ``rename`` is wrong.
         CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
             keys and what to do.
 
@@ -84,7 +84,7 @@ def load_checkpoint(
     check_flags(strict=strict, ema=ema, adapt_input_conv=adapt_input_conv)
     model = plain_network(model)
     refuse_without_values(model)
-    target = Target(model, fresh)
+    target = Target(model, skip)
     file = read_file(path)
     saved, arguments, found = find_weights(file, target.needed, ema=ema, prefix=prefix, rename=rename)
     resampled = resampled_tensors(model, saved, target.own if adapt_input_conv else {})
@@ -101,10 +101,10 @@ class Target:
 
     Args:
         model: the network.
-        fresh: globs on keys that keep the model's values.
+        skip: globs on keys that keep the model's values.
     """
 
-    def __init__(self, model: nn.Module, fresh: str | Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         state, replaced = model.state_dict(), replaced_tensors(model)
         self.arguments = {plain_key(path): arguments for path, arguments in arguments_of(state).items()}
         self.state = {plain_key(key): value for key, value in state.items()}
@@ -116,8 +116,8 @@ class Target:
         counters = [{key} for key in self.own if key.endswith("num_batches_tracked")]
         #: tensors of which a checkpoint has all or none: those of a block, or of a module that a block replaced
         self.groups = [*blocks, *(part.keys() - self.state.keys() for part in replaced), *counters]
-        self.fresh = [plain_key(glob) for glob in as_list("fresh", fresh, "globs on keys", single=str)]
-        self.kept = matching("fresh", self.fresh, self.own)
+        self.skip = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
+        self.kept = matching("skip", self.skip, self.own)
         optional = self.kept.union(*self.groups)
         #: what every checkpoint of the network has
         self.needed = {key: value for key, value in self.own.items() if key not in optional}
@@ -125,7 +125,7 @@ class Target:
     def compare(self, saved: Tensors, resampled: Tensors, arguments: Arguments, **found: Any) -> LoadReport:
         """Compare the tensors of a checkpoint, some of them resampled, with those of the model."""
         own, state = self.own, self.state
-        given = {key: value for key, value in saved.items() if not any(fnmatchcase(key, glob) for glob in self.fresh)}
+        given = {key: value for key, value in saved.items() if not any(fnmatchcase(key, glob) for glob in self.skip)}
         for key in own.keys() & given.keys():
             if (theirs := kind(given[key])) != (ours := kind(own[key])):
                 raise CheckpointError(f"{found['path']} has other numbers: {key} is {theirs} there and {ours} here")

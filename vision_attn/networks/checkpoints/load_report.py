@@ -105,11 +105,11 @@ def remedies(report: LoadReport, modules: Iterable[str]) -> Iterator[str]:
         if instead:
             yield f"It was saved with attention in the place of {instead}: replace_(model, names=[{instead}]) first."
     elif any(".position." in f".{key}" for key in shapes):
-        yield 'Give the block the feat_size and pattern it was trained with, or keep new tables: fresh=["*position.*"].'
+        yield 'Give the block the feat_size and pattern it was trained with, or keep new tables: skip=["*position.*"].'
     elif len(heads) == 1 and len(shapes) <= 2 and not report.missing and not report.unexpected:
         (own, other), *_ = shapes.values()
-        fresh = f'keep a new head with fresh=["{heads.pop()}.*"], which is --reset-head on the command line'
-        remedy = f"make a model of {other[0]} classes, or {fresh}"
+        skip = f'keep a new head with skip=["{heads.pop()}.*"], which is --reset-head on the command line'
+        remedy = f"make a model of {other[0]} classes, or {skip}"
         yield f"It was trained for {other[0]} classes and the model has {own[0]}: {remedy}."
     elif report.missing or report.unexpected or shapes:
         names = 'rename=[(r"^pattern", "replacement"), …] gives its tensors other names'

@@ -2,7 +2,7 @@
 
 from vision_attn.networks.insertion.attach import (
     attach_records_,
-    inserted,
+    inserted_blocks,
     inserted_keys,
     keys_of_blocks,
     records,
@@ -16,7 +16,7 @@ from vision_attn.networks.insertion.finetuning import (
     gates,
     matching,
     parameter_groups,
-    set_gates_,
+    unfreeze_backbone_,
 )
 from vision_attn.networks.insertion.insert import insert_, remove_, replace_, timm_layer
 from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
@@ -33,7 +33,7 @@ __all__ = [
     "freeze_backbone_",
     "gates",
     "insert_",
-    "inserted",
+    "inserted_blocks",
     "inserted_keys",
     "keys_of_blocks",
     "matching",
@@ -45,7 +45,7 @@ __all__ = [
     "remove_",
     "replace_",
     "replaced",
-    "set_gates_",
     "stage_names",
     "timm_layer",
+    "unfreeze_backbone_",
 ]

@@ -243,7 +243,7 @@ def exchange_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 module._modules[name] = new
 
 
-def inserted(model: nn.Module) -> dict[str, nn.Module]:
+def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The inserted blocks of a model by site, those that replaced a module among them.
 
     Args:
@@ -254,11 +254,11 @@ def inserted(model: nn.Module) -> dict[str, nn.Module]:
             inserted.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
-    >>> inserted(model)
+    >>> inserted_blocks(model)
     {}
     >>> from vision_attn.networks.insertion import insert_
     >>> report = insert_(model, names="0", example_input=(1, 3, 16, 16))
-    >>> list(inserted(model))
+    >>> list(inserted_blocks(model))
     ['0']
     """
     network = plain_network(model)
@@ -286,7 +286,7 @@ def replaced(model: nn.Module) -> dict[str, nn.Module]:
     >>> replaced(model)
     {'0': Conv2d(3, 8, kernel_size=(1, 1), stride=(1, 1))}
     """
-    return {site: vars(block)[REPLACED] for site, block in inserted(model).items() if REPLACED in vars(block)}
+    return {site: vars(block)[REPLACED] for site, block in inserted_blocks(model).items() if REPLACED in vars(block)}
 
 
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
@@ -299,7 +299,7 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
     [('0', 'AttentionBlock2d', 256)]
     """
     # A model may have become part of another since: a block is where it is now.
-    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted(model).items())
+    return tuple(replace(vars(block)[RECORD], site=site) for site, block in inserted_blocks(model).items())
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
@@ -325,7 +325,7 @@ def keys_of_blocks(model: nn.Module) -> dict[str, set[str]]:
     >>> {site: len(keys) for site, keys in keys_of_blocks(model).items()}
     {'0': 7}
     """
-    sites = {id(block): site for site, block in inserted(model).items()}
+    sites = {id(block): site for site, block in inserted_blocks(model).items()}
     keys: dict[str, set[str]] = {site: set() for site in sites.values()}
     for name, module in plain_network(model).named_modules(remove_duplicate=False):
         if id(module) in sites:

@@ -7,12 +7,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
-from vision_attn.checks import as_list, check_flags, check_number
-from vision_attn.networks.insertion.attach import inserted, inserted_keys, replaced
+from vision_attn.checks import as_list, check_number
+from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced
 from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.networks.insertion.hooks import NORMS
 from vision_attn.text import Report, Table, shorten
@@ -55,7 +54,7 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
     where  channels  mean  smallest  largest
     0             8     1         1        1
     """
-    found = {site: getattr(block, "gate", None) for site, block in inserted(model).items()}
+    found = {site: getattr(block, "gate", None) for site, block in inserted_blocks(model).items()}
     live = Gates({site: gate for site, gate in found.items() if isinstance(gate, nn.Parameter)})
     if not live:
         what = f"the blocks at {', '.join(map(repr, found))} have none" if found else "nothing is inserted in it"
@@ -63,49 +62,21 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
     return live
 
 
-@torch.no_grad()
-def set_gates_(model: nn.Module, value: float) -> int:
-    """Give every channel of every gate one value, in place.
+def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) -> int:
+    """Freeze all of a model but its inserted blocks, in place: parameters and running statistics keep their values.
+
+    A frozen batch norm normalizes with its running statistics and does not update them, also after ``model.train()``.
+    Dropout and stochastic depth follow the mode as usual. A second call replaces the first.
+    :func:`unfreeze_backbone_` restores every parameter and every norm.
 
     Args:
-        model: a model that blocks are inserted in.
-        value: 0 for the network without its blocks, 1 for their whole contribution.
-
-    Returns:
-        How many gates there are.
-
-    Raises:
-        ValueError: no block of the model has a gate, or the value is not a finite number.
-
-    >>> from vision_attn.networks.insertion import insert_
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-    >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
-    >>> for step in range(100):
-    ...     _ = set_gates_(model, 0.1 * (step + 1) / 100)  # and a step of the optimiser
-    """
-    check_number("value", value)
-    found = gates(model)
-    for gate in found.values():
-        gate.fill_(value)
-    return len(found)
-
-
-def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str | Iterable[str] = ()) -> int:
-    """Train the inserted blocks alone, in place: all else keeps its values, running statistics included.
-
-    A frozen batch norm normalises with its running statistics and leaves them as they are, also after
-    ``model.train()``. Dropout and stochastic depth go with the mode as ever. Frozen once more, a model is thawed
-    first, so that the last call is the one that counts; thawed, every parameter and every norm is what it was.
-
-    Args:
-        model: a model that blocks are inserted in. Copies and pickles of it are frozen as it is; convert batch norms
-            to synchronised ones before, not after.
-        frozen: False to thaw it.
+        model: a model that blocks are inserted in. Copies and pickles of a frozen model are frozen; convert batch
+            norms to synchronized ones before freezing.
         also_train: globs on keys of the state dict that are trained beside the blocks, such as ``"fc.*"``; ``"head"``
             for the classifier that the model declares. A batch norm keeps its statistics unless they match.
 
     Returns:
-        How many parameters (numbers) are trained then.
+        The number of trainable parameters (scalars).
 
     Raises:
         ValueError: nothing would be left to train, or a glob matches no key.
@@ -117,18 +88,48 @@ def freeze_backbone_(model: nn.Module, frozen: bool = True, *, also_train: str |
     >>> freeze_backbone_(model) == report.parameters
     True
     """
-    check_flags(frozen=frozen)
     model = plain_network(model)
     live = inserted_keys(model) | trained_keys(model, also_train)
-    if frozen and not live:
+    if not live:
         raise ValueError('model has nothing to train when frozen: insert a block, or pass also_train="head"')
-    thaw(model)
-    if frozen:
-        # A tensor that is in a block as well is trained under each of its names.
-        named = dict(model.named_parameters(remove_duplicate=False))
-        tensors = {id(named[key]) for key in live & named.keys()}
-        for name, module in model.named_modules():
-            freeze(module, f"{name}." if name else "", live, tensors)
+    unfreeze_backbone_(model)
+    # A tensor that is in a block as well is trained under each of its names.
+    named = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {id(named[key]) for key in live & named.keys()}
+    for name, module in model.named_modules():
+        freeze(module, f"{name}." if name else "", live, tensors)
+    return trainable(model)
+
+
+def unfreeze_backbone_(model: nn.Module) -> int:
+    """Undo :func:`freeze_backbone_` in place: parameters and norms train as they did before.
+
+    Args:
+        model: a model, frozen or not.
+
+    Returns:
+        The number of trainable parameters (scalars).
+
+    >>> from torchvision.models import resnet18
+    >>> from vision_attn.networks.insertion import insert_
+    >>> model = resnet18()
+    >>> report = insert_(model, stages=-1)
+    >>> frozen = freeze_backbone_(model)
+    >>> unfreeze_backbone_(model) == sum(p.numel() for p in model.parameters())
+    True
+    """
+    model = plain_network(model)
+    kept = [part for module in replaced(model).values() for part in module.modules()]  # those out of place, too
+    for module in (*model.modules(), *kept):
+        trained: tuple[str, ...] | None = vars(module).pop(FROZEN, None)
+        for name in trained or ():
+            module._parameters[name].requires_grad_()  # type: ignore[union-attr]
+        if trained is not None and vars(module).pop("train", None) is not None:
+            module.training = model.training
+    return trainable(model)
+
+
+def trainable(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -172,7 +173,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     """
     optimizers = [optimizer] if hasattr(optimizer, "param_groups") else [*optimizer]
     known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    blocks = inserted(model).items()
+    blocks = inserted_blocks(model).items()
     lacking = [
         site for site, block in blocks if any(p.requires_grad and id(p) not in known for p in block.parameters())
     ]
@@ -210,16 +211,6 @@ def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Colle
         # A partial of a function is copied and pickled with its module, and graphs see no more than the mode.
         vars(module)["train"] = partial(stay_in_evaluation, module)
         module.training = False
-
-
-def thaw(model: nn.Module) -> None:
-    kept = [part for module in replaced(model).values() for part in module.modules()]  # those out of place, too
-    for module in (*model.modules(), *kept):
-        trained: tuple[str, ...] | None = vars(module).pop(FROZEN, None)
-        for name in trained or ():
-            module._parameters[name].requires_grad_()  # type: ignore[union-attr]
-        if trained is not None and vars(module).pop("train", None) is not None:
-            module.training = model.training
 
 
 def stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -276,7 +267,7 @@ def parameter_groups(
     blocks = inserted_keys(model)
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise ValueError("model has no parameter to train, all are frozen: thaw it by freeze_backbone_(model, False)")
+        raise ValueError("model has no parameter to train, all are frozen: call unfreeze_backbone_(model) first")
     if attention_lr is not None and not blocks & trained.keys():
         raise ValueError("attention_lr applies to inserted blocks, and none is trained: insert_ one, or leave it out")
     undecayed = keys_without_decay(model)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from vision_attn.checks import as_list, product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.attach import CONTAINERS, inserted
+from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
 from vision_attn.networks.insertion.backbone import (
     end_of_sequential,
     example_of,
@@ -64,7 +64,7 @@ def select_sites(
     if sum(choice is not None for choice in (stages, names, where)) != 1:
         raise ValueError("choose sites by exactly one of stages, names and where")
     # A block that replaced a module is a site, which is then refused; what is inside of blocks is none.
-    blocks = inserted(run.model)
+    blocks = inserted_blocks(run.model)
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     inside -= {id(run.model.get_submodule(site)) for site in blocks}
     named = run.model.named_modules(remove_duplicate=False)

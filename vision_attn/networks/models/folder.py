@@ -37,7 +37,7 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import form
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import arguments_of
-from vision_attn.networks.insertion import inserted, plain_network, quiet_eval, records, remove_
+from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.insertion.exact import bare
 from vision_attn.networks.insertion.makers import BLOCKS
 from vision_attn.networks.models.registry import config_of
@@ -118,7 +118,7 @@ def save_model(
     >>> model = timm.create_model("resnet20", num_classes=3)
     >>> report = insert_(model, stages=-1, num_heads=4)
     >>> folder = save_model(model, Path(tempfile.mkdtemp()) / "net", classes=["a", "b", "c"])
-    >>> list(inserted(load_model(folder)))
+    >>> list(inserted_blocks(load_model(folder)))
     ['layer3.2']
     """
     model, target = plain_network(model), Path(folder).resolve()
@@ -192,7 +192,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     def made(saved: form.Saved | None) -> nn.Module:
         model = create(config)
         if saved is not None:
-            if inserted(model):  # by the network itself: which there are is said by the file
+            if inserted_blocks(model):  # by the network itself: which there are is said by the file
                 remove_(model)
             form.put_in(model, saved, form.makers_of(saved, folder, block))
         return model
@@ -281,7 +281,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Refuse what was written if what is read back gives something else for an image."""
     try:
-        foreign = (type(bare(one)) for one in inserted(model).values() if type(bare(one)).__name__ not in BLOCKS)
+        foreign = (type(bare(one)) for one in inserted_blocks(model).values() if type(bare(one)).__name__ not in BLOCKS)
         again = load_model(folder, block=next(foreign, None))
         value = next(p for p in model.parameters() if p.is_floating_point())
         # Of the size that blocks on tokens were inserted for.

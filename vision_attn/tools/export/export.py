@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import Normalize
 from vision_attn.attention.blocks import set_impl_
 from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
-from vision_attn.networks.insertion import inserted, plain_network
+from vision_attn.networks.insertion import inserted_blocks, plain_network
 from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.version import __version__
@@ -123,7 +123,7 @@ def export_model(
         **{name: config.get(name, usual) for name, usual in CROP.items()},
         "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
         "architecture": config.get("architecture"),
-        "inserted": list(inserted(plain)),
+        "inserted": list(inserted_blocks(plain)),
         "library": f"vision_attn {__version__}",
     }
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from vision_attn.errors import CheckpointError, Interrupted, TrainingError
 from vision_attn.networks.checkpoints import save_adapter
-from vision_attn.networks.insertion import freeze_backbone_, inserted, parameter_groups
+from vision_attn.networks.insertion import freeze_backbone_, inserted_blocks, parameter_groups, unfreeze_backbone_
 from vision_attn.networks.models.folder import save_model
 from vision_attn.networks.safe.write import rename_folder
 from vision_attn.tools.training.data import InMemory, Workers, crop_of, seed_all
@@ -194,8 +194,11 @@ class Trainer:
             while progress.epoch < settings.epochs and not self.out_of_patience():
                 if self.frozen != (frozen := progress.epoch < settings.freeze_epochs):
                     self.frozen = frozen
-                    count = freeze_backbone_(self.model, frozen, also_train=self.network.new_head if frozen else ())
-                    self.say(f"the backbone is {'frozen' if frozen else 'thawed'}: {count:,} parameters are trained")
+                    new_head = self.network.new_head
+                    count = (
+                        freeze_backbone_(self.model, also_train=new_head) if frozen else unfreeze_backbone_(self.model)
+                    )
+                    self.say(f"the backbone is {'frozen' if frozen else 'unfrozen'}: {count:,} parameters are trained")
                 self.train_epoch()
                 final, seen = self.evaluation(self.evaluated)
                 self.close_epoch(final)
@@ -319,7 +322,7 @@ class Trainer:
         model, about = self.network_now(), {key: self.network.config[key] for key in ("input_size", "mean", "std")}
         arguments = {} if about["input_size"][0] == 3 else {"in_chans": about["input_size"][0]}
         save_model(model, self.folder / "model", classes=self.network.classes, model_args=arguments)
-        if self.settings.freeze_backbone and inserted(model):
+        if self.settings.freeze_backbone and inserted_blocks(model):
             about = {"classes": list(self.network.classes), **about}
             save_adapter(model, self.folder / "adapter.safetensors", also=self.network.new_head, about=about)
 

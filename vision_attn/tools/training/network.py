@@ -62,7 +62,7 @@ def build_network(settings: Settings, source: Source, say: Say, *, resumed: bool
         say(report)
     if settings.weights and not resumed:
         # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        say(str(load_checkpoint(model, settings.weights.expanduser(), fresh=head)))
+        say(str(load_checkpoint(model, settings.weights.expanduser(), skip=head)))
     return prepare_network(Network(model, report=report, new_head=head), settings, source, say)
 
 
