@@ -162,6 +162,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     Raises:
         ValueError: a block is left out; the message lists the sites of all such blocks.
 
+    >>> import torch
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
