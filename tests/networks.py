@@ -1,0 +1,24 @@
+"""Small networks and comparisons that several test files share."""
+
+import torch
+from torch import nn
+
+
+def convolutions(*widths, **options):
+    """A row of convolutions with a ReLU between, the same at every call: ``convolutions(3, 8, 8)`` has two."""
+    torch.manual_seed(0)
+    layers = []
+    for given, made in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Conv2d(given, made, 3, padding=1, **options), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]).eval()
+
+
+def copied(model):
+    """A copy of the state dict."""
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_same(state, other):
+    """Two state dicts have the same keys in the same order and bitwise identical values."""
+    assert list(state) == list(other)
+    assert all(torch.equal(value, other[key]) for key, value in state.items())
