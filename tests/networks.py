@@ -1,5 +1,7 @@
 """Small networks and comparisons that several test files share."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -8,7 +10,7 @@ def convolutions(*widths, **options):
     """A row of convolutions with a ReLU between, the same at every call: ``convolutions(3, 8, 8)`` has two."""
     torch.manual_seed(0)
     layers = []
-    for given, made in zip(widths[:-1], widths[1:], strict=True):
+    for given, made in pairwise(widths):
         layers += [nn.Conv2d(given, made, 3, padding=1, **options), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
 
