@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.convert.swap import SwapReport
-from vision_attn.networks.convert.swapped import SWAPPED
+from vision_attn.networks.convert.swap import SWAPPED
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 

@@ -25,7 +25,7 @@ from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import resolve_pattern
 from vision_attn.networks import convert, figures
 from vision_attn.networks.convert import equations
-from vision_attn.networks.convert.table import TABLE
+from vision_attn.networks.convert.row import TABLE
 from vision_attn.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]

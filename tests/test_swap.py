@@ -24,7 +24,7 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
-from vision_attn.networks.convert.swapped import SWAPPED
+from vision_attn.networks.convert.swap import SWAPPED
 
 # --- small models -----------------------------------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ def test_what_cannot_be_swapped_is_left_and_the_reason_said():
         (nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k cannot be carried over"),
         (nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
-        (rotated(8, 2), "subclass of Attention with a forward of its own"),
+        (rotated(8, 2), "subclass of Attention with a custom forward"),
         (GPSA(8, 2), "no row of the table is for timm.models.convit.GPSA: it adds two softmaxes"),
         (LiteMLA(8, 8), "no row of the table is for timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
         (ClassAttn(8, 2), "no row of the table is for timm.models.cait.ClassAttn: only its class token attends"),

@@ -63,7 +63,7 @@ class CheckpointError(VisionAttnError, RuntimeError):
 
 
 class ConversionError(VisionAttnError, RuntimeError):
-    """The converted layer does not compute what the original computes, or this cannot be checked.
+    """The converted layer does not compute the same as the original, or this cannot be checked.
 
     >>> from torch import nn
     >>> from vision_attn.networks.convert import from_layer
@@ -72,7 +72,7 @@ class ConversionError(VisionAttnError, RuntimeError):
     ...         return super().forward(*args, **kwargs)[0] / 2, None
     >>> from_layer(Halved(8, 2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    ConversionError: what was made of this Halved does not compute what it does
+    ConversionError: the block of this Halved does not compute the same as the layer
     """
 
 

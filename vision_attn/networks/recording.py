@@ -21,9 +21,8 @@ from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, product
 from vision_attn.networks.convert.placement import Place, place_on_map, running_calls
-from vision_attn.networks.convert.row import PaddedAttention2d
-from vision_attn.networks.convert.swap import chosen_attention
-from vision_attn.networks.convert.swapped import MAP_SIZES, SWAPPED, Swap
+from vision_attn.networks.convert.swap import MAP_SIZES, SWAPPED, Swap, chosen_attention
+from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example
 from vision_attn.networks.insertion.sites import Names, match_names, several
@@ -156,7 +155,7 @@ class Recording:
         found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
-            found = place_on_map(swap, inputs, sizes, calls, self.images, self.image_size)
+            found = place_on_map(swap.placement, inputs, sizes, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention2d):
             unpadded = tuple(calls[0][1][0].shape[-2:] if calls[0][1] else calls[0][2]["x"].shape[-2:])
             found = Place(unpadded, unpadded)

@@ -1,8 +1,8 @@
-"""Where the windows or tokens that a swapped module is given lie on the feature map of an image.
+"""Positions on the feature map of an image, for the windows or tokens that are the input of a swapped module.
 
-A module that is given ``(b, c, h, w)`` has a feature map. The windows of a network lie as the module that cuts them
-declares. Tokens in a row lie on the feature map that a module around was given, if it has as many positions, or else on
-the grid of patches with the aspect of the image, after the class and register tokens that the network declares.
+A module whose input is ``(b, c, h, w)`` has a feature map. Windows are cut by a module around it, as that module
+declares. Tokens lie on the feature map that is an input of a module around it and has as many positions, or else on the
+grid of patches with the aspect of the image, after the class and register tokens that the network declares.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from vision_attn.attention.blocks import Attention
 from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
-from vision_attn.networks.convert.swapped import Swap
 from vision_attn.networks.insertion.record import token_grid
 
 #: A call of a module: the module, its arguments and its keyword arguments.
@@ -34,16 +31,52 @@ class Place(NamedTuple):
     #: sizes of the feature maps of queries and keys
     size: tuple[int, ...]
     keys_size: tuple[int, ...]
-    #: how the windows or tokens lie on the map; None where the block is given the map
+    #: how the windows or tokens lie on the map; None if the input of the block is the map
     grouping: Grouping | None = None
     #: number of tokens before those of the map
     prefix: int = 0
 
 
-def running_calls() -> Iterator[Call]:
-    """Yield the calls of modules that this thread is inside of, the innermost first.
+@dataclass
+class Placement:
+    """The windows or tokens of a module, as the modules around it declare them."""
 
-    A hook on the model would also run for other threads, and would be in its copies.
+    #: True if the input of the module is tokens
+    tokens: bool
+    channels: int
+    #: how the network cuts the map into the module's windows; None if it does not
+    windows: Window | Grid | None = None
+    #: number of class and register tokens before those of the map; None if not known
+    prefix: int | None = None
+    #: grids of patches by the size of the image, if the network declares them
+    grids: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def read(self, module: nn.Module, outers: Sequence[nn.Module]) -> None:
+        """Read the declarations of the modules around a module, the innermost last."""
+        for outer in outers:
+            if type(outer).__module__ in WINDOW_MODULES:
+                self.windows = read_windows(outer, module) or self.windows
+            self.read_tokens(outer)
+            if "embeddings" in outer._modules:  # of transformers
+                self.read_tokens(outer.embeddings)
+
+    def read_tokens(self, holder: Any) -> None:
+        """Read the number of tokens before those of the patches, and the grid of the patches."""
+        parameters = holder.named_parameters(recurse=False)
+        tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
+        patches = [child for name, child in holder.named_children() if "patch_embed" in name]
+        if isinstance(declared := getattr(holder, "num_prefix_tokens", None), int):
+            self.prefix = declared
+        elif tokens or patches:
+            self.prefix = sum(1 if x.dim() == 1 else x.shape[-2] for x in tokens.values())
+        sizes = ((getattr(child, "img_size", None), getattr(child, "grid_size", None)) for child in patches)
+        self.grids |= {size: grid for size, grid in sizes if isinstance(size, tuple) and isinstance(grid, tuple)}
+
+
+def running_calls() -> Iterator[Call]:
+    """Yield the running calls of modules in this thread, the innermost first.
+
+    A hook on the model would also run for other threads, and would be copied with the model.
     """
     frame, code = inspect.currentframe(), nn.Module._call_impl.__code__
     while frame is not None:
@@ -53,28 +86,29 @@ def running_calls() -> Iterator[Call]:
 
 
 def place_on_map(
-    swap: Swap, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
+    given: Placement, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
 ) -> Place | str:
     """Return where the input of a block lies on each of so many images, or the reason why that is not known."""
     size, keys_size = sizes
-    if swap.cut is None and swap.row.axes != "b t c":
+    if given.windows is None and not given.tokens:
         return Place(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
-    groups, prefix, on_map = len(inputs.q) // images, 0, partial(size_on_stack, calls, len(image_size), swap.block)
-    if swap.cut is not None:
+    groups, prefix, found = len(inputs.q) // images, 0, None
+    if given.windows is not None:
         # The windows may have another size than when the module was swapped.
-        window = size if len(size) == 2 else pair(swap.cut.size)
-        tiles = (1, 1) if groups == 1 else grid_of(groups, [image_size[axis] * window[1 - axis] for axis in (0, 1)])
-        pattern, found = replace(swap.cut, size=window), tiles and tuple(map(int.__mul__, tiles, window))
+        window = size if len(size) == 2 else to_pair(given.windows.size)
+        tiles = (1, 1) if groups == 1 else find_grid(groups, [image_size[axis] * window[1 - axis] for axis in (0, 1)])
+        pattern, found = replace(given.windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
     elif len(size) > 1:
-        whole = on_map(groups * product(size)) if groups > 1 else None
-        pattern, found = (pattern, size) if whole is None else (Window(size), whole)
+        found = find_map(calls, len(image_size), given.channels, groups * product(size)) if groups > 1 else None
+        pattern, found = (pattern, size) if found is None else (Window(size), found)
     else:
-        prefix = swap.prefix or 0
-        found = on_map(count := size[0] - prefix)
-        if found is None and swap.prefix is not None:
-            grid = swap.grids.get(tuple(image_size))
-            found = grid if grid and product(grid) == count else grid_of(count, image_size)
+        prefix = given.prefix or 0
+        count = size[0] - prefix
+        found = find_map(calls, len(image_size), given.channels, count)
+        if found is None and given.prefix is not None:
+            grid = given.grids.get(tuple(image_size))
+            found = grid if grid and product(grid) == count else find_grid(count, image_size)
     if found is None:
         return f"it attends to {product(size)} tokens in a row, and nothing tells where they lie on the image"
     keys = keys_size or found
@@ -83,27 +117,27 @@ def place_on_map(
     return Place(found, keys, Grouping(pattern.for_rank(len(found)), found, keys, inputs.q.device), prefix)
 
 
-def size_on_stack(calls: Sequence[Call], axes: int, block: Attention, count: int) -> tuple[int, ...] | None:
-    """Return the size of the innermost feature map with so many positions that a module was given, or was told of.
+def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tuple[int, ...] | None:
+    """Return the size of the innermost feature map with so many positions that is, or whose size is, an argument.
 
-    Any tokens would be a map with one axis, and a mask of keys has an axis of length one.
+    Not for one axis: any tokens would be such a map. Sizes of one are left out, as a mask of keys has one.
     """
     for _, *given in calls if axes > 1 else ():
         leaves = tree_leaves(given)
         maps = [x for x in leaves if isinstance(x, Tensor) and x.dim() == 2 + axes]
         numbers = [x for x in leaves if type(x) is int]
         sizes = [tuple(x.shape[2:]) for x in maps]
-        sizes += [tuple(x.shape[1:-1]) for x in maps if x.shape[-1] == block.channels]
+        sizes += [tuple(x.shape[1:-1]) for x in maps if x.shape[-1] == channels]
         sizes += [tuple(numbers[first : first + axes]) for first in range(len(numbers) - axes + 1)]
         if found := next((size for size in sizes if product(size) == count and min(size) > 1), None):
             return found
     return None
 
 
-def grid_of(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
+def find_grid(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
     """Return the grid of so many patches with the aspect of an image; None if there is none.
 
-    >>> grid_of(12, (64, 48)), grid_of(8, (32, 32, 32)), grid_of(7, (64, 48))
+    >>> find_grid(12, (64, 48)), find_grid(8, (32, 32, 32)), find_grid(7, (64, 48))
     ((4, 3), (2, 2, 2), None)
     """
     if len(image_size) == 2:
@@ -113,42 +147,29 @@ def grid_of(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
     return grid if product(grid) == count > 1 else None
 
 
-# --- what the modules around declare ----------------------------------------------------------------------------------
+# --- declarations -----------------------------------------------------------------------------------------------------
 
 #: Parameters that are tokens before those of the map; CrossViT numbers those of its branches.
 PREFIX = re.compile(r"((?:cls|class|dist|distillation|reg|register)_(?:token|embedding)s?)(_\d)?")
 
-
-def note_place(swap: Swap, module: nn.Module, outers: Sequence[nn.Module]) -> None:
-    """Note what the modules around a module declare of its windows or tokens, the innermost last."""
-    for outer in outers:
-        if type(outer).__module__ in CUTS:
-            swap.cut = cut_of(outer, module) or swap.cut
-        for holder in (outer, outer._modules.get("embeddings")):  # the latter of transformers
-            note_tokens(swap, holder or nn.Identity())
-
-
-def note_tokens(swap: Swap, holder: Any) -> None:
-    """Note how many tokens come before those of the patches, and the grid of the patches."""
-    parameters = holder.named_parameters(recurse=False)
-    tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
-    patches = [child for name, child in holder.named_children() if "patch_embed" in name]
-    if isinstance(declared := getattr(holder, "num_prefix_tokens", None), int):
-        swap.prefix = declared
-    elif tokens or patches:
-        swap.prefix = sum(1 if x.dim() == 1 else x.shape[-2] for x in tokens.values())
-    sizes = ((getattr(child, "img_size", None), getattr(child, "grid_size", None)) for child in patches)
-    swap.grids |= {size: grid for size, grid in sizes if isinstance(size, tuple) and isinstance(grid, tuple)}
+#: The modules of Python whose classes cut a map into windows, in different words.
+WINDOW_MODULES = {
+    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit", "tiny_vit")),
+    *(f"timm.models.{name}" for name in ("swin_transformer", "swin_transformer_v2")),
+    "torchvision.models.maxvit",
+    "transformers.models.maskformer.modeling_maskformer_swin",
+    "transformers.models.swin.modeling_swin",
+}
 
 
-def pair(size: Any) -> tuple[int, int]:
+def to_pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def cut_of(outer: Any, module: Any) -> Window | Grid | None:
-    """How a module around cuts the map, if it does."""
-    if any(size := pair(getattr(outer, "window_size", 0))):
-        return Window(size, pair(getattr(outer, "shift_size", 0)))
+def read_windows(outer: Any, module: Any) -> Window | Grid | None:
+    """Return how a module around cuts the map; None if it does not."""
+    if any(size := to_pair(getattr(outer, "window_size", 0))):
+        return Window(size, to_pair(getattr(outer, "shift_size", 0)))
     if hasattr(outer, "partition_type"):
         windows, size = outer.partition_type == "window", module.size
     elif type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
@@ -156,14 +177,4 @@ def cut_of(outer: Any, module: Any) -> Window | Grid | None:
         size = outer.partition_size
     else:
         return None
-    return Window(pair(size)) if windows else Grid(pair(size))
-
-
-#: Where the modules are that cut a map, each in words of its own.
-CUTS = {
-    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit", "tiny_vit")),
-    *(f"timm.models.{name}" for name in ("swin_transformer", "swin_transformer_v2")),
-    "torchvision.models.maxvit",
-    "transformers.models.maskformer.modeling_maskformer_swin",
-    "transformers.models.swin.modeling_swin",
-}
+    return Window(to_pair(size)) if windows else Grid(to_pair(size))

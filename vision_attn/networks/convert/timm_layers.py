@@ -1,46 +1,40 @@
-"""What is known of the attention layers of timm and torchvision: tokens, maps, windows and grids of maps."""
+"""Rows of the attention layers of timm and torchvision, of tokens, maps, and windows and grids of maps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention.blocks import Attention2d
+from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Halo, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
-from vision_attn.networks.convert import row as ours
-from vision_attn.networks.convert.proof import random_map
-from vision_attn.networks.convert.row import OWN, Row, Rows, Weights, heads_first, named, rows_of, side_by_side
+from vision_attn.networks.convert.equivalence import random_map
+from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, Weights, named_weights
 
-Attend = Callable[..., Tensor]
-
-
-# --- timm, of tokens --------------------------------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def vit_weights(layer: Any) -> Weights:
-    """Of what timm mostly calls ``qkv`` and ``proj``."""
-    weights = named("qkv" if getattr(layer, "qkv", None) is not None else "q k v", "proj")(layer)
+    """Read ``qkv`` and ``proj``, as most layers of timm have them."""
+    weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else "q k v", "proj")(layer)
     if getattr(layer, "q_bias", None) is not None:
         bias = torch.cat([layer.q_bias, torch.zeros_like(layer.q_bias), layer.v_bias])
-        weights["qkv"] = Rows(layer.qkv.weight, bias)
-    if getattr(layer, "head_first", False):
-        weights["qkv"] = heads_first(weights["qkv"], layer.num_heads)
+        weights["qkv"] = Projection(layer.qkv.weight, bias)
+    widths = (layer.key_dim, layer.key_dim, layer.val_dim) if hasattr(layer, "val_dim") else ()  # of EfficientFormer
+    if widths or getattr(layer, "head_first", False):
+        weights["qkv"] = weights["qkv"].heads_first(layer.num_heads, *widths)
     if getattr(layer, "gate", None) is not None:
-        weights["gate"] = ours.with_bias(rows_of(layer.gate))
+        weights["gate"] = Projection.read(layer.gate).with_bias()
     for name in ("q_norm", "k_norm"):
         if isinstance(norm := getattr(layer, name, None), nn.LayerNorm):
             weights |= {f"{name}.{key}": x for key, x in norm.named_parameters()}
     return weights
-
-
-def efficientformer_weights(layer: Any) -> Weights:
-    widths = (layer.key_dim, layer.key_dim, layer.val_dim)
-    return {"qkv": heads_first(rows_of(layer.qkv), layer.num_heads, *widths), "proj": rows_of(layer.proj)}
 
 
 def efficientformer_bias(layer: Any, x: Tensor) -> Any:
@@ -48,7 +42,7 @@ def efficientformer_bias(layer: Any, x: Tensor) -> Any:
 
 
 def vit_bias(layer: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
-    return OWN if is_causal else attn_mask
+    return FALLBACK if is_causal else attn_mask
 
 
 def beit_bias(layer: Any, x: Tensor, shared_rel_pos_bias: Any = None) -> Any:
@@ -58,26 +52,31 @@ def beit_bias(layer: Any, x: Tensor, shared_rel_pos_bias: Any = None) -> Any:
 
 
 def maxxvit_table(layer: Any) -> Tensor | None:
-    """Of biases by query less key; TensorFlow's, with the heads first, is by key less query."""
+    """Return the table of biases by query minus key; TensorFlow's is by key minus query, with the heads first."""
     table: Tensor | None = getattr(layer.rel_pos, "relative_position_bias_table", None)
     return table.flip(1, 2).flatten(1).T if table is not None and table.dim() == 3 else table
 
 
 def relative_bias(layer: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Any:
-    """What is added to the logits; nothing if the block of a map has it as a table."""
+    """Return the bias of the logits; None if the block of a map has it as a table."""
     if layer.rel_pos is None:
         return shared_rel_pos
     return layer.rel_pos.get_bias() if x.dim() == 3 or maxxvit_table(layer) is None else None
 
 
+def attend_normalized(layer: Any, attend: Attend, x: Tensor) -> Tensor:
+    """Run TinyViT's attention, which contains the norm."""
+    return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
+
+
 def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
-    """Of NextViT, whose keys are of tokens averaged some in a row."""
-    x = x.transpose(1, 2)
-    return attend(x, None, None if layer.sr is None else layer.norm(layer.sr(x))).transpose(1, 2)
+    """Run NextViT's attention, whose keys are averages of consecutive tokens."""
+    x = x.mT
+    return attend(x, None, None if layer.sr is None else layer.norm(layer.sr(x))).mT
 
 
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
-    """Of Twins and PVT v2, whose keys are of the map made smaller."""
+    """Run the attention of Twins and PVT v2, whose keys are of a smaller map."""
     maps = keys = x.mT.unflatten(2, tuple(size))
     if layer.sr is not None:
         smaller = layer.sr(maps if getattr(layer, "pool", None) is None else layer.pool(maps))
@@ -92,73 +91,93 @@ def example_reduced(layer: Any) -> tuple[Any, ...]:
     return random_map(2, 6 * side**2, layer.q.in_features), (3 * side, 2 * side)
 
 
-def attend_class(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """The first token, which alone attends."""
-    return attend(x[:, :1].mT, None, x.mT).mT
-
-
-def attend_normed(layer: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Of TinyViT, which has the norm inside."""
-    return attend(layer.norm(x).mT, efficientformer_bias(layer, x)).mT
-
-
 def over_windows(bias: Tensor, mask: Tensor | None, x: Tensor) -> Tensor:
-    """What is added to the logits of each window: a bias, and a mask for each window of an image that was shifted."""
+    """Add a mask for each window of a shifted image to the bias of the logits."""
     return bias if mask is None else bias + mask.repeat(len(x) // len(mask), 1, 1)[:, None]
 
 
-def attend_pool(layer: Any, attend: Attend, x: Tensor, pre_logits: bool = False) -> Any:
-    """The token of a map, which alone has to attend to it, or the map."""
-    if pre_logits or tuple(x.shape[2:]) != tuple(layer.feat_size) or (layer.training and layer.drop.p):
-        return OWN
-    tokens = x.flatten(2)
-    first = tokens.mean(2, keepdim=True) if layer.cls_token is None else layer.cls_token.mT.expand(len(x), -1, -1)
-    tokens = torch.cat([first, tokens], dim=2) + layer.pos_embed.T
-    if layer.pool_type == "token":
-        return attend(tokens[..., :1], None, tokens)[..., 0]
-    return attend(tokens)[..., 1:].unflatten(2, x.shape[2:])
-
-
-VIT = Row(weights=vit_weights, axes="b t c")
+VIT = Row(weights=vit_weights)
 MAPS = replace(VIT, axes="b c h w")
-MASKED = replace(VIT, bias=vit_bias)
-EFFICIENTFORMER = replace(VIT, weights=efficientformer_weights, bias=efficientformer_bias, around=("attention_biases",))
-REDUCED = replace(VIT, weights=named("q|kv", "proj"), call=attend_reduced, example=example_reduced, around=("sr",))
+CHANNELS_LAST = replace(VIT, axes="b h w c")
+EFFICIENTFORMER = replace(VIT, bias=efficientformer_bias, swap_only=("attention_biases",))
+TINY_VIT = replace(EFFICIENTFORMER, call=attend_normalized, swap_only=("norm", "attention_biases"))
+REL_POS = replace(VIT, bias=relative_bias, swap_only=("rel_pos",))
+REDUCED = replace(
+    VIT, weights=named_weights("q|kv", "proj"), call=attend_reduced, example=example_reduced, swap_only=("sr",)
+)
+
+# --- maps -------------------------------------------------------------------------------------------------------------
 
 
-def class_row(names: str) -> Row:
-    """Of a layer where only the class token asks."""
-    return replace(VIT, weights=named(names, "proj"), call=attend_class, around=(names.partition("|")[0],))
-
-
-# --- timm, of maps ----------------------------------------------------------------------------------------------------
-
-
-def tables(layer: Any, begin: int = 0) -> Weights:
-    """Of relative positions; and the identity, as these layers do not project what they give."""
-    found = {name: getattr(layer.pos_embed, name)[begin:] for name in ("height_rel", "width_rel")}
+def tables(layer: Any, first: int = 0) -> Weights:
+    """Return the relative positions from an index on, and the identity for the output projection, which is missing."""
+    found = {name: getattr(layer.pos_embed, name)[first:] for name in ("height_rel", "width_rel")}
     factor = layer.scale if layer.scale_pos_embed else 1.0
     out = torch.eye(layer.num_heads * layer.dim_head_v).to(found["height_rel"])
-    return {"proj": Rows(out)} | {f"position.{name}": factor * x for name, x in found.items()}
+    return {"proj": Projection(out)} | {f"position.{name}": factor * x for name, x in found.items()}
 
 
 def halo_weights(layer: Any) -> Weights:
-    kv = heads_first(rows_of(layer.kv), layer.num_heads, layer.dim_head_qk, layer.dim_head_v)
-    # Its offsets are counted from the corner of the halo: the first of its tables are never looked up.
-    return {"qkv": side_by_side(rows_of(layer.q), kv), **tables(layer, 2 * layer.halo_size)}
+    kv = Projection.read(layer.kv).heads_first(layer.num_heads, layer.dim_head_qk, layer.dim_head_v)
+    # Offsets are counted from the corner of the halo: the first entries of the tables are never read.
+    return {"qkv": Projection.concat(Projection.read(layer.q), kv), **tables(layer, 2 * layer.halo_size)}
 
 
 def map_size(layer: Any) -> tuple[int, int]:
     return layer.pos_embed.height, layer.pos_embed.width
 
 
-POOLED_QUERIES = "the block has a query for each position"
+BOTTLENECK = replace(
+    MAPS,
+    weights=lambda layer: {"qkv": Projection.read(layer.qkv), **tables(layer)},
+    options={"position": lambda layer: RelPosDecomposed(feat_size=map_size(layer))},
+    swap_only=("pool",),
+    size=map_size,
+    call=lambda layer, attend, x: layer.pool(attend(x)),
+)
+HIERA = {"q_pool": "the block has a query for each position"}
 POOLED = "the block pools keys and values only (kv_stride), by averages: convert a layer with strides of 1"
 
 # --- windows and grids of maps: MaxViT, CoAtNet, Swin -----------------------------------------------------------------
 
 #: The parameter of :class:`RelPosTable`.
 BIASES = "position.relative_position_bias_table"
+
+
+class PaddedAttention2d(Attention2d):
+    """Attention in windows that pads its map with zeros to complete windows, and attends to them."""
+
+    #: True if the layer pads after it has shifted, which the block does not support
+    rolls_first = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        if isinstance(x, torch.fx.Proxy):
+            return super().forward(x, mask, context)
+        padded = self.pad(x, mask, context)
+        y = super().forward(padded, mask, context)
+        return y if padded is x else to_memory_format_of(x, y[..., : x.shape[-2], : x.shape[-1]])
+
+    def attention_weights(self, x: Tensor, mask: Any = None, queries: Any = None, context: Any = None) -> Tensor:
+        """Return the weights of the positions of the padded map."""
+        return super().attention_weights(self.pad(x, mask, context), mask, queries, context)
+
+    def pad(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> Tensor:
+        size: Any = self.pattern.size  # type: ignore[union-attr]
+        rows, columns = (size, size) if isinstance(size, int) else size
+        below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
+        if not below and not right:
+            return x
+        rolled = self.rolls_first and getattr(self.pattern, "shift", 0) not in (0, (0, 0))
+        if mask is not None or context is not None or rolled:
+            what = f"{x.shape[-2]}×{x.shape[-1]} with a shift, a mask or a context"
+            raise ValueError(f"x must be of whole windows of {rows}×{columns}; got {what}: pad it yourself")
+        return F.pad(x, (0, right, 0, below))
+
+
+class WholeWindows2d(PaddedAttention2d):
+    """For a layer whose network rolls its map before it pads it."""
+
+    rolls_first = True
 
 
 def maxxvit_weights(layer: Any) -> Weights:
@@ -171,142 +190,119 @@ def maxxvit_size(layer: Any) -> tuple[int, ...]:
 
 
 def swin_weights(layer: Any) -> Weights:
-    """The network that gives the biases of Swin v2 for every offset becomes the table that it gives."""
+    """Read the weights; the network that computes the biases of Swin v2 becomes the table that it computes."""
     weights = vit_weights(layer)
     if not hasattr(layer, "logit_scale"):
         return weights | {BIASES: layer.relative_position_bias_table}
     if layer.qkv.bias is not None:
-        q, k, v = layer.qkv.bias.chunk(3)  # that of the keys is there and is not used
-        weights["qkv"] = Rows(layer.qkv.weight, torch.cat([q, torch.zeros_like(k), v]))
+        q, k, v = layer.qkv.bias.chunk(3)  # the bias of the keys is not used
+        weights["qkv"] = Projection(layer.qkv.weight, torch.cat([q, torch.zeros_like(k), v]))
     table = 16 * torch.sigmoid(layer.cpb_mlp(layer.relative_coords_table).flatten(0, -2))
     return weights | {BIASES: table, "q_norm.logit_scale": layer.logit_scale}
 
 
-def window_of(layer: Any) -> tuple[int, int]:
-    """Of a layer that is given tokens of windows: torchvision's MaxViT says the side of a square."""
+def get_window_size(layer: Any) -> tuple[int, int]:
+    """Return the window of a layer whose input is tokens of windows; torchvision's MaxViT has the side of a square."""
     return tuple(layer.window_size) if hasattr(layer, "window_size") else (layer.size, layer.size)
 
 
 def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    maps = x.flatten(0, -3).mT.unflatten(2, window_of(layer))
+    maps = x.flatten(0, -3).mT.unflatten(2, get_window_size(layer))
     y = attend(maps, None if mask is None else mask.repeat(len(x) // len(mask), 1, 1)[:, None])
     return y.flatten(2).mT.reshape(x.shape)
 
 
-def attend_windows_in_tokens(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
-    """Of Twins, which cuts and pads a map itself."""
-    return attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT
-
-
-MAXXVIT = Row(
+MAXXVIT = replace(
+    MAPS,
     weights=maxxvit_weights,
     options={"position": lambda layer: None if maxxvit_table(layer) is None else RelPosTable(maxxvit_size(layer))},
-    around=("rel_pos.mlp",),
+    swap_only=("rel_pos.mlp",),
     bias=relative_bias,
     size=maxxvit_size,
     groups=lambda layer: {},
 )
-TORCHVISION_SWIN = Row(
+TORCHVISION_SWIN = replace(
+    MAPS,
     weights=swin_weights,
     options={
-        "kind": lambda layer: ours.PaddedAttention2d,
+        "kind": lambda layer: PaddedAttention2d,
         "pattern": lambda layer: Window(tuple(layer.window_size), tuple(layer.shift_size)),
         "position": RelPosTable(),
     },
     axes="b h w c",
-    drops=("attention_dropout", "dropout"),
+    dropouts=("attention_dropout", "dropout"),
     size=lambda layer: (max(1, 2 * layer.window_size[0] - 1), 2 * layer.window_size[1] + 1),
 )
-TIMM_SWIN = Row(
+TIMM_SWIN = replace(
+    MAPS,
     weights=swin_weights,
-    options={"position": lambda layer: RelPosTable(feat_size=window_of(layer))},
+    options={"position": lambda layer: RelPosTable(feat_size=get_window_size(layer))},
     call=attend_windows,
     example=lambda layer: (random_map(4, math.prod(layer.window_size), layer.qkv.in_features),),
-    groups=lambda layer: {"kind": ours.WholeWindows2d, "pattern": Window(tuple(layer.window_size))},
+    groups=lambda layer: {"kind": WholeWindows2d, "pattern": Window(tuple(layer.window_size))},
 )
 TWINS = replace(
-    TORCHVISION_SWIN,
-    weights=vit_weights,
-    options={"kind": lambda layer: ours.PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
-    drops=("attn_drop", "proj_drop"),
-    call=attend_windows_in_tokens,
+    CHANNELS_LAST,  # it pads and cuts the map of its tokens
+    options={"kind": lambda layer: PaddedAttention2d, "pattern": lambda layer: Window(layer.ws)},
+    call=lambda layer, attend, x, size: attend(x.mT.unflatten(2, tuple(size))).flatten(2).mT,
     example=lambda layer: (random_map(2, 3 * (layer.ws + 1), layer.dim), (3, layer.ws + 1)),
 )
 TORCHVISION_MAXVIT = replace(
     TIMM_SWIN,
-    weights=lambda layer: named("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
+    weights=lambda layer: named_weights("to_qkv", "merge")(layer) | {BIASES: layer.relative_position_bias_table},
     options={**TIMM_SWIN.options, "num_heads": "n_heads", "scale": "scale_factor"},
     example=lambda layer: (random_map(2, 3, layer.size**2, layer.to_qkv.in_features),),
     groups=lambda layer: {},
 )
 
-#: Rows by the path of the class.
-ROWS: dict[str, Row] = {
-    "timm.layers.attention.Attention": MASKED,
-    "timm.models.vision_transformer.Attention": MASKED,  # in older versions
-    "timm.models.metaformer.Attention": VIT,
-    "timm.models.fastvit.Attention": MAPS,
-    "timm.models.visformer.Attention": MAPS,
-    "timm.models.beit.Attention": replace(VIT, bias=beit_bias, around=("relative_position_bias_table",)),
-    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, around=("sr",)),
-    "timm.models.vision_transformer_relpos.RelPosAttention": replace(VIT, bias=relative_bias, around=("rel_pos",)),
-    "timm.models.efficientformer.Attention": EFFICIENTFORMER,
-    "timm.models.tiny_vit.Attention": replace(EFFICIENTFORMER, call=attend_normed, around=("norm", "attention_biases")),
-    "timm.models.convit.MHSA": VIT,
-    "timm.models.davit.WindowAttention": VIT,
-    "timm.models.tnt.Attention": replace(VIT, weights=named("qk v", "proj")),
-    "timm.models.volo.Attention": replace(VIT, axes="b h w c"),
-    "timm.models.volo.ClassAttention": class_row("q|kv"),
-    "timm.models.crossvit.CrossAttention": class_row("wq|wk wv"),
-    "timm.models.pvt_v2.Attention": REDUCED,
-    "timm.models.twins.GlobalSubSampleAttn": REDUCED,
-    "timm.models.twins.LocallyGroupedAttn": TWINS,
-    "timm.models.gcvit.WindowAttentionGlobal": replace(
-        VIT,
-        bias=relative_bias,
-        refuses={"use_global": "its queries are not made of its map"},
-        around=("rel_pos",),
-    ),
-    "timm.models.hieradet_sam2.MultiScaleAttention": replace(VIT, axes="b h w c", refuses={"q_pool": POOLED_QUERIES}),
-    "timm.layers.attention_pool2d.AttentionPool2d": replace(
-        VIT,
-        call=attend_pool,
-        example=lambda layer: (random_map(2, layer.pos_embed.shape[1], *layer.feat_size),),
-        around=("pos_embed",),
-    ),
+GCVIT = {"use_global": "its queries are not made of its map"}
+TABLE |= {
+    "timm.layers.attention.Attention": replace(VIT, bias=vit_bias),
     "timm.layers.attention2d.Attention2d": MAPS,
-    "timm.layers.non_local_attn.NonLocalAttn": Row(
-        weights=named("t p g", "z"),
-        options={"num_heads": lambda layer: 1, "scale": "scale"},
-        around=("norm",),
-        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
-    ),
-    "timm.layers.attention2d.MultiQueryAttention2d": Row(
-        weights=named("query.proj key.proj value.proj", "output.proj"),
+    "timm.layers.attention2d.MultiQueryAttention2d": replace(
+        MAPS,
+        weights=named_weights("query.proj key.proj value.proj", "output.proj"),
         options={"num_kv_heads": 1},
-        drops=("attn_drop", "output.drop"),
-        refuses={"query_strides": POOLED, "kv_stride": POOLED},
+        dropouts=("attn_drop", "output.drop"),
+        unsupported={"query_strides": POOLED, "kv_stride": POOLED},
     ),
-    "timm.layers.bottleneck_attn.BottleneckAttn": Row(
-        weights=lambda layer: {"qkv": rows_of(layer.qkv), **tables(layer)},
-        options={"position": lambda layer: RelPosDecomposed(feat_size=map_size(layer))},
-        around=("pool",),
-        size=map_size,
-        call=lambda layer, attend, x: layer.pool(attend(x)),
-    ),
-    "timm.layers.halo_attn.HaloAttn": Row(
+    "timm.layers.bottleneck_attn.BottleneckAttn": BOTTLENECK,
+    "timm.layers.halo_attn.HaloAttn": replace(
+        BOTTLENECK,
         weights=halo_weights,
         options={"pattern": lambda layer: Halo(layer.block_size, layer.halo_size), "position": RelPosDecomposed()},
-        refuses={"block_stride": "the block has no stride: use avg_down=True"},
-        around=("pool",),
+        unsupported={"block_stride": "the block has no stride: use avg_down=True"},
         size=lambda layer: (layer.block_size, 2 * layer.block_size),
-        call=lambda layer, attend, x: layer.pool(attend(x)),
     ),
+    "timm.layers.non_local_attn.NonLocalAttn": replace(
+        MAPS,
+        weights=named_weights("t p g", "z"),
+        options={"num_heads": lambda layer: 1, "scale": "scale"},
+        swap_only=("norm",),
+        call=lambda layer, attend, x: layer.norm(attend(x)) + x,
+    ),
+    "timm.models.beit.Attention": replace(VIT, bias=beit_bias, swap_only=("relative_position_bias_table",)),
+    "timm.models.convit.MHSA": VIT,
+    "timm.models.davit.WindowAttention": VIT,
+    "timm.models.efficientformer.Attention": EFFICIENTFORMER,
+    "timm.models.fastvit.Attention": MAPS,
+    "timm.models.gcvit.WindowAttentionGlobal": replace(REL_POS, unsupported=GCVIT),
+    "timm.models.hieradet_sam2.MultiScaleAttention": replace(CHANNELS_LAST, unsupported=HIERA),
     "timm.models.maxxvit.Attention2d": MAXXVIT,
     "timm.models.maxxvit.AttentionCl": replace(MAXXVIT, axes="b h w c"),
+    "timm.models.metaformer.Attention": VIT,
+    "timm.models.nextvit.EfficientAttention": replace(VIT, call=attend_strided, swap_only=("sr",)),
+    "timm.models.pvt_v2.Attention": REDUCED,
     "timm.models.swin_transformer.WindowAttention": TIMM_SWIN,
     "timm.models.swin_transformer_v2.WindowAttention": TIMM_SWIN,
+    "timm.models.tiny_vit.Attention": TINY_VIT,
+    "timm.models.tnt.Attention": replace(VIT, weights=named_weights("qk v", "proj")),
+    "timm.models.twins.GlobalSubSampleAttn": REDUCED,
+    "timm.models.twins.LocallyGroupedAttn": TWINS,
+    "timm.models.vision_transformer_relpos.RelPosAttention": REL_POS,
+    "timm.models.visformer.Attention": MAPS,
+    "timm.models.volo.Attention": CHANNELS_LAST,
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
     "torchvision.models.swin_transformer.ShiftedWindowAttention": TORCHVISION_SWIN,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": TORCHVISION_SWIN,
-    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": TORCHVISION_MAXVIT,
 }

@@ -1,0 +1,87 @@
+"""Rows of Keras's attention layers: maps have their channels last, and kernels keep heads as an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vision_attn.networks.convert.equations import attention_pattern
+from vision_attn.networks.convert.equivalence import random_like, random_map
+from vision_attn.networks.convert.row import TABLE, Attend, Projection, Row, Weights, input_weights
+
+
+def get_axes(layer: Any) -> Any:
+    """Return the axes of a layer's maps, as letters of the equation of its projection."""
+    if not layer.built:
+        raise ValueError(f"layer must be built, which its first call does: got a {type(layer).__name__}")
+    return layer._query_dense.equation.split(",")[0][1:-1]
+
+
+def read_dense(layer: Any, name: str) -> Projection:
+    """Read a kernel ``(c, n, d)``; that of the output is ``(n, d, c)``."""
+    dense = getattr(layer, f"_{name}_dense")
+    kernel = dense.kernel.value.flatten(0, 1) if name == "output" else dense.kernel.value.flatten(1)
+    return Projection(kernel.T, None if dense.bias is None else dense.bias.value.flatten())
+
+
+def keras_weights(layer: Any) -> Weights:
+    inputs = (read_dense(layer, name) for name in ("query", "key", "value"))
+    gate = {"gate": read_dense(layer, "gate").with_bias()} if layer.get_config().get("use_gate") else {}
+    return {**input_weights(*inputs), "proj": read_dense(layer, "output"), **gate}
+
+
+@contextmanager
+def randomize_keras(layer: Any, dtype: torch.dtype) -> Iterator[Any]:
+    """Yield the layer itself, which temporarily has this type and random weights."""
+    from keras import StatelessScope
+
+    numbers = random_like([weight.value for weight in layer.weights])
+    policies = {part: part.dtype_policy for part in layer.modules() if hasattr(part, "dtype_policy")}
+    try:
+        for part in policies:
+            part.dtype_policy = str(dtype).removeprefix("torch.")
+        with StatelessScope() as scope:
+            for weight, values in zip(layer.weights, numbers, strict=True):
+                scope.add_update((weight, values.to(dtype)))
+            yield layer
+    finally:
+        for part, policy in policies.items():
+            part.dtype_policy = policy
+
+
+def example_keras(layer: Any) -> tuple[Any, ...]:
+    sizes = (5, 3, 2)[: len(get_axes(layer))]
+    kernels = (layer._query_dense.kernel.value, layer._value_dense.kernel.value)
+    query, value = (random_map(1, *sizes, len(kernel)).to(kernel.device) for kernel in kernels)
+    return query, query if value.shape == query.shape else value
+
+
+def attend_keras(layer: Any, attend: Attend, query: Tensor, value: Tensor) -> Tensor:
+    context = None if value is query else value.movedim(-1, 1)
+    return attend(query.movedim(-1, 1), None, context).movedim(1, -1)
+
+
+BAND = "make the layer without it, and give the block's forward a mask of this band"
+KERAS = Row(
+    weights=keras_weights,
+    options={
+        "rank": lambda layer: len(get_axes(layer)),
+        "num_heads": lambda layer: layer._query_dense.kernel.shape[1],
+        "num_kv_heads": lambda layer: layer._value_dense.kernel.shape[1],
+        "attn_drop": lambda layer: layer.get_config()["dropout"],
+        "pattern": lambda layer: attention_pattern(layer.get_config().get("attention_axes"), len(get_axes(layer)) + 2),
+    },
+    axes="b ... c",
+    dropouts=("", ""),
+    unsupported={"_sliding_window": BAND, "sliding_window": BAND},
+    call=attend_keras,
+    example=example_keras,
+    make_copy=randomize_keras,
+    call_options={"training": False, "return_attention_scores": True},  # the fused kernel rounds to float32
+)
+for path in ("multi_head_attention.MultiHeadAttention", "grouped_query_attention.GroupedQueryAttention"):
+    TABLE[f"keras.src.layers.attention.{path}"] = KERAS
