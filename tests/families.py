@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.convert.swap import SwapReport
-from vision_attn.networks.convert.swap import SWAPPED
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 
@@ -258,7 +257,7 @@ def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
         return row
     calls: list[int] = []
     for one in report.swapped:
-        vars(twin.get_submodule(one.path))[SWAPPED].block.register_forward_hook(lambda *_: calls.append(1))
+        twin.get_submodule(one.path).running_block.register_forward_hook(lambda *_: calls.append(1))
     for name in dtypes:
         pair = (copy.deepcopy(one).to(DTYPES[name]) for one in (model, twin))
         row.differences[name] = compared(*pair, entry)

@@ -32,7 +32,6 @@ import vision_attn as va
 from vision_attn.networks import convert
 from vision_attn.networks.convert import ConversionError, other_layers
 from vision_attn.networks.convert.row import TABLE, find_row
-from vision_attn.networks.convert.swap import SWAPPED
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.text import markdown
 
@@ -315,7 +314,7 @@ def test_a_swapped_layer_computes_the_same_and_a_wrong_order_is_found_out(
     assert len(report) == 1, report
     assert report.swapped[0].difference < 1e-10
     ran = []
-    vars(layer.get_submodule(part))[SWAPPED].block.register_forward_hook(lambda *_: ran.append(1))
+    layer.get_submodule(part).running_block.register_forward_hook(lambda *_: ran.append(1))
     assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
     assert ran == [1]
     turn_rows(monkeypatch, other.get_submodule(part))
@@ -375,7 +374,7 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     expected = results(partial(on_map, layer), x, module=layer)
     assert len(va.swap_(layer, where=lambda name, module: True)) == 1
     ran = []
-    vars(layer)[SWAPPED].block.register_forward_hook(lambda *_: ran.append(1))
+    layer.running_block.register_forward_hook(lambda *_: ran.append(1))
     assert_close(results(partial(on_map, layer), x, module=layer), expected, 1e-10)
     layer.train()(x)  # with the norms of this batch
     assert ran == [1]

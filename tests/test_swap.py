@@ -24,7 +24,7 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 import vision_attn as va
-from vision_attn.networks.convert.swap import SWAPPED
+from vision_attn.networks.convert.swap import Swapped
 
 # --- small models -----------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def made(name, dtype=torch.float64):
 
 
 def blocks_in(model):
-    return [vars(module)[SWAPPED].block for module in model.modules() if SWAPPED in vars(module)]
+    return [module.running_block for module in model.modules() if isinstance(module, Swapped)]
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     now = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
     assert [(name, id(x)) for name, x in now] == [(name, id(x)) for name, x in objects]
     assert [type(x) for x in model.modules()] == kinds
-    assert not any(SWAPPED in vars(module) for module in model.modules())
+    assert not any(isinstance(module, Swapped) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
 
 
@@ -267,7 +267,7 @@ def test_maps_of_tokens(name, prefix):
     model = made(name)
     va.swap_(model)
     size, seen = MODELS[name][1][-1], []
-    path, attention = next((path, x) for path, x in model.named_modules() if SWAPPED in vars(x))
+    path, attention = next((path, x) for path, x in model.named_modules() if isinstance(x, Swapped))
     attention.register_forward_hook(lambda module, args, y: seen.extend((args[0], y[0] if type(y) is tuple else y)))
     with va.capture(model) as maps, torch.no_grad():
         model(torch.randn(2, 3, *size, dtype=torch.float64))

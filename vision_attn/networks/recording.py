@@ -21,7 +21,7 @@ from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list, product
 from vision_attn.networks.convert.placement import Place, place_on_map, running_calls
-from vision_attn.networks.convert.swap import MAP_SIZES, SWAPPED, Swap, chosen_attention
+from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example
@@ -155,7 +155,7 @@ class Recording:
         found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
         if swap is not None:
             sizes = vars(calls[0][0])[MAP_SIZES]
-            found = place_on_map(swap.placement, inputs, sizes, calls, self.images, self.image_size)
+            found = place_on_map(swap, inputs, sizes, calls, self.images, self.image_size)
         elif isinstance(module, PaddedAttention2d):
             unpadded = tuple(calls[0][1][0].shape[-2:] if calls[0][1] else calls[0][2]["x"].shape[-2:])
             found = Place(unpadded, unpadded)
@@ -206,7 +206,7 @@ def chosen(x: Tensor, places: Iterable[Any]) -> Tensor:
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
     """Return the attention at some sites, and the swap of the module that it runs for; None for a block."""
     modules = {
-        path: (module, vars(model.get_submodule(path)).get(SWAPPED))
+        path: (module, vars(model.get_submodule(path)).get("swapped"))
         for path, module in attention_modules(model).items()
     }
     if not modules:

@@ -32,6 +32,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 #: The ``repr`` of parts and settings without effect.
 NO_EFFECT = ("None", "False", "0", "1", "1.0", "(1, 1)", "Identity()", "'sdpa'")
 
+#: The last step of a check, in error messages.
+BLOCK_STEP = "run by its block"
+
 REMEDY = (
     "is it a subclass with a custom forward, was a part of it replaced, as by an adapter or by quantization, or has it "
     "an option that no block has? Load its weights into a plain layer of its library, and convert that"
@@ -93,13 +96,12 @@ def get_dropout(module: Any, path: str) -> float:
 @contextmanager
 def randomized_copy(source: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
     """Yield a copy in evaluation mode with random weights without gradients, which some kernels require."""
-    with conversion_errors(source, f"copied, to be run in {dtype}"):
-        copied = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
-        copied.eval()  # returns None in some libraries
-        parameters = list(copied.parameters())
-        with torch.no_grad():
-            for parameter, values in zip(parameters, random_like(parameters), strict=True):
-                parameter.copy_(values)
+    copied = copy.deepcopy(source).to("cpu", dtype).requires_grad_(False)
+    copied.eval()  # returns None in some libraries
+    parameters = list(copied.parameters())
+    with torch.no_grad():
+        for parameter, values in zip(parameters, random_like(parameters), strict=True):
+            parameter.copy_(values)
     yield copied
 
 
@@ -113,26 +115,31 @@ def check_equivalence(
 ) -> float:
     """Return by how much ``compute(copy, *arguments)`` differs from ``copy(*arguments, **options)``.
 
-    The difference is relative to the largest value; a difference above rounding raises an error.
+    The difference is relative to the largest value; a difference above rounding raises an error. Other errors become a
+    :class:`ConversionError`, except for a ``ValueError`` of ``compute``, which names its cause.
     """
-    worst = 0.0
-    with torch.inference_mode(False), torch.enable_grad(), make_copy(source, dtype) as copied:
-        for scale in SCALES:
-            with conversion_errors(source, f"run as a layer of its class is, in {dtype}"):
+    worst, step = 0.0, f"copied, to be run in {dtype}"
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), make_copy(source, dtype) as copied:
+            for scale in SCALES:
+                step = f"run as a layer of its class is, in {dtype}"
                 given = example(copied)
                 # One tensor may be several arguments.
                 scaled = {id(x): scale * x.to(dtype) for x in given if isinstance(x, Tensor)}
                 arguments = [scaled.get(id(x), x) for x in given]
                 expected = get_output(copied(*arguments, **options))
-            with conversion_errors(source, "run by its block", ValueError):
+                step = BLOCK_STEP
                 worst = max(worst, compare(source, expected, get_output(compute(copied, *arguments))))
+    except Exception as error:
+        if isinstance(error, ConversionError) or (isinstance(error, ValueError) and step == BLOCK_STEP):
+            raise
+        kind = type(source).__name__
+        raise ConversionError(f"this {kind} cannot be {step} ({type(error).__name__}: {error}): {REMEDY}") from error
     return worst
 
 
 def get_output(result: Any) -> Tensor:
-    y = result[0] if isinstance(result, tuple) else result
-    if not isinstance(y, Tensor):
-        raise TypeError(f"it gives a {type(y).__name__}, not a tensor")
+    y: Tensor = result[0] if isinstance(result, tuple) else result
     return y.detach()
 
 
@@ -145,18 +152,6 @@ def compare(source: nn.Module, expected: Tensor, got: Tensor) -> float:
         why = f"a difference of {off:.2g} in {expected.dtype} where the largest value is {largest:.2g}"
     same = f"the block of this {type(source).__name__} does not compute the same as the layer"
     raise ConversionError(f"{same}, outputs have {why}: {REMEDY}")
-
-
-@contextmanager
-def conversion_errors(source: nn.Module, what: str, passed: type[Exception] = ConversionError) -> Iterator[None]:
-    """Turn any error inside, except the passed type, into a :class:`ConversionError` with its cause."""
-    try:
-        yield
-    except (ConversionError, passed):
-        raise
-    except Exception as error:
-        kind = type(source).__name__
-        raise ConversionError(f"this {kind} cannot be {what} ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
 def random_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vision_attn.networks.convert.equations import attention_pattern
 from vision_attn.networks.convert.equivalence import random_like, random_map
-from vision_attn.networks.convert.row import TABLE, Attend, Projection, Row, Weights, input_weights
+from vision_attn.networks.convert.row import TABLE, Attend, Projection, Row, input_weights
 
 
 def get_axes(layer: Any) -> Any:
@@ -28,7 +28,7 @@ def read_dense(layer: Any, name: str) -> Projection:
     return Projection(kernel.T, None if dense.bias is None else dense.bias.value.flatten())
 
 
-def keras_weights(layer: Any) -> Weights:
+def keras_weights(layer: Any) -> dict[str, Any]:
     inputs = (read_dense(layer, name) for name in ("query", "key", "value"))
     gate = {"gate": read_dense(layer, "gate").with_bias()} if layer.get_config().get("use_gate") else {}
     return {**input_weights(*inputs), "proj": read_dense(layer, "output"), **gate}

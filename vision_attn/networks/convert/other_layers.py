@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import Neighborhood
 from vision_attn.networks.convert.equivalence import check_without, random_map
-from vision_attn.networks.convert.row import (
-    FALLBACK,
-    TABLE,
-    Attend,
-    Projection,
-    Row,
-    Weights,
-    input_weights,
-    named_weights,
-)
+from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, input_weights, named_weights
 from vision_attn.networks.convert.timm_layers import VIT, over_windows
 from vision_attn.networks.insertion.makers import ATTENTION_BLOCKS
 
@@ -36,7 +27,7 @@ def is_set(given: Any) -> bool:
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def multihead_weights(layer: Any) -> Weights:
+def multihead_weights(layer: Any) -> dict[str, Any]:
     """Read one weight, or three if keys and values have other channels than queries; the bias is one in both cases."""
     out = {"proj": Projection.read(layer.out_proj)}
     if layer.in_proj_weight is not None:
@@ -187,7 +178,7 @@ def fold_batch_norm(layer: Any) -> Projection:
     return Projection(weight * factor[:, None], (bias - norm.running_mean) * factor + norm.bias)
 
 
-def yolo_weights(layer: Any) -> Weights:
+def yolo_weights(layer: Any) -> dict[str, Any]:
     widths = (layer.key_dim, layer.key_dim, layer.head_dim) if hasattr(layer, "key_dim") else ()
     qkv = fold_batch_norm(layer.qkv).heads_first(layer.num_heads, *widths)
     return {"qkv": qkv, "proj": fold_batch_norm(layer.proj)}

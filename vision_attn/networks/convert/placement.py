@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,9 @@ from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.patterns import AnyPattern, Grid, Grouping, Window, resolve_pattern
 from vision_attn.checks import product
 from vision_attn.networks.insertion.record import token_grid
+
+if TYPE_CHECKING:
+    from vision_attn.networks.convert.swap import Swap
 
 #: A call of a module: the module, its arguments and its keyword arguments.
 Call: TypeAlias = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -37,42 +41,6 @@ class Place(NamedTuple):
     prefix: int = 0
 
 
-@dataclass
-class Placement:
-    """The windows or tokens of a module, as the modules around it declare them."""
-
-    #: True if the input of the module is tokens
-    tokens: bool
-    channels: int
-    #: how the network cuts the map into the module's windows; None if it does not
-    windows: Window | Grid | None = None
-    #: number of class and register tokens before those of the map; None if not known
-    prefix: int | None = None
-    #: grids of patches by the size of the image, if the network declares them
-    grids: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-
-    def read(self, module: nn.Module, outers: Sequence[nn.Module]) -> None:
-        """Read the declarations of the modules around a module, the innermost last."""
-        for outer in outers:
-            if type(outer).__module__ in WINDOW_MODULES:
-                self.windows = read_windows(outer, module) or self.windows
-            self.read_tokens(outer)
-            if "embeddings" in outer._modules:  # of transformers
-                self.read_tokens(outer.embeddings)
-
-    def read_tokens(self, holder: Any) -> None:
-        """Read the number of tokens before those of the patches, and the grid of the patches."""
-        parameters = holder.named_parameters(recurse=False)
-        tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
-        patches = [child for name, child in holder.named_children() if "patch_embed" in name]
-        if isinstance(declared := getattr(holder, "num_prefix_tokens", None), int):
-            self.prefix = declared
-        elif tokens or patches:
-            self.prefix = sum(1 if x.dim() == 1 else x.shape[-2] for x in tokens.values())
-        sizes = ((getattr(child, "img_size", None), getattr(child, "grid_size", None)) for child in patches)
-        self.grids |= {size: grid for size, grid in sizes if isinstance(size, tuple) and isinstance(grid, tuple)}
-
-
 def running_calls() -> Iterator[Call]:
     """Yield the running calls of modules in this thread, the innermost first.
 
@@ -86,28 +54,34 @@ def running_calls() -> Iterator[Call]:
 
 
 def place_on_map(
-    given: Placement, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
+    swap: Swap, inputs: AttentionInputs, sizes: Any, calls: Sequence[Call], images: int, image_size: Sequence[int]
 ) -> Place | str:
-    """Return where the input of a block lies on each of so many images, or the reason why that is not known."""
+    """Return where the input of a block lies on each of so many images, or the reason why that is not known.
+
+    The running calls are those of the block, of the swapped module, and of the modules around it.
+    """
     size, keys_size = sizes
-    if given.windows is None and not given.tokens:
+    module, *outers = (caller for caller, *_ in calls[1:])
+    windows = find_windows(module, outers)
+    if windows is None and swap.row.axes != "b t c":
         return Place(size, keys_size or size)
     pattern: AnyPattern = resolve_pattern("full")
     groups, prefix, found = len(inputs.q) // images, 0, None
-    if given.windows is not None:
-        # The windows may have another size than when the module was swapped.
-        window = size if len(size) == 2 else to_pair(given.windows.size)
+    on_map = partial(find_map, calls, len(image_size), swap.block.channels)
+    if windows is not None:
+        window = size if len(size) == 2 else to_pair(windows.size)
         tiles = (1, 1) if groups == 1 else find_grid(groups, [image_size[axis] * window[1 - axis] for axis in (0, 1)])
-        pattern, found = replace(given.windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
+        pattern, found = replace(windows, size=window), tiles and tuple(map(int.__mul__, tiles, window))
     elif len(size) > 1:
-        found = find_map(calls, len(image_size), given.channels, groups * product(size)) if groups > 1 else None
+        found = on_map(groups * product(size)) if groups > 1 else None
         pattern, found = (pattern, size) if found is None else (Window(size), found)
     else:
-        prefix = given.prefix or 0
+        declared, grids = read_tokens(outers)
+        prefix = declared or 0
         count = size[0] - prefix
-        found = find_map(calls, len(image_size), given.channels, count)
-        if found is None and given.prefix is not None:
-            grid = given.grids.get(tuple(image_size))
+        found = on_map(count)
+        if found is None and declared is not None:
+            grid = grids.get(tuple(image_size))
             found = grid if grid and product(grid) == count else find_grid(count, image_size)
     if found is None:
         return f"it attends to {product(size)} tokens in a row, and nothing tells where they lie on the image"
@@ -152,29 +126,48 @@ def find_grid(count: int, image_size: Sequence[int]) -> tuple[int, ...] | None:
 #: Parameters that are tokens before those of the map; CrossViT numbers those of its branches.
 PREFIX = re.compile(r"((?:cls|class|dist|distillation|reg|register)_(?:token|embedding)s?)(_\d)?")
 
-#: The modules of Python whose classes cut a map into windows, in different words.
-WINDOW_MODULES = {
-    *(f"timm.models.{name}" for name in ("davit", "gcvit", "hieradet_sam2", "maxxvit", "tiny_vit")),
-    *(f"timm.models.{name}" for name in ("swin_transformer", "swin_transformer_v2")),
-    "torchvision.models.maxvit",
-    "transformers.models.maskformer.modeling_maskformer_swin",
-    "transformers.models.swin.modeling_swin",
-}
+
+def read_tokens(outers: Sequence[Any]) -> tuple[int | None, dict[Any, Any]]:
+    """Return the number of tokens before those of the patches, and the grids of patches by the size of the image.
+
+    Both are declared by the modules around a module, the innermost first. The number is None if not declared.
+    """
+    prefix: int | None = None
+    grids: dict[Any, Any] = {}
+    for holder in (part for outer in reversed(outers) for part in (outer, outer._modules.get("embeddings")) if part):
+        parameters = holder.named_parameters(recurse=False)
+        tokens = {match[1]: x for name, x in parameters if (match := PREFIX.fullmatch(name))}
+        patches = [child for name, child in holder.named_children() if "patch_embed" in name]
+        if isinstance(declared := getattr(holder, "num_prefix_tokens", None), int):
+            prefix = declared
+        elif tokens or patches:
+            prefix = sum(1 if x.dim() == 1 else x.shape[-2] for x in tokens.values())
+        sizes = ((getattr(child, "img_size", None), getattr(child, "grid_size", None)) for child in patches)
+        grids |= {size: grid for size, grid in sizes if isinstance(size, tuple) and isinstance(grid, tuple)}
+    return prefix, grids
+
+
+#: The Python modules whose classes cut a map into windows, each with other attributes.
+WINDOW_MODULES = re.compile(
+    r"timm\.models\.(davit|gcvit|hieradet_sam2|maxxvit|swin_transformer|swin_transformer_v2|tiny_vit)"
+    r"|torchvision\.models\.maxvit|transformers\.models\.\w+\.modeling_(swin|maskformer_swin)"
+)
+
+
+def find_windows(module: Any, outers: Sequence[Any]) -> Window | Grid | None:
+    """Return how the innermost module around a module that cuts the map does so; None if there is none."""
+    for outer in outers:
+        if not WINDOW_MODULES.fullmatch(type(outer).__module__):
+            continue
+        if any(size := to_pair(getattr(outer, "window_size", 0))):
+            return Window(size, to_pair(getattr(outer, "shift_size", 0)))
+        if hasattr(outer, "partition_type"):
+            return (Window if outer.partition_type == "window" else Grid)(to_pair(module.size))
+        if type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
+            windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
+            return (Window if windows else Grid)(to_pair(outer.partition_size))
+    return None
 
 
 def to_pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def read_windows(outer: Any, module: Any) -> Window | Grid | None:
-    """Return how a module around cuts the map; None if it does not."""
-    if any(size := to_pair(getattr(outer, "window_size", 0))):
-        return Window(size, to_pair(getattr(outer, "shift_size", 0)))
-    if hasattr(outer, "partition_type"):
-        windows, size = outer.partition_type == "window", module.size
-    elif type(outer).__name__.startswith(("PartitionAttention", "ParallelPartition")):
-        windows = module is outer.attn_block if hasattr(outer, "attn_block") else outer.partition_block
-        size = outer.partition_size
-    else:
-        return None
-    return Window(to_pair(size)) if windows else Grid(to_pair(size))

@@ -89,11 +89,7 @@ class Projection(NamedTuple):
         return Projection(reorder(self.weight), None if self.bias is None else reorder(self.bias))
 
 
-#: Projections of a block, and its other parameters, by name.
-Weights: TypeAlias = dict[str, Any]
-
-
-def input_weights(q: Projection, *kv: Projection) -> Weights:
+def input_weights(q: Projection, *kv: Projection) -> dict[str, Any]:
     """Return the input projections of a block: ``qkv``, or ``q`` and ``kv`` if their channels differ."""
     if not kv:
         return {"qkv": q}
@@ -102,7 +98,7 @@ def input_weights(q: Projection, *kv: Projection) -> Weights:
     return {"q": q, "kv": Projection.concat(*kv)}
 
 
-def named_weights(qkv: str, proj: str) -> Callable[[Any], Weights]:
+def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
     """Return a function that reads the projections with these names: queries, keys and values in one, two or three.
 
     Projections of a context come after a bar.
@@ -112,7 +108,7 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], Weights]:
     ['qkv', 'proj']
     """
 
-    def read(layer: Any) -> Weights:
+    def read(layer: Any) -> dict[str, Any]:
         inputs, *context = (
             [Projection.read(layer.get_submodule(name)) for name in names.split()] for names in qkv.split("|")
         )
@@ -122,7 +118,7 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], Weights]:
     return read
 
 
-def to_parameters(weights: Weights, rank: int) -> dict[str, Tensor]:
+def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
     """Return the parameters of a block by name: a 1×1 convolution for each projection."""
     tensors = {}
     for name, x in weights.items():
@@ -167,8 +163,8 @@ class Row:
     tokens that knows the size of their map passes the map, ``(b, channels, h, w)``, so that it can be captured.
     """
 
-    #: the block's parameters by name, made of the layer's
-    weights: Callable[[Any], Weights]
+    #: projections of the block, and its other parameters, by name
+    weights: Callable[[Any], dict[str, Any]]
     #: further arguments of the block, each the name of an attribute of the layer, a function of the layer, or a value;
     #: ``num_heads`` is read from the layer by default
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -204,12 +200,13 @@ class Row:
         """Axes of the block's maps when it is swapped."""
         return len(self.axes.split()) - 2
 
-    def empty_block(self, layer: Any, weights: Weights, **given: Any) -> Attention:
+    def empty_block(self, layer: Any, weights: dict[str, Any], **given: Any) -> Attention:
         """Make the block on the meta device; widths and parts are read from the weights."""
         attn_drop, proj_drop = (get_dropout(layer, name) for name in self.dropouts)
         options: dict[str, Any] = {"num_heads": "num_heads", "rank": self.rank, **self.options}
-        options = {name: getattr(layer, x) if isinstance(x, str) else x for name, x in options.items()}
-        options = {name: x(layer) if callable(x) else x for name, x in options.items()} | given
+        for name, x in options.items():
+            options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
+        options |= given
         if (rank := options.pop("rank")) not in BLOCKS:
             raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
@@ -257,10 +254,8 @@ class Row:
         """Return arguments for the equivalence check."""
         if self.example is not None:
             return self.example(layer)
-        weights, size = self.weights(layer), (8, 4, 5)[: self.rank]
-        if self.size is not None:
-            size = self.size(layer)
-        elif self.rank == 1 and isinstance(bias := self.bias(layer, torch.empty(0, 0, 0)), Tensor):
+        weights, size = self.weights(layer), (8, 4, 5)[: self.rank] if self.size is None else self.size(layer)
+        if self.rank == 1 and isinstance(bias := self.bias(layer, torch.empty(0, 0, 0)), Tensor):
             size = bias.shape[-1:]  # the tokens that it is for
         x = random_map(2, (weights.get("qkv") or weights["q"]).weight.shape[1], *size)
         return (x.movedim(1, -1) if self.axes.endswith("c") else x,)

@@ -24,7 +24,6 @@ from vision_attn.attention.blocks import Attention
 from vision_attn.attention.scopes import ORIGINAL
 from vision_attn.errors import SiteError
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
-from vision_attn.networks.convert.placement import Placement
 from vision_attn.networks.convert.row import FALLBACK, TABLE, Row, find_row, known_class, run_on_tokens, to_parameters
 from vision_attn.networks.insertion.backbone import changeable, modules_around
 from vision_attn.networks.insertion.sites import Names, match_names, several
@@ -140,13 +139,13 @@ def swap_(
     lines, swaps = [], {}
     for name, module in chosen_attention(modules, names, where).items():
         try:
-            swap = swaps[name] = make_swap(module, [modules[outer] for outer in outer_paths(name)])
+            swap = swaps[name] = make_swap(module)
             lines.append(SwappedModule(name, original_class(module).__name__, str(swap), swap.difference))
         except (ValueError, RuntimeError, AttributeError) as error:  # the last for a subclass without some part
             lines.append(SwappedModule(name, original_class(module).__name__, reason=str(error)))
     if not dry_run:
         for name, swap in swaps.items():
-            vars(modules[name]).update({SWAPPED: swap})
+            modules[name].swapped = swap
             modules[name].__class__ = swapped_class(modules[name].__class__)
     return SwapReport(tuple(lines), "would be swapped" if dry_run else "swapped")
 
@@ -175,7 +174,7 @@ def swap_back_(model: nn.Module) -> SwapReport:
     lines = []
     for name, module in changeable(model).named_modules():
         if isinstance(module, Swapped):
-            swap: Swap = vars(module).pop(SWAPPED)
+            swap: Swap = vars(module).pop("swapped")
             module.__class__ = original_class(module)  # type: ignore[assignment]
             lines.append(SwappedModule(name, type(module).__name__, str(swap), swap.difference))
     return SwapReport(tuple(lines), "swapped back")
@@ -213,7 +212,7 @@ def is_attention(module: nn.Module) -> bool:
     return similar and not kind.__module__.startswith("vision_attn.") and any(True for _ in module.parameters())
 
 
-def make_swap(module: nn.Module, outers: list[nn.Module]) -> Swap:
+def make_swap(module: nn.Module) -> Swap:
     """Make the block for a module and compare both; refuse a module that no block supports."""
     if isinstance(module, Swapped):
         raise ValueError("it is swapped already")
@@ -227,21 +226,17 @@ def make_swap(module: nn.Module, outers: list[nn.Module]) -> Swap:
         raise ValueError(f"{class_path(type(module))} is a subclass of {kind.__name__} with a custom forward")
     with torch.inference_mode(False):
         block = row.empty_block(module, row.weights(module)).eval()
-    swap = Swap(path, block, read_traits(module), Placement(row.axes == "b t c", block.channels))
+    swap = Swap(path, block, read_traits(module))
 
     def compute(copied: Any, *args: Any) -> Any:
         return row.forward(copied, partial(swap.attend, copied), *args)
 
     swap.difference = check_equivalence(bare, compute, row.arguments, row.make_copy, row.dtype)
     block.train(module.training)
-    swap.placement.read(module, outers)
     return swap
 
 
 # --- a swapped module -------------------------------------------------------------------------------------------------
-
-#: The attribute of a swapped module that holds its :class:`Swap`.
-SWAPPED = "swapped"
 
 #: The attribute of a block that runs for a module with the sizes of its maps, or of its tokens, and of the context's.
 MAP_SIZES = "map_sizes"
@@ -257,7 +252,6 @@ class Swap:
     block: Attention
     #: parts and settings of the module that the block was made by
     traits: tuple[Any, ...]
-    placement: Placement
     #: the largest difference of the two in the comparison
     difference: float = 0.0
 
@@ -266,10 +260,8 @@ class Swap:
         return TABLE[self.family]
 
     def __str__(self) -> str:
-        windows = self.placement.windows
-        how = f"pattern={self.block.pattern!r}" if windows is None else f"on a map cut by {windows!r}"
         dtype = "" if self.row.dtype == torch.float64 else f", compared in {self.row.dtype}"
-        return f"{type(self.block).__name__}, {how}{dtype}"
+        return f"{type(self.block).__name__}, pattern={self.block.pattern!r}{dtype}"
 
     def attend(self, module: nn.Module, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Run the block with the current weights of the module, in any number of threads at a time."""
@@ -293,17 +285,18 @@ def with_weights(block: nn.Module, weights: Mapping[str, Tensor], notes: Mapping
 class Swapped(nn.Module):
     """First base of the class of a swapped module, before the class of the module."""
 
+    swapped: Swap
+
     @property
     def running_block(self) -> Attention:
         """The block that runs for the module; it is not a child of it."""
-        swap: Swap = vars(self)[SWAPPED]
-        return swap.block
+        return self.swapped.block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         proxy: Any = next((x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)), None)
         if proxy is not None:  # one node of the graph, as of a block
             return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
-        swap: Swap = vars(self)[SWAPPED]
+        swap = self.swapped
         if read_traits(self, swap.traits[-1]) == swap.traits and not torch.jit.is_tracing():  # type: ignore[attr-defined]
             y = swap.row.forward(self, partial(swap.attend, self), *args, **kwargs)
             if y is not FALLBACK:

@@ -15,12 +15,12 @@ from vision_attn.attention.blocks.projection import to_memory_format_of
 from vision_attn.attention.patterns import Halo, Window
 from vision_attn.attention.position import RelPosDecomposed, RelPosTable
 from vision_attn.networks.convert.equivalence import random_map
-from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, Weights, named_weights
+from vision_attn.networks.convert.row import FALLBACK, TABLE, Attend, Projection, Row, named_weights
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def vit_weights(layer: Any) -> Weights:
+def vit_weights(layer: Any) -> dict[str, Any]:
     """Read ``qkv`` and ``proj``, as most layers of timm have them."""
     weights = named_weights("qkv" if getattr(layer, "qkv", None) is not None else "q k v", "proj")(layer)
     if getattr(layer, "q_bias", None) is not None:
@@ -109,7 +109,7 @@ REDUCED = replace(
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
-def tables(layer: Any, first: int = 0) -> Weights:
+def tables(layer: Any, first: int = 0) -> dict[str, Any]:
     """Return the relative positions from an index on, and the identity for the output projection, which is missing."""
     found = {name: getattr(layer.pos_embed, name)[first:] for name in ("height_rel", "width_rel")}
     factor = layer.scale if layer.scale_pos_embed else 1.0
@@ -117,7 +117,7 @@ def tables(layer: Any, first: int = 0) -> Weights:
     return {"proj": Projection(out)} | {f"position.{name}": factor * x for name, x in found.items()}
 
 
-def halo_weights(layer: Any) -> Weights:
+def halo_weights(layer: Any) -> dict[str, Any]:
     kv = Projection.read(layer.kv).heads_first(layer.num_heads, layer.dim_head_qk, layer.dim_head_v)
     # Offsets are counted from the corner of the halo: the first entries of the tables are never read.
     return {"qkv": Projection.concat(Projection.read(layer.q), kv), **tables(layer, 2 * layer.halo_size)}
@@ -180,7 +180,7 @@ class WholeWindows2d(PaddedAttention2d):
     rolls_first = True
 
 
-def maxxvit_weights(layer: Any) -> Weights:
+def maxxvit_weights(layer: Any) -> dict[str, Any]:
     table = maxxvit_table(layer)
     return vit_weights(layer) | ({} if table is None else {BIASES: table})
 
@@ -189,7 +189,7 @@ def maxxvit_size(layer: Any) -> tuple[int, ...]:
     return tuple(getattr(layer.rel_pos, "window_size", (3, 4)))
 
 
-def swin_weights(layer: Any) -> Weights:
+def swin_weights(layer: Any) -> dict[str, Any]:
     """Read the weights; the network that computes the biases of Swin v2 becomes the table that it computes."""
     weights = vit_weights(layer)
     if not hasattr(layer, "logit_scale"):
