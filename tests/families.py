@@ -27,7 +27,7 @@ from reach import as_after_training, tensors
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.networks.convert.swap import SwapReport
+from vision_attn.text import markdown
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 
@@ -88,131 +88,75 @@ class Denoiser(nn.Module):
 
 
 #: The second is no multiple of a window, or of other proportions, where the model takes two.
-BOTH, SQUARE = ((128, 128), (160, 128)), ((224, 224),)
-TOKENS = ((64, 64), (96, 64))
+BOTH, SQUARE, LATENTS, TOKENS = ((128, 128), (160, 128)), ((224, 224),), ((32, 32), (48, 32)), ((64, 64), (96, 64))
 SMALL = {"block_out_channels": (32, 64), "norm_num_groups": 8, "layers_per_block": 1}
+VAE_BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+UNET_BLOCKS = {
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}  # fmt: skip
 
-#: A transformer of transformers, and one of vit-pytorch.
+#: A transformer of transformers, one of vit-pytorch, and one of MONAI.
 TWO = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 96}
 PYTORCH = {"image_size": 64, "patch_size": 16, "num_classes": 5, "dim": 48, "depth": 2, "heads": 3, "mlp_dim": 96}
-DEPTHS = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4]}
+PYTORCH_MAXVIT = {"num_classes": 5, "dim_conv_stem": 16, "dim": 32, "depth": (1, 1), "window_size": 7}
+MONAI = {
+    "in_channels": 3, "img_size": (64, 64), "patch_size": (16, 16), "hidden_size": 48, "mlp_dim": 96,
+    "num_layers": 2, "num_heads": 3, "spatial_dims": 2, "classification": True,
+}  # fmt: skip
+SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 128}
 
-ENTRIES = (
-    Entry("timm", "coatnet", "coatnet_pico_rw_224", ((128, 128),), {"img_size": 128}),
-    Entry("timm", "coatnext", "coatnext_nano_rw_224", ((128, 128),), {"img_size": 128}),
-    Entry("timm", "maxvit", "maxvit_pico_rw_256", ((128, 192),), {"img_size": (128, 192)}),
-    Entry("timm", "maxxvit", "maxxvit_rmlp_nano_rw_256", ((128, 128),), {"img_size": 128}),
-    Entry("timm", "botnet", "botnet26t_256", ((128, 128),), {"img_size": 128}),
-    Entry("timm", "halonet", "halonet_h1", ((256, 256),)),
-    Entry("timm", "mobilenetv4_hybrid", "mobilenetv4_hybrid_medium_075", BOTH),
-    Entry("timm", "vit", "vit_tiny_patch16_224", TOKENS, {"dynamic_img_size": True, "img_size": 64}),
-    Entry("timm", "vit_srelpos", "vit_srelpos_small_patch16_224", TOKENS[:1], {"img_size": 64}),
-    Entry("timm", "deit", "deit_tiny_distilled_patch16_224", TOKENS, {"dynamic_img_size": True, "img_size": 64}),
-    Entry("timm", "beit", "beit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 2}),
-    Entry("timm", "eva", "eva02_tiny_patch14_224", ((70, 70),), {"img_size": 70}),
-    Entry("timm", "swin", "swin_tiny_patch4_window7_224", BOTH, {"strict_img_size": False, "img_size": 128}),
-    Entry("timm", "swinv2", "swinv2_tiny_window8_256", BOTH, {"strict_img_size": False, "img_size": 128}),
-    Entry("timm", "levit", "levit_128s", SQUARE),
-    Entry("timm", "efficientformer", "efficientformer_l1", SQUARE),
-    Entry("timm", "efficientformer_v2", "efficientformerv2_s0", SQUARE),
-    Entry("timm", "edgenext", "edgenext_xx_small", BOTH),
-    Entry("timm", "nextvit", "nextvit_small", BOTH),
-    Entry("timm", "caformer", "caformer_s18", BOTH),
-    Entry("timm", "visformer", "visformer_tiny", SQUARE),
-    Entry("timm", "fastvit", "fastvit_sa12", BOTH),
-    Entry("timm", "resnet_clip", "resnet50_clip", SQUARE),
-    Entry("timm", "cait", "cait_xxs24_224", TOKENS[:1], {"img_size": 64}),
-    Entry("timm", "convit", "convit_tiny", TOKENS[:1], {"img_size": 64}),
-    Entry("timm", "crossvit", "crossvit_tiny_240", ((240, 240),)),
-    Entry("timm", "csatv2", "csatv2", ((128, 128),)),
-    Entry("timm", "davit", "davit_tiny", BOTH, {"depths": (1, 1, 1, 1)}),
-    Entry("timm", "efficientvit", "efficientvit_b0", BOTH),
-    Entry("timm", "efficientvit_msra", "efficientvit_m0", SQUARE),
-    Entry("timm", "gcvit", "gcvit_xxtiny", SQUARE),
-    Entry("timm", "hiera", "hiera_tiny_224", SQUARE),
-    Entry("timm", "hieradet_sam2", "sam2_hiera_tiny", SQUARE),
-    Entry("timm", "mobilevit", "mobilevit_xxs", BOTH),
-    Entry("timm", "mvitv2", "mvitv2_tiny", SQUARE),
-    Entry("timm", "naflexvit", "naflexvit_base_patch16_parfac_gap", TOKENS[:1], {"depth": 2}),
-    Entry("timm", "pit", "pit_ti_224", SQUARE),
-    Entry("timm", "pvt_v2", "pvt_v2_b0", BOTH),
-    Entry("timm", "samvit", "samvit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 3, "embed_dim": 96}),
-    Entry("timm", "tiny_vit", "tiny_vit_5m_224", SQUARE),
-    Entry("timm", "tnt", "tnt_s_legacy_patch16_224", TOKENS[:1], {"img_size": 64}),
-    Entry("timm", "twins", "twins_svt_small", BOTH),
-    Entry("timm", "vit_hybrid", "vit_tiny_r_s16_p8_224", TOKENS[:1], {"img_size": 64}),
-    Entry("timm", "volo", "volo_d1_224", ((64, 64),), {"img_size": 64}),
-    Entry("timm", "xcit", "xcit_nano_12_p8_224", BOTH),
-    Entry("torchvision", "swin", "swin_t", BOTH),
-    Entry("torchvision", "swin_v2", "swin_v2_t", BOTH),
-    Entry("torchvision", "maxvit", "maxvit_t", SQUARE),
-    Entry("torchvision", "vit", "vit_b_16", TOKENS[:1], {"image_size": 64}),
-    Entry("diffusers", "VAE", "AutoencoderKL", ((32, 32), (48, 32)), {
-        **SMALL, "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
-    }),
-    Entry("diffusers", "UNet2D", "UNet2DModel", ((32, 32), (48, 32)), {
-        **SMALL, "attention_head_dim": 8, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    }),
-    Entry("transformers", "ViT", "ViTModel", TOKENS[:1], {**TWO, "image_size": 64}),
-    Entry("transformers", "DeiT", "DeiTModel", TOKENS[:1], {**TWO, "image_size": 64}),
-    Entry("transformers", "BEiT", "BeitModel", TOKENS[:1], {**TWO, "image_size": 64}),
-    Entry("transformers", "DINOv2", "Dinov2Model", ((56, 56), (70, 56)), {**TWO, "image_size": 56}),
-    Entry("transformers", "CLIP", "CLIPVisionModel", TOKENS[:1], {**TWO, "image_size": 64}),
-    Entry("transformers", "SigLIP", "SiglipVisionModel", TOKENS[:1], {**TWO, "image_size": 64}),
-    Entry("transformers", "Swin", "SwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
-    Entry("transformers", "SegFormer", "SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
-    Entry("transformers", "MaskFormer", "MaskFormerSwinModel", BOTH, {**DEPTHS, "window_size": 4, "image_size": 128}),
-    Entry("vit_pytorch", "ViT", "ViT", TOKENS[:1], PYTORCH),
-    Entry("vit_pytorch", "SimpleViT", "SimpleViT", TOKENS[:1], PYTORCH),
-    Entry("vit_pytorch", "MaxViT", "max_vit.MaxViT", ((112, 112),), {
-        "num_classes": 5, "dim_conv_stem": 16, "dim": 32, "depth": (1, 1), "window_size": 7,
-    }),
-    Entry("monai", "ViT", "ViT", TOKENS[:1], {
-        "in_channels": 3, "img_size": (64, 64), "patch_size": (16, 16), "hidden_size": 48, "mlp_dim": 96,
-        "num_layers": 2, "num_heads": 3, "spatial_dims": 2, "classification": True,
-    }),
-    Entry("ultralytics", "C2PSA", "DetectionModel", BOTH, {"cfg": "yolo11n.yaml", "verbose": False}),
-    Entry("ultralytics", "A2C2f", "DetectionModel", BOTH, {"cfg": "yolo12n.yaml", "verbose": False}),
+#: The library, its families and models, and their sizes and options.
+MODELS = (
+    ("timm", "coatnet=coatnet_pico_rw_224 coatnext=coatnext_nano_rw_224 maxxvit=maxxvit_rmlp_nano_rw_256 "
+             "botnet=botnet26t_256", BOTH[:1], {"img_size": 128}),
+    ("timm", "maxvit=maxvit_pico_rw_256", ((128, 192),), {"img_size": (128, 192)}),
+    ("timm", "halonet=halonet_h1", ((256, 256),), {}),
+    ("timm", "vit=vit_tiny_patch16_224 deit=deit_tiny_distilled_patch16_224", TOKENS,
+     {"dynamic_img_size": True, "img_size": 64}),
+    ("timm", "beit=beit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 2}),
+    ("timm", "eva=eva02_tiny_patch14_224", ((70, 70),), {"img_size": 70}),
+    ("timm", "swin=swin_tiny_patch4_window7_224 swinv2=swinv2_tiny_window8_256", BOTH,
+     {"strict_img_size": False, "img_size": 128}),
+    ("timm", "levit=levit_128s efficientformer=efficientformer_l1 visformer=visformer_tiny pit=pit_ti_224 "
+             "efficientformer_v2=efficientformerv2_s0 resnet_clip=resnet50_clip gcvit=gcvit_xxtiny "
+             "hiera=hiera_tiny_224 efficientvit_msra=efficientvit_m0 hieradet_sam2=sam2_hiera_tiny "
+             "mvitv2=mvitv2_tiny tiny_vit=tiny_vit_5m_224", SQUARE, {}),
+    ("timm", "mobilenetv4_hybrid=mobilenetv4_hybrid_medium_075 edgenext=edgenext_xx_small nextvit=nextvit_small "
+             "caformer=caformer_s18 fastvit=fastvit_sa12 efficientvit=efficientvit_b0 mobilevit=mobilevit_xxs "
+             "pvt_v2=pvt_v2_b0 twins=twins_svt_small xcit=xcit_nano_12_p8_224", BOTH, {}),
+    ("timm", "csatv2=csatv2", BOTH[:1], {}),
+    ("timm", "crossvit=crossvit_tiny_240", ((240, 240),), {}),
+    ("timm", "davit=davit_tiny", BOTH, {"depths": (1, 1, 1, 1)}),
+    ("timm", "naflexvit=naflexvit_base_patch16_parfac_gap", TOKENS[:1], {"depth": 2}),
+    ("timm", "samvit=samvit_base_patch16_224", TOKENS[:1], {"img_size": 64, "depth": 3, "embed_dim": 96}),
+    ("timm", "vit_srelpos=vit_srelpos_small_patch16_224 cait=cait_xxs24_224 convit=convit_tiny volo=volo_d1_224 "
+             "tnt=tnt_s_legacy_patch16_224 vit_hybrid=vit_tiny_r_s16_p8_224", TOKENS[:1], {"img_size": 64}),
+    ("torchvision", "swin=swin_t swin_v2=swin_v2_t", BOTH, {}),
+    ("torchvision", "maxvit=maxvit_t", SQUARE, {}),
+    ("torchvision", "vit=vit_b_16", TOKENS[:1], {"image_size": 64}),
+    ("diffusers", "VAE=AutoencoderKL", LATENTS, SMALL | VAE_BLOCKS),
+    ("diffusers", "UNet2D=UNet2DModel", LATENTS, SMALL | UNET_BLOCKS | {"attention_head_dim": 8}),
+    ("transformers", "ViT=ViTModel DeiT=DeiTModel BEiT=BeitModel CLIP=CLIPVisionModel SigLIP=SiglipVisionModel",
+     TOKENS[:1], TWO | {"image_size": 64}),
+    ("transformers", "DINOv2=Dinov2Model", ((56, 56), (70, 56)), TWO | {"image_size": 56}),
+    ("transformers", "Swin=SwinModel MaskFormer=MaskFormerSwinModel", BOTH, SWIN),
+    ("transformers", "SegFormer=SegformerModel", BOTH, {"depths": [1, 1, 1, 1]}),
+    ("vit_pytorch", "ViT=ViT SimpleViT=SimpleViT", TOKENS[:1], PYTORCH),
+    ("vit_pytorch", "MaxViT=max_vit.MaxViT", ((112, 112),), PYTORCH_MAXVIT),
+    ("monai", "ViT=ViT", TOKENS[:1], MONAI),
+    ("ultralytics", "C2PSA=DetectionModel", BOTH, {"cfg": "yolo11n.yaml", "verbose": False}),
+    ("ultralytics", "A2C2f=DetectionModel", BOTH, {"cfg": "yolo12n.yaml", "verbose": False}),
 )  # fmt: skip
+ENTRIES = [Entry(kind, *item.split("="), *others) for kind, items, *others in MODELS for item in items.split()]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+HEADER = ("library", "family", "model", "sizes", "swapped", "float32", "float64", "left")
 
 
-def limit(dtype: str, rounding: float = 0.0) -> float:
-    """The difference that is allowed; more where a model is so ill-conditioned that its own rounding is larger."""
+def limit(dtype: str, rounding: float) -> float:
+    """The allowed difference; larger for a model so ill-conditioned that its own rounding is larger."""
     digits = torch.finfo(DTYPES[dtype]).eps / torch.finfo(torch.float32).eps
     return max({"float32": 1e-5, "float64": 1e-10}[dtype], 10 * rounding * digits)
-
-
-@dataclass
-class Row:
-    entry: Entry
-    report: SwapReport
-    #: of output and gradients, by type
-    differences: dict[str, tuple[float, float]] = field(default_factory=dict)
-    #: likewise what the model itself differs by in the two types, where float32 differs by more than it should
-    rounding: float = 0.0
-    #: whether every block ran in every forward, and swapping back left every module and key as it was
-    served: bool = True
-    restored: bool = True
-
-    HEADER = ("library", "family", "model", "sizes", "swapped", "float32", "float64", "left")
-
-    @property
-    def agrees(self) -> bool:
-        within = (max(found) <= limit(name, self.rounding) for name, found in self.differences.items())
-        return self.served and self.restored and all(within)
-
-    def cells(self) -> list[str]:
-        sizes = ", ".join(f"{height}×{width}" for height, width in self.entry.sizes)
-        single, double = (", ".join(f"{worst:.0e}" for worst in self.differences.get(name, ())) for name in DTYPES)
-        own = f"; its own rounding {self.rounding:.0e}" if self.rounding else ""
-        why = "; ".join(
-            dict.fromkeys(re.sub(r"a tensor of shape \S.*?;", "a tensor;", x.reason) for x in self.report.left)
-        )
-        count = f"{len(self.report.swapped)} of {len(self.report.modules)}"
-        return [self.entry.library, self.entry.family, f"`{self.entry.model}`", sizes, count, single + own, double, why]
 
 
 def without_drops(model: nn.Module) -> nn.Module:
@@ -234,62 +178,62 @@ def result(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor | None
     return y.detach(), list(torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True))
 
 
-def compared(model: nn.Module, twin: nn.Module, entry: Entry) -> tuple[float, float]:
+def compare(model: nn.Module, other: nn.Module, entry: Entry) -> tuple[float, float]:
     """The greatest difference of output and gradients, relative to the largest number."""
     worst = [0.0, 0.0]
     for size in entry.sizes:
         images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
         for training in entry.modes:
-            (y, grads), (other, others) = (result(one.train(training), images) for one in (model, twin))
+            (y, grads), (z, others) = (result(one.train(training), images) for one in (model, other))
             pairs = [(a, b) for a, b in zip(grads, others, strict=True) if a is not None or b is not None]
-            worst[0] = max(worst[0], ((y - other).abs().max() / y.abs().max()).item())
+            worst[0] = max(worst[0], ((y - z).abs().max() / y.abs().max()).item())
             off = max((a - b).abs().max().item() for a, b in pairs)
             worst[1] = max(worst[1], off / max(a.abs().max().item() for a, _ in pairs))
     return worst[0], worst[1]
 
 
-def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Row:
+def measure(entry: Entry, dtypes: tuple[str, ...] = tuple(DTYPES)) -> tuple[list[str], bool]:
+    """The cells of a family, and whether the swapped model agrees, runs all its blocks, and is restored."""
     model = without_drops(entry.make())
     as_after_training(model)
-    report = va.swap_(twin := copy.deepcopy(model))
-    row = Row(entry, report)
-    if not report.swapped:
-        return row
-    calls: list[int] = []
-    for one in report.swapped:
-        twin.get_submodule(one.path).running_block.register_forward_hook(lambda *_: calls.append(1))
-    for name in dtypes:
-        pair = (copy.deepcopy(one).to(DTYPES[name]) for one in (model, twin))
-        row.differences[name] = compared(*pair, entry)
-    if max(row.differences["float32"]) > 1e-5:
-        row.rounding = max(compared(copy.deepcopy(model), copy.deepcopy(model).double(), entry))
-    row.served = len(calls) == len(entry.modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
-    va.swap_back_(twin)
-    now, before = ([[*map(type, one.modules())], list(one.state_dict())] for one in (twin, model))
-    row.restored = now == before
-    return row
-
-
-def table(rows: list[Row]) -> str:
-    cells = [list(Row.HEADER), ["---"] * len(Row.HEADER), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    report = va.swap_(swapped := copy.deepcopy(model))
+    differences, rounding, agrees, calls = {}, 0.0, True, []
+    if report.swapped:
+        for one in report.swapped:
+            swapped.get_submodule(one.path).running_block.register_forward_hook(lambda *_: calls.append(1))
+        for name in dtypes:
+            differences[name] = compare(*(copy.deepcopy(one).to(DTYPES[name]) for one in (model, swapped)), entry)
+        if max(differences["float32"]) > 1e-5:  # by how much the model itself differs in the two types
+            rounding = max(compare(copy.deepcopy(model), copy.deepcopy(model).double(), entry))
+        agrees = all(max(found) <= limit(name, rounding) for name, found in differences.items())
+        agrees &= len(calls) == len(entry.modes) * len(report.swapped) * len(entry.sizes) * len(dtypes)
+        va.swap_back_(swapped)
+        now, before = ([[*map(type, one.modules())], list(one.state_dict())] for one in (swapped, model))
+        agrees &= now == before
+    sizes = ", ".join(f"{height}×{width}" for height, width in entry.sizes)
+    single, double = (", ".join(f"{worst:.0e}" for worst in differences.get(name, ())) for name in DTYPES)
+    own = f"; its own rounding {rounding:.0e}" if rounding else ""
+    why = "; ".join(dict.fromkeys(re.sub(r"a tensor of shape \S.*?;", "a tensor;", x.reason) for x in report.left))
+    count = f"{len(report.swapped)} of {len(report.modules)}"
+    return [entry.library, entry.family, f"`{entry.model}`", sizes, count, single + own, double, why], agrees
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="families to measure; the rows are then printed, not written")
-    options = parser.parse_args()
+    parser.add_argument("--only", nargs="+", help="families to measure; the rows are printed, not written")
+    only = parser.parse_args().only
     warnings.simplefilter("ignore")  # small maps
     rows = []
     for entry in ENTRIES:
-        if (not options.only or entry.family in options.only) and find_spec(entry.library):
+        if (not only or entry.family in only) and find_spec(entry.library):
             rows.append(measure(entry))
-            print(*rows[-1].cells(), sep="  ", flush=True)
-    if not options.only:
+            print(*rows[-1][0], sep="  ", flush=True)
+    if not only:
         names = ("torch", *dict.fromkeys(entry.library for entry in ENTRIES))
         versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in names if find_spec(name))
-        TABLE.write_text(HEAD.format(versions=versions, table=table(rows)))
-    sys.exit(not all(row.agrees for row in rows))
+        table = markdown([HEADER, *(cells for cells, _ in rows)], left=range(len(HEADER)))
+        TABLE.write_text(HEAD.format(versions=versions, table=table))
+    sys.exit(not all(agrees for _, agrees in rows))
 
 
 if __name__ == "__main__":

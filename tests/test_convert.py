@@ -385,7 +385,9 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
 def test_the_table_of_the_docs_is_that_of_the_rows():
     lines = {}
     for path, row in sorted(TABLE.items()):
-        lines.setdefault(", ".join(f"`{name}`" for name in (*row.unsupported, *row.swap_only)) or "—", []).append(f"`{path}`")
+        lines.setdefault(", ".join(f"`{name}`" for name in (*row.unsupported, *row.swap_only)) or "—", []).append(
+            f"`{path}`"
+        )
     rows = [(", ".join(paths), refused) for refused, paths in lines.items()]
     expected = markdown([("layer", "`from_layer` refuses"), *rows], left=(0, 1))
     page = (Path(__file__).parents[1] / "docs/convert.md").read_text()
@@ -651,7 +653,10 @@ def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layer, x, y: (1 + 1e-8) * y, "Altered does not compute the same as the layer, outputs have a difference of"),
+        (
+            lambda layer, x, y: (1 + 1e-8) * y,
+            "Altered does not compute the same as the layer, outputs have a difference of",
+        ),
         (lambda layer, x, y: float("nan") * y, "outputs have a difference of nan"),
         (lambda layer, x, y: torch.cat([y, y], -1), r"not \(2, 8, 16\)"),
         (lambda layer, x, y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),

@@ -12,8 +12,9 @@ import families
 import pytest
 import timm
 import torch
+from networks import assert_same
 from stand_ins import diffusers_attention, layer_of, transformers_layer
-from timm.layers import Attention as TimmAttention
+from timm.layers import Attention as TimmAttention, AttentionPool2d
 from timm.layers.attention2d import MultiQueryAttention2d
 from timm.models.cait import ClassAttn
 from timm.models.convit import GPSA
@@ -45,9 +46,13 @@ def swin():
     return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0)
 
 
-def timm_swin():
-    options = {"window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), "strict_img_size": False}
-    return small("swin_tiny_patch4_window7_224", **options)
+def timm_swin(size=32, **options):
+    options = {"window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), **options}
+    return small("swin_tiny_patch4_window7_224", img_size=size, strict_img_size=False, **options)
+
+
+def mobilenet():
+    return _gen_mobilenet_v4("mobilenetv4_hybrid_medium", channel_multiplier=0.25, num_classes=5)
 
 
 #: By name: the model, its images' sizes, how many modules are swapped, how many are left.
@@ -56,12 +61,7 @@ MODELS = {
     "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
-    "mobilenetv4_hybrid": (
-        lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", channel_multiplier=0.25, num_classes=5),
-        [(64, 32)],
-        4,
-        4,
-    ),
+    "mobilenetv4_hybrid": (mobilenet, [(64, 32)], 4, 4),
     "swin": (swin, [(64, 64), (68, 40)], 4, 0),
     "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
@@ -69,28 +69,41 @@ MODELS = {
 }
 
 
-def made(name, dtype=torch.float64):
-    """The model with weights and statistics that hide nothing: no layer is zero, or scaled down to nothing."""
-    torch.manual_seed(0)
-    model = MODELS[name][0]().to(dtype)
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def perturbed(model, scale=0.1):
+    """The model in evaluation mode with weights that hide nothing: no layer is zero, or scaled down to nothing."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
     return model.eval()
 
 
-def blocks_in(model):
-    return [module.running_block for module in model.modules() if isinstance(module, Swapped)]
+def made(name):
+    torch.manual_seed(0)
+    return perturbed(MODELS[name][0]().double())
+
+
+def swapped_modules(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, Swapped)}
 
 
 @contextmanager
 def calls_counted(model):
     """How often the blocks run: a module that runs by itself computes the same, of course."""
-    calls = []
-    handles = [block.register_forward_hook(lambda *_: calls.append(1)) for block in blocks_in(model)]
+    calls, blocks = [], [module.running_block for module in swapped_modules(model).values()]
+    handles = [block.register_forward_hook(lambda *_: calls.append(1)) for block in blocks]
     yield calls
     for handle in handles:
         handle.remove()
+
+
+def captured(model, *inputs, **options):
+    with va.capture(model, **options) as maps, torch.no_grad():
+        model(*inputs)
+    return maps
 
 
 def of_model(model, x):
@@ -106,11 +119,15 @@ def of_model(model, x):
 def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     _, sizes, swapped, left = MODELS[name]
     model = made(name)
-    images = [torch.randn(2, 3, *size, dtype=torch.float64) for size in sizes]
+    images = [randn(2, 3, *size) for size in sizes]
     before = [of_model(model, x) for x in images]
-    state = {key: x.clone() for key, x in model.state_dict().items()}
-    objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
-    kinds = [type(x) for x in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+
+    def parts():
+        objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
+        return [(name, id(x), type(x)) for name, x in objects]
+
+    objects = parts()
     report = va.swap_(model)
     assert (len(report.swapped), len(report.left)) == (swapped, left)
     with calls_counted(model) as calls:
@@ -118,12 +135,10 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
             for got, wanted in zip(of_model(model, x), expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
-    assert all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
+    assert_same(model.state_dict(), state)
     assert len(va.swap_back_(model)) == swapped
-    now = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
-    assert [(name, id(x)) for name, x in now] == [(name, id(x)) for name, x in objects]
-    assert [type(x) for x in model.modules()] == kinds
-    assert not any(isinstance(module, Swapped) for module in model.modules())
+    assert parts() == objects
+    assert not any("swapped" in vars(module) for module in model.modules())
     assert torch.equal(model(images[0]), before[0][0])
 
 
@@ -135,23 +150,20 @@ def test_checkpoints_and_optimizers_know_nothing_of_it():
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
     saved = copy.deepcopy(model.state_dict())
     va.swap_(model)
-    assert list(model.state_dict()) == list(saved)
     model.load_state_dict(saved, strict=True)
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    x = randn(2, 3, 64, 64)
     for each, optimizer in zip((model, twin), optimizers, strict=True):
         for _ in range(2):
             optimizer.zero_grad()
             each(x).square().sum().backward()
             optimizer.step()
-    for (key, now), then in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-        torch.testing.assert_close(now, then, rtol=1e-9, atol=1e-9, msg=key)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-9)
     changed = {key for key, now in model.state_dict().items() if not torch.equal(now, saved[key])}
     assert {f"stages.2.blocks.0.attn.{key}" for key in ("qkv.weight", "rel_pos.relative_position_bias_table")} < changed
 
 
 def test_copies_and_pickles_of_a_model_run_their_own_weights():
-    model = made("swin")
-    x = torch.randn(1, 3, 36, 40, dtype=torch.float64)
+    model, x = made("swin"), randn(1, 3, 36, 40)
     va.swap_(model)
     y = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -173,7 +185,7 @@ def test_the_model_follows_its_mode_type_and_hooks():
     va.swap_(model)
     attention.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.to(torch.bfloat16).train()
-    assert all(block.training for block in blocks_in(model))
+    assert all(module.running_block.training for module in swapped_modules(model).values())
     with calls_counted(model) as calls:
         model(x)
     assert len(calls) == 2
@@ -200,9 +212,11 @@ def test_a_model_that_is_swapped_compiles_exports_and_is_traced():
         torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
 
 
+# --- maps of models that cut or flatten their map ---------------------------------------------------------------------
+
+
 def test_implementations_and_maps():
-    model = made("swin")
-    x = torch.randn(1, 3, 36, 40, dtype=torch.float64)
+    model, x = made("swin"), randn(1, 3, 36, 40)
     y = model(x)
     va.swap_(model)
     assert va.set_impl_(model, "bmm") == 4
@@ -217,63 +231,59 @@ def test_implementations_and_maps():
     assert (total[:, :, 8:] < 0.9).all()
 
 
-def test_maps_of_windows_and_grids_that_the_network_cuts():
-    model = maxxvit("maxvit_nano_rw", size=(64, 96)).double().eval()
+@pytest.mark.parametrize(
+    ("make", "path", "names", "end", "values"),
+    [
+        (
+            lambda size: maxxvit("maxvit_nano_rw", size).double().eval(),
+            "stages.0.blocks.0",
+            ("attn_block", "attn_grid"),
+            "ls1",
+            lambda qkv, heads: qkv.unflatten(3, (heads, 3, -1))[..., 2, :],
+        ),
+        (
+            lambda size: perturbed(timm_swin(size, depths=(2,), num_heads=(2,)).double(), 0.3),
+            "layers.0.blocks",
+            ("0", "1"),  # the latter is shifted
+            "drop_path1",
+            lambda qkv, heads: qkv.unflatten(3, (3, heads, -1))[..., 2, :, :],
+        ),
+    ],
+    ids=["maxvit", "swin"],
+)
+def test_maps_of_windows_and_grids_that_the_network_cuts(make, path, names, end, values):
+    """The values that the weights are for, on the map, give what the part gives."""
+    model, given, expected = make((64, 96)), {}, {}
     va.swap_(model)
-    x, seen = torch.randn(2, 3, 64, 96, dtype=torch.float64), {}
-    parts = {name: model.get_submodule(f"stages.0.blocks.0.{name}") for name in ("attn_block", "attn_grid")}
+    parts = {f"{path}.{name}.attn": model.get_submodule(f"{path}.{name}") for name in names}
     for name, part in parts.items():
-        part.norm1.register_forward_hook(lambda module, args, y, name=name: seen.update({name: y}))
-        part.ls1.register_forward_hook(lambda module, args, y, name=name: seen.update({name: (seen[name], y)}))
-    with va.capture(model) as maps, torch.no_grad():
-        model(x)
-    assert len(maps) == 8
-    for name, part in parts.items():  # the values that the weights are for, on the map, give what the part gives
-        y, expected = seen[name]
-        v = part.attn.qkv(y).unflatten(3, (part.attn.num_heads, 3, -1))[..., 2, :].flatten(1, 2).transpose(1, 2)
-        weights = maps[f"stages.0.blocks.0.{name}.attn"].weights.flatten(3)
-        got = part.attn.proj((weights @ v).transpose(1, 2).flatten(2))
-        torch.testing.assert_close(got.view_as(expected), expected)
-    model = made("torchvision maxvit")
-    va.swap_(model)
-    with va.capture(model, queries=[(0, 47)]) as maps, torch.no_grad():
-        model(torch.randn(1, 3, 48, 48, dtype=torch.float64))
+        part.norm1.register_forward_hook(lambda module, args, y, name=name: given.update({name: y}))
+        last = part.get_submodule(end)
+        last.register_forward_pre_hook(lambda module, args, name=name: expected.update({name: args[0]}))
+    maps = captured(model, randn(2, 3, 64, 96))
+    assert len(maps) == len(swapped_modules(model))
+    for name, part in parts.items():
+        v = values(part.attn.qkv(given[name]), part.attn.num_heads).flatten(1, 2).transpose(1, 2)
+        got = part.attn.proj((maps[name].weights.flatten(3) @ v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(got.view_as(expected[name]), expected[name])
+
+
+def test_maps_of_windows_and_grids_of_torchvision():
+    va.swap_(model := made("torchvision maxvit"))
+    maps = captured(model, randn(1, 3, 48, 48), queries=[(0, 47)])
     window, grid = ((one.weights[0, 0, 0] > 0).nonzero().tolist() for one in list(maps.values())[:2])
     assert window == [[row, column] for row in range(3) for column in (9, 10, 11)]
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
-def test_maps_of_shifted_windows_that_the_network_cuts():
-    model = timm.models.SwinTransformer((32, 64), 4, 3, 5, embed_dim=8, depths=(2,), num_heads=(2,), window_size=4)
-    model.double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    assert len(va.swap_(model)) == 2
-    seen = []
-    for block in model.layers[0].blocks:
-        block.norm1.register_forward_hook(lambda module, args, y: seen.append(y))
-        block.drop_path1.register_forward_hook(lambda module, args, y: seen.append(args[0]))
-    with va.capture(model) as maps, torch.no_grad():
-        model(torch.randn(2, 3, 32, 64, dtype=torch.float64))
-        for block, y, expected, found in zip(model.layers[0].blocks, seen[::2], seen[1::2], maps.values(), strict=True):
-            v = block.attn.qkv(y).unflatten(3, (3, 2, -1))[..., 2, :, :].flatten(1, 2).transpose(1, 2)
-            got = block.attn.proj((found.weights.flatten(3) @ v).transpose(1, 2).flatten(2))
-            torch.testing.assert_close(got.view_as(expected), expected)
-
-
 @pytest.mark.parametrize(("name", "prefix"), [("vit", 1), ("deit", 2), ("torchvision vit", 1)])
 def test_maps_of_tokens(name, prefix):
-    model = made(name)
-    va.swap_(model)
+    va.swap_(model := made(name))
     size, seen = MODELS[name][1][-1], []
-    path, attention = next((path, x) for path, x in model.named_modules() if isinstance(x, Swapped))
+    path, attention = next(iter(swapped_modules(model).items()))
     attention.register_forward_hook(lambda module, args, y: seen.extend((args[0], y[0] if type(y) is tuple else y)))
-    with va.capture(model) as maps, torch.no_grad():
-        model(torch.randn(2, 3, *size, dtype=torch.float64))
-    grid = tuple(side // 16 for side in size)
-    found, (x, y) = maps[path], seen
-    heads = found.weights.shape[1]
+    found, (x, y) = captured(model, randn(2, 3, *size))[path], seen
+    heads, grid = found.weights.shape[1], tuple(side // 16 for side in size)
     assert found.weights.shape == (2, heads, grid[0] * grid[1], *grid)
     assert found.prefix.shape == (2, heads, prefix, *grid)
     assert not torch.allclose(found.prefix[:, :, 0], found.weights[:, :, 0])
@@ -284,33 +294,34 @@ def test_maps_of_tokens(name, prefix):
         weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], dim=-1)
         proj = attention.out_proj if "torch" in name else attention.proj
         torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
-    va.swap_(attention := TimmAttention(8, 2))  # of which nothing tells what tokens it takes
-    message = "the model: it attends to 5 tokens in a row, and nothing tells where they lie on the image"
-    with pytest.raises(ValueError, match=message), va.capture(attention):
-        attention(torch.randn(1, 5, 8))
+
+
+def test_tokens_that_lie_on_no_known_map_are_named():
+    va.swap_(attention := TimmAttention(8, 2))
+    with pytest.raises(ValueError, match="the model: it attends to 5 tokens in a row"):
+        captured(attention, torch.randn(1, 5, 8))
+
+
+TRANSFORMER = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "prefix"),
     [
-        ("Dinov2WithRegistersModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 5),
-        ("CLIPVisionModel", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}, 1),
+        ("Dinov2WithRegistersModel", TRANSFORMER, 5),
+        ("CLIPVisionModel", TRANSFORMER, 1),
         ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4, "patch_size": 4}, 0),
     ],
 )
 def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, options, prefix):
     kind = getattr(pytest.importorskip("transformers"), kind)
-    options = {"patch_size": 8, "image_size": 32, **options}
-    model, other = (kind(kind.config_class(**options, attn_implementation=how)).eval() for how in ("sdpa", "eager"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    other.load_state_dict(model.state_dict())
+    configs = (kind.config_class(**options, image_size=32, attn_implementation=how) for how in ("sdpa", "eager"))
+    model, other = (kind(config).eval() for config in configs)
+    other.load_state_dict(perturbed(model, 0.3).state_dict())
     va.swap_(model)
-    with va.capture(model) as maps, torch.no_grad():
-        model(image := torch.randn(1, 3, 32, 32))
+    (found,) = captured(model, image := torch.randn(1, 3, 32, 32)).values()
+    with torch.no_grad():
         expected = other(image, output_attentions=True).attentions[0]
-    (found,) = maps.values()
     if prefix:
         torch.testing.assert_close(found.weights.flatten(3), expected[:, :, prefix:, prefix:])
     else:  # the last of its four windows
@@ -321,77 +332,50 @@ def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, op
 # --- maps of layers that are given a map, or its size -----------------------------------------------------------------
 
 
-def unet(kind, **options):
-    kind = layer_of(f"diffusers.{kind}", sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, **options)
-    return kind, (torch.randn(2, kind.config.in_channels, 8, 12), 1)
+def unet(kind, *more, **options):
+    options = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1, **options}
+    kind = layer_of(f"diffusers.{kind}", sample_size=8, attention_head_dim=4, **options)
+    return kind, (torch.randn(2, kind.config.in_channels, 8, 12), 1, *more)
 
 
-ATTENTION = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-CROSS = {
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "cross_attention_dim": 6,
-    "layers_per_block": 1,
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "attention_head_dim": 4,
-}
+def unet_of_maps():
+    blocks = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    return unet("UNet2DModel", down_block_types=blocks[0], up_block_types=blocks[1])
 
 
-def unet_of_text():
-    model, (x, step) = unet("UNet2DConditionModel", **CROSS)
-    return model, (x, step, torch.randn(2, 3, 6))
+def unet_of_tokens():
+    blocks = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    options = {"down_block_types": blocks[0], "up_block_types": blocks[1], "cross_attention_dim": 6}
+    return unet("UNet2DConditionModel", torch.randn(2, 3, 6), **options)
 
 
-def timm_model(name, size, **options):
-    return timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),)
+def timm_model(name, *size, **options):
+    return lambda: (timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),))
 
 
-#: By name: a model and its input, the paths of some of its maps, and the sizes of the maps of queries and keys.
-MAPS = {
-    "diffusers, of maps": (
-        lambda: unet("UNet2DModel", layers_per_block=1, attention_head_dim=4, **ATTENTION),
-        {"down_blocks.1.attentions.0": ((4, 6), (4, 6)), "up_blocks.0.attentions.0": ((4, 6), (4, 6))},
-    ),
-    "diffusers, of tokens": (
-        unet_of_text,
-        {"mid_block.attentions.0.transformer_blocks.0.attn1": ((4, 6), (4, 6))},
-    ),
-    "pvt_v2": (
-        lambda: timm_model("pvt_v2_b0", (64, 96), depths=(1, 1, 1, 1)),
-        {"stages.0.blocks.0.attn": ((16, 24), (2, 3)), "stages.3.blocks.0.attn": ((2, 3), (2, 3))},
-    ),
-    "twins": (
-        lambda: timm_model("twins_svt_small", (64, 96), depths=(2, 1, 1, 1)),
-        {"blocks.0.1.attn": ((16, 24), (2, 3))},
-    ),
-    "efficientformer": (
-        lambda: timm_model("efficientformer_l1", (224, 224), depths=(1, 1, 1, 2)),
-        {"stages.3.blocks.2.token_mixer": ((7, 7), (7, 7))},
-    ),
-    "crossvit": (
-        lambda: timm_model("crossvit_tiny_240", (240, 240), depth=((1, 1, 0),)),
-        {"blocks.0.blocks.0.0.attn": ((20, 20), (20, 20)), "blocks.0.blocks.1.0.attn": ((14, 14), (14, 14))},
-    ),
-    "nextvit": (
-        lambda: timm_model("nextvit_small", (64, 96)),
-        {"stages.3.blocks.2.e_mhsa": ((2, 3), (2, 3))},
-    ),
-    "tiny_vit": (
-        lambda: timm_model("tiny_vit_5m_224", (224, 224), depths=(1, 1, 1, 1)),
-        {"stages.3.blocks.0.attn": ((7, 7), (7, 7))},
-    ),
-    "vit, patches of another shape": (
-        lambda: timm_model("test_vit", (32, 32), img_size=32, patch_size=(4, 16), depth=1),
-        {"blocks.0.attn": ((8, 2), (8, 2))},
-    ),
-}  # fmt: skip
+efficientformer = timm_model("efficientformer_l1", 224, 224, depths=(1, 1, 1, 2))
+stripes = timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1)
+#: A model and its input, the path of one of its maps, and the sizes of the maps of queries and keys.
+MAPS = [
+    (unet_of_maps, "down_blocks.1.attentions.0", (4, 6), (4, 6)),
+    (unet_of_tokens, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6)),
+    (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3)),
+    (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3)),
+    (efficientformer, "stages.3.blocks.2.token_mixer", (7, 7), (7, 7)),
+    (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.0.0.attn", (20, 20), (20, 20)),
+    (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.1.0.attn", (14, 14), (14, 14)),
+    (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3)),
+    (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7)),
+    (stripes, "blocks.0.attn", (8, 2), (8, 2)),
+]
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(("make", "path", "size", "keys"), MAPS)
 @pytest.mark.filterwarnings("ignore")  # of diffusers
-def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(name, monkeypatch):
+def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(make, path, size, keys, monkeypatch):
     """The weights are those of the network itself, by what it gives torch's kernel."""
     torch.manual_seed(0)
-    model, inputs = MAPS[name][0]()
+    model, inputs = make()
     model.eval()
     kernel, weights = torch.nn.functional.scaled_dot_product_attention, []
 
@@ -409,48 +393,42 @@ def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(name, monkeypat
         patch.setattr(torch.Tensor, "softmax", recorded_softmax)
         copy.deepcopy(model)(*inputs)
     va.swap_(model)
-    with torch.no_grad(), va.capture(model) as maps:
-        model(*inputs)
-    for path, (size, keys) in MAPS[name][1].items():
-        found = maps[path]
-        assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys)
-        flat = found.weights.flatten(3)
-        same = [w for w in weights if w.shape[2] - flat.shape[2] in (0, 1) and w.shape[:2] == flat.shape[:2]]
-        assert any(torch.allclose(w[:, :, -flat.shape[2] :, -flat.shape[3] :], flat, atol=1e-5) for w in same)
+    found = captured(model, *inputs)[path]
+    assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys)
+    flat = found.weights.flatten(3)
+    same = [w for w in weights if w.shape[2] - flat.shape[2] in (0, 1) and w.shape[:2] == flat.shape[:2]]
+    assert any(torch.allclose(w[:, :, -flat.shape[2] :, -flat.shape[3] :], flat, atol=1e-5) for w in same)
+
+
+YOLO11, YOLO12 = ({"cfg": f"yolo{name}n.yaml", "verbose": False} for name in (11, 12))
+DETECTION, SEGFORMER = "ultralytics.nn.tasks.DetectionModel", {"depths": [1, 1, 1, 1]}
+MONAI = {"num_layers": 1, "num_heads": 3, "hidden_size": 12, "mlp_dim": 12, "classification": True, "in_channels": 3}
+MONAI |= {"img_size": (16, 16, 8), "patch_size": (4, 4, 4)}
 
 
 @pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
 @pytest.mark.parametrize(
-    ("path", "options", "size", "expected"),
+    ("path", "options", "size", "maps", "keys", "prefix"),
     [
-        ("vit_pytorch.ViT", families.PYTORCH, (64, 64), {((4, 4), (4, 4), 1)}),
-        ("vit_pytorch.SimpleViT", families.PYTORCH, (64, 64), {((4, 4), (4, 4), None)}),
-        ("transformers.SegformerModel", {"depths": [1, 1, 1, 1]}, (96, 64), {
-            ((24, 16), (3, 2), None), ((12, 8), (3, 2), None), ((6, 4), (3, 2), None), ((3, 2), (3, 2), None),
-        }),
-        ("ultralytics.nn.tasks.DetectionModel", {"cfg": "yolo11n.yaml", "verbose": False}, (128, 160), {
-            ((4, 5), (4, 5), None),
-        }),
-        ("ultralytics.nn.tasks.DetectionModel", {"cfg": "yolo12n.yaml", "verbose": False}, (128, 160), {
-            ((8, 10), (8, 10), None), ((4, 5), (4, 5), None),
-        }),
-        ("monai.networks.nets.ViT", {
-            "in_channels": 3, "img_size": (16, 16, 8), "patch_size": (4, 4, 4), "hidden_size": 12, "mlp_dim": 12,
-            "num_layers": 1, "num_heads": 3, "classification": True,
-        }, (16, 16, 8), {((4, 4, 2), (4, 4, 2), 1)}),
+        ("vit_pytorch.ViT", families.PYTORCH, (64, 64), {(4, 4)}, None, 1),
+        ("vit_pytorch.SimpleViT", families.PYTORCH, (64, 64), {(4, 4)}, None, None),
+        ("transformers.SegformerModel", SEGFORMER, (96, 64), {(24, 16), (12, 8), (6, 4), (3, 2)}, (3, 2), None),
+        (DETECTION, YOLO11, (128, 160), {(4, 5)}, None, None),
+        (DETECTION, YOLO12, (128, 160), {(8, 10), (4, 5)}, None, None),
+        ("monai.networks.nets.ViT", MONAI, (16, 16, 8), {(4, 4, 2)}, None, 1),
     ],
-)  # fmt: skip
-def test_maps_of_other_libraries(path, options, size, expected):
+)
+def test_maps_of_other_libraries(path, options, size, maps, keys, prefix):
     pytest.importorskip(path.partition(".")[0])
     kind = resolve_name(path)
     model = (kind(kind.config_class(**options)) if "transformers" in path else kind(**options)).eval()
     va.swap_(model)
-    with torch.no_grad(), va.capture(model) as maps:
-        model(torch.randn(1, 3, *size))
-    found = [(one, None if one.prefix is None else one.prefix.shape[2]) for one in maps.values()]
-    assert {(one.map_size, tuple(one.weights.shape[3:]), prefix) for one, prefix in found} == expected
-    total = [one.weights.flatten(3).sum(3).flatten() for one, prefix in found if prefix is None]
-    torch.testing.assert_close(total := torch.cat([torch.ones(1), *total]), torch.ones_like(total))
+    found = captured(model, torch.randn(1, 3, *size)).values()
+    assert {(one.map_size, tuple(one.weights.shape[3:])) for one in found} == {(one, keys or one) for one in maps}
+    assert {None if one.prefix is None else one.prefix.shape[2] for one in found} == {prefix}
+    if prefix is None:
+        total = torch.cat([one.weights.flatten(3).sum(3).flatten() for one in found])
+        torch.testing.assert_close(total, torch.ones_like(total))
 
 
 def test_an_area_of_yolo12_is_some_rows_of_the_map():
@@ -458,55 +436,46 @@ def test_an_area_of_yolo12_is_some_rows_of_the_map():
     layer = layer_of("ultralytics.nn.modules.block.AAttn", 32, num_heads=1, area=2).eval()
     model = nn.Sequential(nn.Conv2d(3, 32, 1), layer)
     va.swap_(model)
-    with torch.no_grad(), va.capture(model, queries=[(0, 0), (5, 3)]) as maps:
-        model(torch.randn(2, 3, 6, 4))
-    first, last = maps["1"].weights[1, 0]
-    assert (first[:3] > 0).all()
-    assert not first[3:].any()
-    assert (last[3:] > 0).all()
-    assert not last[:3].any()
-    with pytest.raises(ValueError, match="1: it attends to 10 tokens in a row"), va.capture(model):
-        model(torch.randn(2, 3, 5, 4))
+    first, last = captured(model, torch.randn(2, 3, 6, 4), queries=[(0, 0), (5, 3)])["1"].weights[1, 0] > 0
+    inside = (torch.arange(6) < 3)[:, None].expand(6, 4)
+    assert torch.equal(first, inside)
+    assert torch.equal(last, ~inside)
+    with pytest.raises(ValueError, match="1: it attends to 10 tokens in a row"):
+        captured(model, torch.randn(2, 3, 5, 4))
+
+
+def test_maps_of_non_local_layers():
+    """Of SAGAN, and of timm's ``attn_layer="nl"``; without ``swap_`` the error names the layers and the remedy."""
+    model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
+    with pytest.raises(ValueError, match=r"layer1.0.se \(NonLocalAttn\), .*va.swap_\(model\)"):
+        captured(model, x)
+    with torch.no_grad():
+        y = model(x)
+        va.swap_(model)
+        torch.testing.assert_close(model(x), y)
+    assert [one.map_size for one in captured(model, x).values()] == [(16, 16), (8, 8), (4, 4), (2, 2)]
+
+
+class SelfAttn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query_conv, self.key_conv, self.value_conv = (nn.Conv2d(8, 8, 1) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.value_conv(x)
 
 
 def test_attention_that_is_not_read_is_named():
-    """Maps of non-local layers, as SAGAN's and those of timm's ``attn_layer="nl"``, were asked for in eight threads."""
-    model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
-    message = r"capture. layer1.0.se \(NonLocalAttn\), .*: not read, .* Call va.swap_\(model\) first"
-    with pytest.raises(ValueError, match=message), va.capture(model):
-        pass
-    va.swap_(model)
-    with torch.no_grad(), va.capture(model) as maps:
-        y = model(x)
-    assert [one.map_size for one in maps.values()] == [(16, 16), (8, 8), (4, 4), (2, 2)]
-    va.swap_back_(model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), y)
-
-    class SelfAttn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query_conv, self.key_conv, self.value_conv = (nn.Conv2d(8, 8, 1) for _ in range(3))
-
-        def forward(self, x):
-            return x + self.value_conv(x)
-
-    mixed = nn.Sequential(nn.Conv2d(3, 8, 1), SelfAttn(), va.AttentionBlock2d(8, 2))
-    with va.capture(mixed) as maps:
-        mixed(torch.randn(1, 3, 8, 8))
-    with pytest.raises(KeyError, match=r"captured are '2.attn'; not read, as it is of another library"):
-        maps["1"]
-    with pytest.raises(ValueError, match=r"there is 2.attn. 1 \(SelfAttn\): not read"), va.capture(mixed, sites="1"):
-        pass
-    with (
-        pytest.raises(ValueError, match=r"to capture. 1 \(SelfAttn\): not read"),
-        va.capture(mixed[:2]),
-    ):
-        pass
+    x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), SelfAttn(), va.AttentionBlock2d(8, 2))
+    with pytest.raises(KeyError, match=r"'2.attn'; not read"):
+        captured(mixed, x)["1"]
+    for model, sites in ((mixed, "1"), (mixed[:2], None)):
+        with pytest.raises(ValueError, match=r"1 \(SelfAttn\): not read"):
+            captured(model, x, sites=sites)
     cait = timm.create_model("cait_xxs24_224", img_size=32, depth=1).eval()
     va.swap_(cait)
-    with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"), va.capture(cait):
-        cait(torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"blocks.0.attn \(TalkingHeadAttn\)"):
+        captured(cait, torch.randn(1, 3, 32, 32))
 
 
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------
@@ -523,140 +492,132 @@ def test_a_dry_run_says_it_all_and_changes_nothing():
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
+    def swapped(**options):
+        return [one.path for one in va.swap_(model, **options).swapped]
+
     model = made("swin")
-    report = va.swap_(model, names="features.3")
-    assert [one.path for one in report.swapped] == ["features.3.0.attn", "features.3.1.attn"]
-    chosen = va.swap_(model, names="features.1.**", where=lambda name, module: name.endswith("1.attn"))
-    assert [one.path for one in chosen.swapped] == ["features.1.1.attn"]
+    assert swapped(names="features.3") == ["features.3.0.attn", "features.3.1.attn"]
+    assert swapped(names="features.1.**", where=lambda name, _: name.endswith("1.attn")) == ["features.1.1.attn"]
     report = va.swap_(model)
     assert [one.path for one in report.swapped] == ["features.1.0.attn"]
     assert {one.reason for one in report.left} == {"it is swapped already"}
-    with pytest.raises(va.SiteError, match="no attention is chosen; the model has features"):
-        va.swap_(model, names="head")
-    with pytest.raises(va.SiteError, match="matches no module"):
-        va.swap_(model, names="layer4")
+    for names, message in (("head", "the model has features"), ("layer4", "'layer4' matches no module")):
+        with pytest.raises(va.SiteError, match=message):
+            va.swap_(model, names=names)
 
 
-def test_what_cannot_be_swapped_is_left_and_the_reason_said():
-    rotated = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})
-    for module, reason in (
-        (nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k cannot be carried over"),
-        (nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
-        (nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
-        (rotated(8, 2), "subclass of Attention with a custom forward"),
-        (GPSA(8, 2), "no row of the table is for timm.models.convit.GPSA: it adds two softmaxes"),
-        (LiteMLA(8, 8), "no row of the table is for timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
-        (ClassAttn(8, 2), "no row of the table is for timm.models.cait.ClassAttn: only its class token attends"),
-    ):
-        kind = type(module)
-        report = va.swap_(nn.ModuleList([module]))
-        assert not report.swapped
-        assert reason in report.left[0].reason
-        assert type(module) is kind
-    assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
+ROTATED = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})
 
 
 @pytest.mark.parametrize(
-    ("library", "family"),
+    ("make", "reason"),
     [
-        ("timm", "beit"),
-        ("timm", "edgenext"),  # left
-        ("timm", "convit"),
-        ("transformers", "Swin"),
-        ("transformers", "SegFormer"),
-        ("vit_pytorch", "MaxViT"),
-        ("monai", "ViT"),
-        ("ultralytics", "A2C2f"),
+        (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k cannot be carried over"),
+        (lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
+        (lambda: nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
+        (lambda: ROTATED(8, 2), "subclass of Attention"),
+        (lambda: GPSA(8, 2), "timm.models.convit.GPSA: it adds two softmaxes"),
+        (lambda: LiteMLA(8, 8), "timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
+        (lambda: ClassAttn(8, 2), "timm.models.cait.ClassAttn: only its class token"),
+        (lambda: AttentionPool2d(8, 4, num_heads=2), "AttentionPool2d: it pools"),
     ],
 )
+def test_what_cannot_be_swapped_is_left_and_the_reason_said(make, reason):
+    kind = type(module := make())
+    (left,) = va.swap_(nn.ModuleList([module])).modules
+    assert reason in left.reason
+    assert type(module) is kind
+
+
+def test_no_attention_is_no_error():
+    assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
+
+
+FAMILIES = "timm beit, timm edgenext, timm convit, transformers Swin, transformers SegFormer, vit_pytorch MaxViT, "
+FAMILIES += "monai ViT, ultralytics A2C2f"
+
+
+@pytest.mark.parametrize("name", FAMILIES.split(", "))
 @pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
-def test_a_row_of_the_table_is_what_is_measured(library, family):
-    text = families.TABLE.read_text()
+def test_a_row_of_the_table_is_what_is_measured(name):
+    text, (library, family) = families.TABLE.read_text(), name.split()
     pytest.importorskip(library)
     if f"{library} {version(library)}" not in text:
         pytest.skip(f"the table is of another version of {library}")
     entry = next(one for one in families.ENTRIES if (one.library, one.family) == (library, family))
-    row = families.measure(entry, dtypes=("float32",))
-    assert row.agrees
+    found, agrees = families.measure(entry, dtypes=("float32",))
+    assert agrees
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {library} | {family} |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert [cells[i] for i in (0, 1, 2, 3, 4, -1)] == [row.cells()[i] for i in (0, 1, 2, 3, 4, -1)]
+    assert [*cells[:5], cells[-1]] == [*found[:5], found[-1]]
 
 
 # --- calls that the module serves itself ------------------------------------------------------------------------------
 
 
+def assert_served(layer, calls):
+    """Each call gives what it gave before, and the block runs in those that it supports."""
+    expected = [layer(*args, **options) for args, options, _ in calls]
+    assert len(va.swap_(layer)) == 1
+    for (args, options, runs), wanted in zip(calls, expected, strict=True):
+        with calls_counted(layer) as counted:
+            got = layer(*args, **options)
+        assert len(counted) == runs
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention_serves_the_calls_that_the_block_does_not(batch_first):
     attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, dtype=torch.float64)
-    query, key = torch.randn(2, 5, 5, 8, dtype=torch.float64)
-    hidden = torch.arange(25).view(5, 5) == 1
-    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    cases = [
-        ((query, key, key), {"need_weights": False}, 1),
-        ((query, query, query, None, False), {}, 1),
-        ((query, query, query), {"need_weights": False, "attn_mask": causal, "is_causal": True}, 0),
-        ((query, key, key, hidden), {"need_weights": False}, 0),
-        ((query, key, key), {}, 0),
-        ((query, key, key.clone()), {"need_weights": False}, 0),
-        ((query[:, 0], key[:, 0], key[:, 0]), {"need_weights": False}, 0),
-    ]
-    expected = [attention(*args, **options) for args, options, _ in cases]
-    va.swap_(attention)
-    for (args, options, runs), (y, weights) in zip(cases, expected, strict=True):
-        with calls_counted(attention) as calls:
-            got, its_weights = attention(*args, **options)
-        assert len(calls) == runs
-        torch.testing.assert_close(got, y)
-        assert (its_weights is None) == (weights is None)
+    query, key = randn(2, 5, 5, 8)
+    hidden, causal = torch.arange(25).view(5, 5) == 1, torch.ones(5, 5, dtype=torch.bool).triu(1)
+    alone = {"need_weights": False}
+    assert_served(
+        attention,
+        [
+            ((query, key, key), alone, 1),
+            ((query, query, query, None, False), {}, 1),
+            ((query, query, query), {**alone, "attn_mask": causal, "is_causal": True}, 0),
+            ((query, key, key, hidden), alone, 0),
+            ((query, key, key), {}, 0),
+            ((query, key, key.clone()), alone, 0),
+            ((query[:, 0], key[:, 0], key[:, 0]), alone, 0),
+        ],
+    )
 
 
-VIT = "vit.modeling_vit.ViTAttention"
-SWIN = "swin.modeling_swin.SwinAttention"
+VIT, SWIN = "vit.modeling_vit.ViTAttention", "swin.modeling_swin.SwinAttention"
 
 
 @pytest.mark.parametrize(("path", "given", "tokens"), [(VIT, (), 5), (SWIN, (8, 2, 2), 4)])
 def test_layers_of_transformers_serve_the_calls_that_the_block_does_not(path, given, tokens):
     layer = transformers_layer(path, *given, hidden_size=8, num_attention_heads=2).double().eval()
-    x, hidden = torch.randn(4, tokens, 8, dtype=torch.float64), torch.rand(4, tokens, tokens) < 0.5
+    x, hidden = randn(4, tokens, 8), torch.rand(4, tokens, tokens) < 0.5
     hidden.diagonal(dim1=1, dim2=2).fill_(False)
     bias = torch.zeros(4, tokens, tokens, dtype=torch.float64).masked_fill(hidden, -100.0)
     masks = [bias[:2]] if given else [bias[:, None], ~hidden[:, None], hidden[:1, None].double()]
-    cases = [({}, 1), *(({"attention_mask": mask}, 1) for mask in masks)]
-    cases += [({"output_attentions": True}, 0), ({"is_causal": True}, 0), ({"output_attentions": False}, 1)]
-    expected = [layer(x, **options) for options, _ in cases]
     twin = copy.deepcopy(layer)
-    assert len(va.swap_(layer)) == 1
-    for (options, runs), (y, weights) in zip(cases, expected, strict=True):
-        with calls_counted(layer) as calls:
-            got, its_weights = layer(hidden_states=x, **options)
-        assert len(calls) == runs
-        torch.testing.assert_close(got, y)
-        assert its_weights is weights is None
+    options = [{}, {"output_attentions": False}, *({"attention_mask": mask} for mask in masks)]
+    calls = [*((one, 1) for one in options), ({"output_attentions": True}, 0), ({"is_causal": True}, 0)]
+    assert_served(layer, [((), {"hidden_states": x, **one}, runs) for one, runs in calls])
     for each in (layer, twin):  # which gives its weights
         each.config._attn_implementation = "eager"
     for got, wanted in zip(layer(x), twin(x), strict=True):
         assert torch.equal(got, wanted)
     (left,) = va.swap_(twin).left
-    assert left.reason.startswith(
-        f"{left.kind}.config._attn_implementation cannot be carried over: got 'eager'; it gives"
-    )
+    assert f"{left.kind}.config._attn_implementation cannot be carried over: got 'eager'" in left.reason
 
 
-def test_a_mask_of_monai_is_served_by_the_layer():
-    layer, x = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval(), torch.randn(2, 5, 8)
-    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]])
-    expected = layer(x, mask)
+def test_a_mask_of_monai_and_causal_calls_are_served_by_the_layer():
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]])
+    assert_served(TimmAttention(8, 2), [((x,), {}, 1), ((x,), {"is_causal": True}, 0)])
+    layer = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval()
+    assert_served(layer, [((x,), {}, 1), ((x,), {"attn_mask": mask}, 0), ((x, mask), {}, 0)])
+
+
+def test_later_processors_of_diffusers_are_served_by_the_layer():
+    layer, x = diffusers_attention(8, heads=2, dim_head=4), torch.randn(2, 5, 8)
     va.swap_(layer)
-    assert torch.equal(layer(x, attn_mask=mask), expected)
-
-
-def test_causal_calls_and_later_processors_are_served_by_the_layer():
-    attention, x = TimmAttention(8, 2), torch.randn(2, 5, 8)
-    expected = attention(x, is_causal=True)
-    layer = diffusers_attention(8, heads=2, dim_head=4)
-    va.swap_(nn.ModuleList([attention, layer]))
-    torch.testing.assert_close(attention(x, is_causal=True), expected)
     layer.set_processor(lambda attn, hidden_states, **others: 2 * hidden_states)
     torch.testing.assert_close(layer(x), 2 * x)
 
@@ -673,13 +634,11 @@ def test_causal_calls_and_later_processors_are_served_by_the_layer():
 )
 def test_a_module_that_is_changed_since_runs_by_itself(change):
     attention = TimmAttention(8, 2).double().eval()
-    twin = copy.deepcopy(attention)
+    twin, x, results = copy.deepcopy(attention), randn(2, 5, 8), []
     va.swap_(attention)
-    x, results = torch.randn(2, 5, 8, dtype=torch.float64), []
-    change(attention)
-    change(twin)
     with calls_counted(attention) as calls:
         for each in (attention, twin):
+            change(each)
             torch.manual_seed(0)
             results.append(each(x))
     assert not calls
