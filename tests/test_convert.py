@@ -12,22 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import timm.layers as tl
 import timm.models as tm
 import torch
 import torchvision.models.maxvit as torchvision_maxvit
+import torchvision.models.swin_transformer as torchvision_swin
 from networks import assert_same as assert_same_state
 from stand_ins import diffusers_attention, layer_of, transformers_layer
-from timm.layers import Attention as TimmAttention, RelPosBias, RelPosBiasTf, RelPosMlp, RmsNorm
-from timm.layers.attention2d import Attention2d as TimmAttention2d, MultiQueryAttention2d
-from timm.layers.bottleneck_attn import BottleneckAttn
-from timm.layers.halo_attn import HaloAttn
-from timm.layers.non_local_attn import NonLocalAttn
-from timm.models.beit import Attention as BeitAttention
-from timm.models.nextvit import EfficientAttention
-from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import nn
-from torch.nn.utils import parametrizations
-from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 import vision_attn as va
 from vision_attn.networks import convert
@@ -39,7 +31,7 @@ from vision_attn.text import markdown
 BLOCKS = {1: va.Attention1d, 2: va.Attention2d, 3: va.Attention3d}
 TorchvisionMaxVit = torchvision_maxvit.RelativePositionalMultiHeadAttention
 #: A later timm has gated attention.
-GATED = {"gated": True} if "gated" in inspect.signature(TimmAttention).parameters else {}
+GATED = {"gated": True} if "gated" in inspect.signature(tl.Attention).parameters else {}
 
 
 def randn(*shape, seed=0):
@@ -106,11 +98,6 @@ def assert_same(block, theirs, *shapes, atol=1e-11):
     maps = random_maps(shapes)
     run = block if len(maps) == 1 else (lambda x, context: block(x, context=context))
     assert_close(results(run, *maps), results(theirs, *maps), atol)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 def changed(module, **parts):
@@ -191,24 +178,24 @@ add(mha, multihead, shapes=[(8, 7)], rank=1)
 add(mha, multihead, *each(kdim=[6], vdim=[6], bias=yes_no), shapes=[(8, 3, 5), (6, 6, 10)])
 add(mha, multihead, {"kdim": 6, "vdim": 6}, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3)
 
-vit = partial(TimmAttention, 8, num_heads=2)
+vit = partial(tl.Attention, 8, num_heads=2)
 add(vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}, GATED)
 add(vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm]), {"qkv_bias": True, **GATED})
-add(partial(BeitAttention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
-add(partial(RelPosAttention, 8, 2, qk_norm=True), on_tokens)
-add(partial(EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
+add(partial(tm.beit.Attention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
+add(partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2, qk_norm=True), on_tokens)
+add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.metaformer.Attention, 8, head_dim=4), on_tokens)
 add(partial(tm.visformer.Attention, 8, 2, head_dim_ratio=0.5), on_map)
 add(partial(tm.fastvit.Attention, 8, 4, qkv_bias=True), on_map)
-map_attention = partial(TimmAttention2d, 8, 12, num_heads=4)
+map_attention = partial(tl.Attention2d, 8, 12, num_heads=4)
 add(map_attention, on_map, *each(head_first=yes_no, expand_first=yes_no, bias=yes_no))
-queries = partial(MultiQueryAttention2d, 8, num_heads=4)
+queries = partial(tl.MultiQueryAttention2d, 8, num_heads=4)
 add(queries, on_map, {"use_bias": True}, {"key_dim": 3, "value_dim": 5, "dim_out": 6})
-bottleneck = partial(BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
+bottleneck = partial(tl.bottleneck_attn.BottleneckAttn, 8, feat_size=(3, 5), num_heads=2)
 add(bottleneck, on_map, {"qkv_bias": True}, {"scale_pos_embed": True}, {"dim_out": 12, "dim_head": 5})
-add(partial(HaloAttn, 12, num_heads=3, dim_head=5, block_size=2, halo_size=1), on_map, shapes=[(12, 4, 6)])
+add(partial(tl.halo_attn.HaloAttn, 12, num_heads=3, dim_head=5, block_size=2, halo_size=1), on_map, shapes=[(12, 4, 6)])
 
-BIAS, BIAS_TF, MLP = (partial(kind, window_size=(3, 5)) for kind in (RelPosBias, RelPosBiasTf, RelPosMlp))
+BIAS, BIAS_TF, MLP = (partial(kind, window_size=(3, 5)) for kind in (tl.RelPosBias, tl.RelPosBiasTf, tl.RelPosMlp))
 for kind in ("Attention2d", "AttentionCl"):
     add(partial(maxvit, kind), run_maxvit, *each(head_first=yes_no, rel_pos_cls=[None, BIAS, BIAS_TF]))
     for partition, pattern in (("block", va.Window((3, 5))), ("grid", va.Grid((3, 5)))):
@@ -219,11 +206,11 @@ for kind, pattern in (("window", va.Window(2)), ("grid", va.Grid(2))):
     inside = {"part": "attn_layer.1", "shapes": [(8, 6, 6)], "pattern": pattern}
     add(partial(torchvision_partition, kind), run_torchvision, **inside)
 
-swin = partial(ShiftedWindowAttention, 8, [2, 3], num_heads=2)
+swin = partial(torchvision_swin.ShiftedWindowAttention, 8, [2, 3], num_heads=2)
 for size, bias in (((2, 9), False), ((8, 3), True), ((5, 7), True)):
     variants = each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias])
     add(swin, channels_last, *variants, shapes=[(8, *size)])
-swin_v2 = partial(ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
+swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
 add(swin_v2, channels_last, *each(shift_size=[[0, 0], [1, 1]], qkv_bias=yes_no), shapes=[(8, 5, 7)])
 timm_swin, timm_swin_v2 = tm.swin_transformer, tm.swin_transformer_v2
 for make in (timm_swin.SwinTransformerBlock, timm_swin_v2.SwinTransformerV2Block):
@@ -258,20 +245,20 @@ only(partial(maxvit, "Attention2d"), on_map, {"rel_pos_cls": MLP})
 for mask in (randn(15, 15), randn(2, 1, 15, 15) > -1):
     only(vit, lambda layer, x, mask=mask: on_tokens(layer, x, mask))
 shared, masks = (lambda layer, x, y=y: on_tokens(layer, x, y) for y in (randn(1, 2, 15, 15), MASKS))
-only(partial(BeitAttention, 8, 2), shared)
-only(partial(BeitAttention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8, 7)])
-relative = partial(RelPosAttention, 8, 2)
+only(partial(tm.beit.Attention, 8, 2), shared)
+only(partial(tm.beit.Attention, 8, 2, window_size=(2, 3)), on_tokens, shapes=[(8, 7)])
+relative = partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2)
 only(relative, shared)
 only(relative, on_tokens, {"qk_norm": True, "rel_pos_cls": MLP})
-prefixed = partial(RelPosBias, window_size=(2, 3), prefix_tokens=1)
+prefixed = partial(tl.RelPosBias, window_size=(2, 3), prefix_tokens=1)
 only(relative, on_tokens, {"rel_pos_cls": prefixed}, shapes=[(8, 7)])
 only(partial(timm_swin.WindowAttention, 8, 2, head_dim=3, window_size=(3, 5)), masks)
 only(partial(timm_swin_v2.WindowAttention, 8, (3, 5), 2, qkv_bias=False, pretrained_window_size=(4, 4)), masks)
 efficientformer = partial(tm.efficientformer.Attention, 8, 3, 2, 1.5, resolution=(2, 3))
 only(efficientformer, on_tokens, shapes=[(8, 2, 3)])
-strided = partial(EfficientAttention, 8, head_dim=4, sr_ratio=2)
+strided = partial(tm.nextvit.EfficientAttention, 8, head_dim=4, sr_ratio=2)
 only(strided, on_tokens, shapes=[(8, 2, 4)])
-halo = partial(HaloAttn, 8, num_heads=2, block_size=4, stride=2)
+halo = partial(tl.halo_attn.HaloAttn, 8, num_heads=2, block_size=4, stride=2)
 only(halo, on_map, {"avg_down": True, "scale_pos_embed": True}, shapes=[(8, 4, 8)])
 pvt = partial(tm.pvt_v2.Attention, 8, 2)
 only(pvt, sized, {}, {"sr_ratio": 2}, {"linear_attn": True}, shapes=[(8, 4, 6)])
@@ -288,7 +275,7 @@ for kind in ("vit", "simple_vit"):
     only(partial(layer_of, f"vit_pytorch.{kind}.Attention", 8, 2, 4), on_tokens)
 inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
 only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
-only(NonLocalAttn, on_map, {"in_channels": 8, "rd_channels": 4}, {"in_channels": 8, "use_scale": False})
+only(partial(tl.non_local_attn.NonLocalAttn, 8), on_map, {"rd_channels": 4}, {"use_scale": False})
 CASE = ("make", "variant", "part", "run", "shapes", "options")
 
 
@@ -384,17 +371,10 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     assert not swap(other).swapped
 
 
-class Folded(nn.Module):
-    """A convolution and its batch norm, as YOLO has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)
-
-
 def test_a_batch_norm_is_folded_with_its_eps():
-    layer, x = randomised(Folded()), randn(2, 8, 3, 5)
-    layer.bn.running_mean.copy_(randn(6))
+    layer, x = nn.Module(), randn(2, 8, 3, 5)
+    layer.conv, layer.bn = nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)  # as YOLO has them
+    randomised(layer).bn.running_mean.copy_(randn(6))
     layer.bn.running_var.copy_(randn(6, seed=1).square())
     folded = other_layers.fold_batch_norm(layer)
     got = nn.functional.conv2d(x, folded.weight[..., None, None], folded.bias)
@@ -591,11 +571,11 @@ REFUSED = [
     ("bias_k cannot", partial(mha, add_bias_kv=True)),
     ("attn_drop must drop single elements", lambda: changed(vit(), attn_drop=nn.AlphaDropout(0.1))),
     ("rel_pos cannot", partial(relative, rel_pos_cls=BIAS)),
-    ("relative_position_bias_table cannot", lambda: BeitAttention(8, 2, window_size=(2, 3))),
+    ("relative_position_bias_table cannot", lambda: tm.beit.Attention(8, 2, window_size=(2, 3))),
     ("attention_biases cannot", efficientformer),
     ("sr cannot", strided),
     ("kv_stride cannot", partial(queries, kv_stride=2)),
-    ("pool cannot", lambda: BottleneckAttn(8, feat_size=(4, 6), stride=2)),
+    ("pool cannot", lambda: tl.bottleneck_attn.BottleneckAttn(8, feat_size=(4, 6), stride=2)),
     ("block_stride cannot", halo),
     ("rel_pos.mlp cannot", partial(maxvit, "Attention2d", rel_pos_cls=MLP)),
     ("norm_q cannot", partial(diffusers, qk_norm="layer_norm")),
@@ -605,16 +585,17 @@ REFUSED = [
     (f"{TABLE_HAS_NO} timm.models.eva.Eva", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
     ("module must be an nn.Module; .* KERAS_BACKEND=torch", lambda: None),
 ]
+DOUBLED = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
 #: What the comparison finds.
 FOUND = {
     "a token before the map": partial(maxvit, "Attention2d", rel_pos_cls=partial(BIAS, prefix_tokens=1)),
     "one norm": lambda: changed(SOURCES["timm_attention"](), q_norm=nn.Identity()),
     "the other norm": lambda: changed(SOURCES["timm_attention"](), k_norm=nn.Identity()),
-    "RMS norms": partial(vit, qk_norm=True, norm_layer=RmsNorm),
+    "RMS norms": partial(vit, qk_norm=True, norm_layer=tl.RmsNorm),
     "norms without bias": lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False)),
     "norm before the output": partial(vit, scale_norm=True, norm_layer=nn.LayerNorm),
     "no projection": lambda: changed(vit(), proj=nn.Identity()),
-    "doubled": lambda: changed(vit(), proj=Doubled(8, 8)),
+    "doubled": lambda: changed(vit(), proj=DOUBLED(8, 8)),
     "processor": lambda: changed(diffusers(), processor=lambda attn, x, **others: x),
     "keys and values of other widths": partial(mha, kdim=5, vdim=3),
     "meta": partial(mha, device="meta"),
@@ -645,7 +626,7 @@ def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
     with pytest.raises(ValueError, match=r"(\w+) with training=True and \1.output.drop with training=F"):
         convert.from_layer(source)
     assert not convert.from_layer(changed(vit().eval(), proj=nn.Linear(8, 8))).training
-    parametrizations.spectral_norm(source.query.proj)
+    nn.utils.parametrizations.spectral_norm(source.query.proj)
     with pytest.raises(ValueError, match="has parametrizations"):
         convert.from_layer(source)
 
@@ -667,7 +648,7 @@ def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused(make, opti
 
 def other_eps(layer, x):
     layer.q_norm.eps *= 1.1
-    y = TimmAttention.forward(layer, x)
+    y = tl.Attention.forward(layer, x)
     layer.q_norm.eps /= 1.1
     return y
 
@@ -686,9 +667,9 @@ def other_eps(layer, x):
 )
 def test_a_subclass_that_computes_something_else_is_found_out(change, message):
     def forward(self, x, *others):
-        return change(self, x, TimmAttention.forward(self, x, *others))
+        return change(self, x, tl.Attention.forward(self, x, *others))
 
-    kind = type("Altered", (TimmAttention,), {"forward": forward})
+    kind = type("Altered", (tl.Attention,), {"forward": forward})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
         convert.from_layer(kind(8, 2, qk_norm=True, norm_layer=nn.LayerNorm))
 
