@@ -296,6 +296,13 @@ def test_maps_of_tokens(name, prefix):
         torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
 
 
+def test_the_innermost_module_around_declares_the_tokens():
+    outer = nn.Sequential(made("vit"))
+    outer.reg_token = nn.Parameter(torch.zeros(1, 4, 16))
+    va.swap_(outer)
+    assert {one.prefix.shape[2] for one in captured(outer, randn(1, 3, 32, 32)).values()} == {1}
+
+
 def test_tokens_that_lie_on_no_known_map_are_named():
     va.swap_(attention := TimmAttention(8, 2))
     with pytest.raises(ValueError, match="the model: it attends to 5 tokens in a row"):

@@ -95,6 +95,10 @@ def find_map(calls: Sequence[Call], axes: int, channels: int, count: int) -> tup
     """Return the size of the innermost feature map with so many positions that is, or whose size is, an argument.
 
     Not for one axis: any tokens would be such a map. Sizes of one are left out, as a mask of keys has one.
+
+    >>> from torch import empty
+    >>> find_map([(nn.Identity(), (empty(2, 1, 1, 15), empty(2, 8, 3, 5)), {})], axes=2, channels=8, count=15)
+    (3, 5)
     """
     for _, *given in calls if axes > 1 else ():
         leaves = tree_leaves(given)
