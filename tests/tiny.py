@@ -5,7 +5,7 @@ from timm.models import generate_default_cfgs
 from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import StagedNetwork, registered
+from vision_attn.networks.models.registry import StagedNetwork, register_network
 
 
 def stage(in_channels, channels):
@@ -33,5 +33,5 @@ class TinyAttention(Tiny):
 
 cfg = {"num_classes": 3, "input_size": (3, 32, 32), "first_conv": "layer1.0", "classifier": "fc"}
 default_cfgs = generate_default_cfgs({"tiny": cfg, "tiny_attention": cfg})
-tiny = registered(__name__, "tiny", "Two stages.", Tiny, {"out_indices": (0, 1)})
-tiny_attention = registered(__name__, "tiny_attention", "And a block.", TinyAttention, {"out_indices": (0, 1)})
+tiny = register_network(__name__, "tiny", "Two stages.", Tiny, {"out_indices": (0, 1)})
+tiny_attention = register_network(__name__, "tiny_attention", "And a block.", TinyAttention, {"out_indices": (0, 1)})

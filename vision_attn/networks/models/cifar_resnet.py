@@ -30,7 +30,7 @@ from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
-from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered
+from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network
 
 __all__ = ["CifarResNet", "WideResNet"]  # timm adds the names of the networks
 
@@ -209,16 +209,16 @@ class WideResNet(CifarNetwork):
 # --- as timm knows them -----------------------------------------------------------------------------------------------
 
 
-#: How timm takes features from them.
+#: timm's ``feature_cfg``: the feature maps of all three stages.
 FEATURES = {"out_indices": (0, 1, 2)}
 #: The configuration of a network for CIFAR as timm has it; without ``mean`` and ``std`` those of ImageNet.
-cifar_cfg = partial(own_cfg, input_size=(3, 32, 32), reduction=4, first_conv="conv1")
+cifar_cfg = partial(make_cfg, input_size=(3, 32, 32), reduction=4, first_conv="conv1")
 CIFAR10 = cifar_cfg(10, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 CIFAR100 = cifar_cfg(100, mean=(0.5070, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2761))
-CIFAR10_OF_A = cifar_cfg(10, classifier="linear")
+CIFAR10_A = cifar_cfg(10, classifier="linear")
 
 default_cfgs: dict[str, Any] = generate_default_cfgs(
-    {f"{name}.cifar10": CIFAR10_OF_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}
+    {f"{name}.cifar10": CIFAR10_A for name in ("resnet20_a", "resnet32_a", "resnet44_a", "resnet56_a")}
     | {
         f"{name}.{tag}": cfg
         for name in ("resnet20", "resnet32", "resnet44", "resnet56", "wrn16_4", "wrn28_10", "wrn40_2")
@@ -230,11 +230,11 @@ default_cfgs: dict[str, Any] = generate_default_cfgs(
 def resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
     name = f"resnet{depth}{'_a' * (option == 'A')}"
     about = f"CIFAR ResNet-{depth}, option {option}, {millions} M parameters."
-    return registered(__name__, name, about, CifarResNet, FEATURES, depth=depth, option=option)
+    return register_network(__name__, name, about, CifarResNet, FEATURES, depth=depth, option=option)
 
 
 def wide(depth: int, width: int, about: str) -> Callable[..., WideResNet]:
-    return registered(__name__, f"wrn{depth}_{width}", about, WideResNet, FEATURES, depth=depth, width=width)
+    return register_network(__name__, f"wrn{depth}_{width}", about, WideResNet, FEATURES, depth=depth, width=width)
 
 
 resnet20: Callable[..., CifarResNet] = resnet(20, "B", "0.27")

@@ -8,7 +8,7 @@ from timm.models import generate_default_cfgs
 from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import StagedNetwork, own_cfg, registered, weights_file
+from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network, weights_file
 
 __all__ = ["RecallNet"]  # timm adds the names of the networks
 
@@ -47,7 +47,7 @@ class RecallNet(StagedNetwork):
 #: What timm's ``features_only=True`` gives: the map after each of the three stages.
 FEATURES = {"out_indices": (0, 1, 2)}
 
-_CFG = own_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+_CFG = make_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 _TRAINED = _CFG | {"file": weights_file("recall_attention")}
 
@@ -64,5 +64,5 @@ class RecallAttentionNet(RecallNet):
 
 PLAIN = "The plain network: at chance, whatever it is trained with."
 ATTENTION = "The network with attention inserted; ``pretrained=True`` loads the weights that come with the library."
-recall = registered(__name__, "recall", PLAIN, RecallNet, FEATURES)
-recall_attention = registered(__name__, "recall_attention", ATTENTION, RecallAttentionNet, FEATURES)
+recall = register_network(__name__, "recall", PLAIN, RecallNet, FEATURES)
+recall_attention = register_network(__name__, "recall_attention", ATTENTION, RecallAttentionNet, FEATURES)

@@ -1,10 +1,9 @@
-"""What our networks share: stages and a head as timm has them, and the names under which timm knows the networks."""
+"""Base class of our networks, with stages and a head as in timm, and their registration with timm."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +16,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class StagedNetwork(nn.Module):
-    """Stages, pooled over the map and read out linearly, as timm's networks are.
+    """Stages, global pooling and a linear classifier, with the interface of timm's networks.
 
-    A network makes its stages, which ``feature_info`` names, then its head by :meth:`add_head`. What comes before the
-    stages is its :meth:`stem`, what comes after them its :meth:`norm_features`.
+    A subclass creates its stages, which ``feature_info`` names, then its head with :meth:`add_head`. Layers before the
+    stages run in :meth:`stem`, layers after them in :meth:`norm_features`.
     """
 
     #: the name of the classifier, which differs between families of checkpoints
@@ -50,19 +49,19 @@ class StagedNetwork(nn.Module):
         self.reset_classifier(num_classes, global_pool)
 
     def stem(self, x: Tensor) -> Tensor:
-        """What comes before the stages."""
+        """Run the layers before the stages."""
         return x
 
     def norm_features(self, x: Tensor) -> Tensor:
-        """What comes after the stages: ``(b, num_features, h, w)``."""
+        """Run the layers after the stages: ``(b, num_features, h, w)``."""
         return x
 
     def get_classifier(self) -> nn.Module:
-        """The classifier; an identity where there is none."""
+        """Return the classifier; an identity if there is none."""
         return self.get_submodule(self.classifier_name)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Begin with a new classifier, and with other pooling: ``"avg"``, ``"max"``, ``"avgmax"``, … as timm has it."""
+        """Create a new classifier, with timm's pooling ``"avg"``, ``"max"``, ``"avgmax"``, …; by default the same."""
         if global_pool is None:
             global_pool = str(self.global_pool.pool_type)
         weight = next(self.parameters())
@@ -75,11 +74,11 @@ class StagedNetwork(nn.Module):
         self.head_hidden_size: int = self.num_features * pool.feat_mult()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute what is inside of the stages anew in the backward pass, instead of keeping it."""
+        """Recompute the activations inside the stages in the backward pass instead of storing them."""
         self.grad_checkpointing = enable
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The map that the head is given, ``(b, num_features, h, w)``, of images ``(b, in_chans, h, w)``."""
+        """Map images ``(b, in_chans, h, w)`` to features ``(b, num_features, h, w)``."""
         x = self.stem(x)
         for entry in self.feature_info:
             stage = self.get_submodule(entry["module"])
@@ -87,7 +86,7 @@ class StagedNetwork(nn.Module):
         return self.norm_features(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """What the network gives for the map of :meth:`forward_features`; ``pre_logits`` leaves out the classifier."""
+        """Map features to logits; ``pre_logits`` leaves out the classifier."""
         x = self.head_drop(self.global_pool(x))
         return x if pre_logits else self.get_classifier()(x)
 
@@ -95,10 +94,10 @@ class StagedNetwork(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def own_cfg(
+def make_cfg(
     num_classes: int, input_size: tuple[int, int, int], reduction: int, first_conv: str, **other: Any
 ) -> dict[str, object]:
-    """The configuration of a network of ours as timm has it: for images of one size, seen as a whole."""
+    """Build timm's configuration of a network for images of one size, without cropping."""
     _, height, width = input_size
     sizes = {"input_size": input_size, "pool_size": (height // reduction, width // reduction), "crop_pct": 1.0}
     names = {"interpolation": "bilinear", "first_conv": first_conv, "classifier": "fc"}
@@ -113,16 +112,16 @@ def no_such_model(name: str, base: str, known: Sequence[str]) -> ValueError:
 def create_model(
     name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False, **options: Any
 ) -> nn.Module:
-    """A network by a name that timm knows, ours among them.
+    """Create a network by a name that is registered with timm.
 
-    A name without a tag, ``resnet20``, that has a configuration for this number of classes, ``resnet20.cifar100``,
-    takes that one, and with it the mean and standard deviation that such checkpoints were trained with.
+    For a name without a tag, ``resnet20``, the configuration for this number of classes is used if there is one,
+    ``resnet20.cifar100``, with the mean and standard deviation that such checkpoints were trained with.
 
     Args:
         name: ``"resnet20"``, ``"resnet20.cifar100"``, ``"resnet50"``, …
         num_classes: classes.
         in_chans: channels of the images.
-        pretrained: whether the weights that come with the name are loaded.
+        pretrained: load the weights of this name.
         **options: further arguments of the network, such as ``drop_path_rate=0.1``.
 
     Raises:
@@ -149,50 +148,43 @@ def create_model(
         raise ValueError(f"model: {name!r} cannot be made ({str(error) or 'its weights are not there'})") from error
 
 
-def registered(
-    room: str, name: str, about: str, network: Callable[..., Model], features: Mapping[str, Any] | None, **options: Any
+def register_network(
+    module: str, name: str, doc: str, network: Callable[..., Model], features: Mapping[str, Any], **options: Any
 ) -> Callable[..., Model]:
-    """A function that makes a network, known to timm by its name; its configurations are ``default_cfgs`` of its room.
+    """Register a network with timm, and return the function that creates it.
 
     Args:
-        room: ``__name__`` of the file that the function is in.
-        name: of the function and the network.
-        about: its docstring.
-        network: makes the network.
-        features: how timm takes features from it; None if ``network`` takes ``features_only`` itself.
-        **options: for ``network``, or for timm, which loads what is ``pretrained``.
+        module: ``__name__`` of the calling module, whose ``default_cfgs`` has the network's configurations.
+        name: name of the network and of the function.
+        doc: docstring of the function.
+        network: class of the network.
+        features: timm's ``feature_cfg``, for ``features_only=True``.
+        **options: arguments of ``network`` or of timm's ``build_model_with_cfg``.
 
-    The function takes ``device`` and ``dtype``, to which the finished network is brought.
+    The function takes ``device`` and ``dtype``, to which the finished network is moved.
     """
 
     def create(pretrained: bool = False, **kwargs: Any) -> Model:
-        if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
-            # Weights are asked for and no tag: the first that has some, be it the default one or not.
-            configurations = get_arch_pretrained_cfgs(name).values()
-            kwargs["pretrained_cfg"] = next((cfg.tag for cfg in configurations if cfg.has_weights), None)
-        place = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
-        make, how = network, {**options, "feature_cfg": dict(features or {}), **kwargs}
-        if features is None and how.pop("features_only", False):  # as timm makes its EfficientNets
-            make = partial(network, features_only=True)
-            how |= {"pretrained_strict": False, "kwargs_filter": ("num_classes", "global_pool")}
-        model: Model = build_model_with_cfg(make, name, pretrained, **how)
-        return model.to(**place)
+        target = {key: kwargs.pop(key) for key in ("device", "dtype") if key in kwargs}
+        merged = {"feature_cfg": dict(features), **options, **kwargs}
+        model: Model = build_model_with_cfg(network, name, pretrained, **merged)
+        return model.to(**target)
 
-    create.__module__, create.__name__, create.__qualname__, create.__doc__ = room, name, name, about
+    create.__module__, create.__name__, create.__qualname__, create.__doc__ = module, name, name, doc
     return register_model(create)
 
 
 def weights_folder() -> Path:
-    """The folder of the library's own checkpoints: inside an installed package, beside it in a checkout."""
+    """Return the folder of the library's checkpoints: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[2]
     return (package if (package / "weights").is_dir() else package.parent) / "weights"
 
 
 def weights_file(name: str) -> str:
-    """The path of a network's weights, as timm's configurations have it."""
+    """Return the path of a network's weights."""
     return str(weights_folder() / name / "model.safetensors")
 
 
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration that timm has of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
+def get_model_cfg(model: nn.Module) -> dict[str, Any]:
+    """Return timm's configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
     return vars(model)["pretrained_cfg"]

@@ -81,7 +81,7 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
     from vision_attn.networks.checkpoints import load_adapter_
     from vision_attn.networks.checkpoints.adapter import read_adapter
     from vision_attn.networks.convert.swap import swap_
-    from vision_attn.networks.models.registry import config_of, create_model
+    from vision_attn.networks.models.registry import create_model, get_model_cfg
 
     if Path(name).exists():
         if adapter:
@@ -94,7 +94,7 @@ def named(name: str, pretrained: bool, adapter: Path | None) -> Any:
         model = create_model(name, num_classes=count, pretrained=pretrained).eval()
         if adapter:
             load_adapter_(model, adapter)
-        config = {**config_of(model), **({"crop_pct": 1.0, "interpolation": "bilinear"} if about else {}), **about}
+        config = {**get_model_cfg(model), **({"crop_pct": 1.0, "interpolation": "bilinear"} if about else {}), **about}
         if not classes and (subset := infer_imagenet_subset(config)):
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
         transform = create_transform(**resolve_data_config(pretrained_cfg=config))

@@ -19,7 +19,7 @@ from vision_attn.errors import TrainingError
 from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import freeze_backbone_, insert_, parse_sites, quiet_eval
-from vision_attn.networks.models.registry import config_of, create_model
+from vision_attn.networks.models.registry import create_model, get_model_cfg
 from vision_attn.tools.training.data import Source, crop_of
 from vision_attn.tools.training.settings import Settings
 
@@ -54,8 +54,8 @@ def build_network(settings: Settings, source: Source, say: Say, *, resumed: bool
     if settings.sync_bn:  # before blocks hold on to modules, and freezing to norms
         model = convert_sync_batchnorm(model)
     head: tuple[str, ...] = ()
-    if settings.reset_head or (settings.pretrained and config_of(model)["num_classes"] != classes):
-        classifier = config_of(model)["classifier"]
+    if settings.reset_head or (settings.pretrained and get_model_cfg(model)["num_classes"] != classes):
+        classifier = get_model_cfg(model)["classifier"]
         head = tuple(f"{name}.*" for name in ([classifier] if isinstance(classifier, str) else classifier))
     report = insert_sites(model, settings, configured(model, settings, source)) if settings.insert else ""
     if report:
@@ -90,7 +90,7 @@ def prepare_network(network: Network, settings: Settings, source: Source, say: S
 
 def configured(model: nn.Module, settings: Settings, source: Source) -> dict[str, Any]:
     """timm's configuration of a network, with what the settings and the data say of its images."""
-    config = {"interpolation": "bilinear", **config_of(model)}
+    config = {"interpolation": "bilinear", **get_model_cfg(model)}
     pixels, side = source.pixels, settings.img_size
     size, channels = (config["input_size"][1:], 3) if pixels is None else (pixels.shape[1:3], pixels.shape[3])
     config["input_size"] = (channels, *((side, side) if side else size))
