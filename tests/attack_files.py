@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import vision_attn as va
 from vision_attn.networks.checkpoints.adapter import read_adapter
-from vision_attn.networks.checkpoints.form import Saved
+from vision_attn.networks.checkpoints.file_format import Saved
 from vision_attn.networks.safe import read_checkpoint
 
 FORMS = {"zip": as_zip, "legacy": as_legacy}

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from vision_attn.networks.checkpoints.form import ENTRY, fingerprint, hash_of
+from vision_attn.networks.checkpoints.file_format import ENTRY, compute_hash, fingerprint
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -164,7 +164,7 @@ def rewritten(source, path, more=None, **changes):
         tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
     said = {**said_in(source), **changes}
     del said["file_hash"]
-    said["file_hash"] = hash_of([said, fingerprint(tensors)])
+    said["file_hash"] = compute_hash([said, fingerprint(tensors)])
     save_file(tensors, path, {ENTRY: json.dumps(said)})
     return path
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.checkpoints.form import Saved, write_saved
-from vision_attn.networks.checkpoints.specification import arguments_of
+from vision_attn.networks.checkpoints.file_format import Saved, write_saved
+from vision_attn.networks.checkpoints.specification import get_arguments
 from vision_attn.networks.insertion import inserted_keys
 
 
@@ -171,7 +171,7 @@ def test_a_part_of_what_was_saved_is_read_by_its_prefix(wrapper, prefix, trained
     assert report.prefix == "backbone."
     assert "prefix 'backbone.' taken off\n2 left aside: head.weight, backbones" in str(report)
     assert_same(model, trained.state_dict())
-    with pytest.raises(va.CheckpointError, match=r"prefix 'body.' begins none of its keys, which begin backb"):
+    with pytest.raises(va.CheckpointError, match=r"prefix 'body.'; the keys begin with backb"):
         va.load_checkpoint(model, path, prefix="body.")
 
 
@@ -328,7 +328,7 @@ def with_block(**options):
 def saved_block(form, folder, model):
     if form == "safetensors":
         state = model.state_dict()
-        write_saved(folder / "net.safetensors", Saved(state, (), arguments=arguments_of(state)))
+        write_saved(folder / "net.safetensors", Saved(state, (), arguments=get_arguments(state)))
         return folder / "net.safetensors"
     state = nn.DataParallel(model).state_dict() if form == "parallel" else model.state_dict()
     return saved({"state_dict": dict(state) if form == "plain" else state, "epoch": 3}, folder)
@@ -348,7 +348,7 @@ OTHERS = [
 def test_blocks_that_shapes_do_not_tell_apart_are_refused_by_name(form, other, said, tmp_path):
     path, model = saved_block(form, tmp_path, with_block()), with_block(**other)
     before = copied(model)
-    with pytest.raises(va.CheckpointError, match=rf"1 made otherwise: 0\.inserted\.attn has .*{said}"):
+    with pytest.raises(va.CheckpointError, match=rf"1 configured differently: 0\.inserted\.attn has .*{said}"):
         va.load_checkpoint(model, path)
     assert_same(model, before)
     report = va.load_checkpoint(model, path, strict=False)
@@ -360,7 +360,7 @@ def test_blocks_that_shapes_do_not_tell_apart_are_refused_by_name(form, other, s
 def test_what_a_file_does_not_say_of_its_blocks_is_said(tmp_path):
     report = va.load_checkpoint(with_block(pattern=va.Grid(4)), saved_block("plain", tmp_path, with_block()))
     assert report.unchecked == ("0.inserted.attn",)
-    assert "heads and pattern not compared, as the file does not say them: 0.inserted.attn" in str(report)
+    assert "heads and pattern not compared, because they are not in the file: 0.inserted.attn" in str(report)
 
 
 def test_a_block_keeps_its_keys_and_says_what_it_is_by_itself(tmp_path):
@@ -380,7 +380,7 @@ def test_what_is_no_word_on_a_block_is_refused(said, tmp_path):
     block = va.Attention2d(8, 2)
     state = block.state_dict()
     state._metadata[""] = said
-    with pytest.raises(va.CheckpointError, match="damaged in what it says of its blocks"):
+    with pytest.raises(va.CheckpointError, match="damaged in the arguments of its blocks"):
         va.load_checkpoint(block, saved(state, tmp_path))
 
 

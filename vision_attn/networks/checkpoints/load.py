@@ -1,4 +1,4 @@
-"""Checkpoints into a model: compared in full first, and loaded only if they fit."""
+"""Load checkpoints into a model: compare them completely first, and load them only if they fit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_flags
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.form import plain_key
-from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, inputs_differ, remedies
-from vision_attn.networks.checkpoints.specification import Arguments, arguments_of, other_arguments
-from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
+from vision_attn.networks.checkpoints.file_format import plain_key
+from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
+from vision_attn.networks.checkpoints.specification import compare_arguments, get_arguments
+from vision_attn.networks.checkpoints.weights import Rename, Tensors, Weights, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_of_blocks, matching, plain_network, replaced
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
@@ -37,8 +37,8 @@ def load_checkpoint(
 ) -> LoadReport:
     r"""Load a checkpoint file into a model, before or after blocks are inserted.
 
-    Tables of relative positions that were saved for a map of another size are stretched to the model's. What belongs to
-    a module that :func:`vision_attn.replace_` took out goes into that module, for when it comes back.
+    Tables of relative positions for another size of feature map are resized to the model's. Tensors of a module that
+    :func:`vision_attn.replace_` took out are loaded into that module, which ``remove_`` puts back.
 
     Reads ``.safetensors``, and what ``torch.save`` writes (``.pt``, ``.pth``, ``.th``, …) without running any code from
     it. Weights are found at the top of the file or under ``state_dict``, ``model`` and the like. The parts of names
@@ -51,10 +51,10 @@ def load_checkpoint(
     Args:
         model: the network; it changes only if the checkpoint fits.
         path: the file, or a folder as Hugging Face and timm write them, in shards or not.
-        strict: refuse a checkpoint unless nothing but whole inserted blocks (and ``skip``) is missing, nothing is left
-            over, every shape fits, and no block is said to have had other heads, another pattern, position or scale.
-            Otherwise load what fits and report the rest.
-        ema: take the moving average of the weights that the file holds.
+        strict: refuse a checkpoint unless only complete inserted blocks (and ``skip``) are missing, no key is
+            unexpected, every shape fits, and no block had other heads, another pattern, position or scale. Otherwise
+            load what fits and report the rest.
+        ema: load the moving average of the weights.
         skip: globs on keys that keep the model's values whatever the checkpoint holds: ``["fc.*"]`` for a new head.
         prefix: load only keys that begin with this prefix, ``"backbone."``, and ignore all others. By default it is
             found, and a checkpoint in which several prefixes fit is refused.
@@ -66,14 +66,14 @@ def load_checkpoint(
 
     Returns:
         A report of ``loaded``, ``new``, ``missing``, ``unexpected``, ``mismatched``, ``resampled``, ``adapted``,
-        ``replaced`` and ``aside`` keys, of where in the file the weights were, and of blocks that are other ones
-        (``differing``) or of which the file does not say what they were (``unchecked``).
+        ``replaced`` and ``aside`` keys, of where in the file the weights were, and of blocks that are configured
+        differently (``differing``) or whose configuration is not in the file (``unchecked``).
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the model is on the meta device or lazy, ``skip`` matches none of its keys, or ``rename`` is wrong.
-        CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message says which
-            keys and what to do.
+        CheckpointError: the file is damaged, would run code, holds no weights, or does not fit; the message names the
+            keys and the remedy.
 
     >>> import tempfile, torch
     >>> file = Path(tempfile.mkdtemp()) / "linear.pth"
@@ -85,19 +85,19 @@ def load_checkpoint(
     model = plain_network(model)
     refuse_without_values(model)
     target = Target(model, skip)
-    file = read_file(path)
-    saved, arguments, found = find_weights(file, target.needed, ema=ema, prefix=prefix, rename=rename)
-    resampled = resampled_tensors(model, saved, target.own if adapt_input_conv else {})
-    report = target.compare(saved, resampled, arguments, path=str(file.path), **found)
+    weights = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
+    saved = {key: value for key, value in weights.tensors.items() if not target.is_skipped(key)}
+    converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
+    report = compare(target, weights, saved, converted)
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (report.missing or report.unexpected or report.mismatched or report.differing)):
-        raise refusal(report, model, target, saved)
-    copy_all_([(target.own[key], resampled.get(key, saved[key])) for key in fitting])
+        raise explain_refusal(report, model, target, weights.tensors)
+    copy_all_([(target.tensors[key], converted.get(key, saved[key])) for key in fitting])
     return report
 
 
 class Target:
-    """The tensors of a model that a checkpoint can have values for, by their names without the parts of wrappers.
+    """The tensors of a model that a checkpoint can have values for, by their names in the network without wrappers.
 
     Args:
         model: the network.
@@ -105,57 +105,103 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
-        state, replaced = model.state_dict(), replaced_tensors(model)
-        self.arguments = {plain_key(path): arguments for path, arguments in arguments_of(state).items()}
-        self.state = {plain_key(key): value for key, value in state.items()}
-        #: the state dict, and the tensors of the modules that ``replace_`` took out
-        self.own = self.state | {key: value for part in replaced for key, value in part.items()} | self.state
+        state_dict, removed = model.state_dict(), replaced_tensors(model)
+        self.arguments = {plain_key(path): arguments for path, arguments in get_arguments(state_dict).items()}
+        #: tensors of the model
+        self.state = {plain_key(key): value for key, value in state_dict.items()}
+        #: the same, and those of the modules that ``replace_`` took out
+        self.tensors = self.state | {key: value for part in removed for key, value in part.items()} | self.state
         blocks = [set(map(plain_key, keys)) for keys in keys_of_blocks(model).values()]
-        self.of_blocks = set[str]().union(*blocks)
-        # torch counted no batches before 0.4.1, and such checkpoints are as whole as those that came after.
-        counters = [{key} for key in self.own if key.endswith("num_batches_tracked")]
-        #: tensors of which a checkpoint has all or none: those of a block, or of a module that a block replaced
-        self.groups = [*blocks, *(part.keys() - self.state.keys() for part in replaced), *counters]
+        self.block_keys = set[str]().union(*blocks)
+        # torch before 0.4.1 had no counters of batches.
+        counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
+        #: groups of keys of which a checkpoint has all or none
+        self.groups = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
         self.skip = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
-        self.kept = matching("skip", self.skip, self.own)
-        optional = self.kept.union(*self.groups)
-        #: what every checkpoint of the network has
-        self.needed = {key: value for key, value in self.own.items() if key not in optional}
+        self.skipped = matching("skip", self.skip, self.tensors)
+        optional = self.skipped.union(*self.groups)
+        #: tensors that every checkpoint of the network has
+        self.required = {key: value for key, value in self.tensors.items() if key not in optional}
 
-    def compare(self, saved: Tensors, resampled: Tensors, arguments: Arguments, **found: Any) -> LoadReport:
-        """Compare the tensors of a checkpoint, some of them resampled, with those of the model."""
-        own, state = self.own, self.state
-        given = {key: value for key, value in saved.items() if not any(fnmatchcase(key, glob) for glob in self.skip)}
-        for key in own.keys() & given.keys():
-            if (theirs := kind(given[key])) != (ours := kind(own[key])):
-                raise CheckpointError(f"{found['path']} has other numbers: {key} is {theirs} there and {ours} here")
-        mismatched = shapes_of(own, {**given, **resampled})
-        fitting = [key for key in given if key in own and key not in mismatched]
-        absent = set[str]().union(*(keys for keys in self.groups if keys.isdisjoint(given)))
-        new = self.kept.union(absent & self.of_blocks) - given.keys()
-        loaded = tuple(key for key in fitting if key in state)
-        blocks = [path for path in self.arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)]
-        return LoadReport(
-            loaded=loaded,
-            new=tuple(key for key in own if key in new),
-            missing=tuple(key for key in own if key not in given.keys() | new | absent),
-            unexpected=tuple(key for key in given if key not in own),
-            mismatched=mismatched,
-            resampled=shapes_of(resampled, given),
-            replaced=tuple(key for key in fitting if key not in state),
-            differing=other_arguments({path: self.arguments[path] for path in blocks}, arguments),
-            unchecked=tuple(path or "the block" for path in blocks if path not in arguments),
-            **found,
-        )
+    def is_skipped(self, key: str) -> bool:
+        return any(fnmatchcase(key, glob) for glob in self.skip)
 
 
-def refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
-    """The error about a checkpoint that does not fit, with what to do."""
-    hint = rename_hint(saved, target.needed) if report.missing else ""
+def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Return the tensors of each module that ``replace_`` took out, by all names that it will have again."""
+    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced(model).items()}
+    paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
+    return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Raise for a model on the meta device, or with lazy parameters that a first forward creates."""
+    if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
+        raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
+
+
+def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_conv: bool) -> dict[str, Tensor]:
+    """Resize tables of positions to the model's feature maps, and convert the first convolution on request."""
+    converted = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, table in module.named_parameters(recurse=False) if isinstance(module, PositionEncoding) else ():
+            key = plain_key(f"{path}.{name}").removeprefix(".")
+            value = saved.get(key, table)
+            fits = value.shape == table.shape or get_kind(value) != get_kind(table)
+            if not fits and (resized := module.resize_pos_embed(name, value)) is not None:
+                converted[key] = resized
+    convolutions = [key for key, shapes in compare_shapes(own, saved).items() if is_convertible(*shapes)]
+    for key in convolutions[: int(adapt_input_conv)]:  # as timm's function of this name
+        weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
+        repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
+        converted[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
+    return converted
+
+
+def compare(target: Target, weights: Weights, saved: Tensors, converted: Tensors) -> LoadReport:
+    """Compare the tensors of a checkpoint, some of them converted, with those of the model."""
+    own = target.tensors
+    for key in own.keys() & saved.keys():
+        if (theirs := get_kind(saved[key])) != (ours := get_kind(own[key])):
+            path = weights.source["path"]
+            raise CheckpointError(f"{path} has other types of numbers: {key} is {theirs} there and {ours} in the model")
+    mismatched = compare_shapes(own, {**saved, **converted})
+    fitting = [key for key in saved if key in own and key not in mismatched]
+    absent = set[str]().union(*(keys for keys in target.groups if keys.isdisjoint(saved)))
+    new = target.skipped | (absent & target.block_keys)
+    loaded = tuple(key for key in fitting if key in target.state)
+    blocks = [path for path in target.arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)]
+    return LoadReport(
+        **weights.source,
+        loaded=loaded,
+        new=tuple(key for key in own if key in new),
+        missing=tuple(key for key in own if key not in saved.keys() | new | absent),
+        unexpected=tuple(key for key in saved if key not in own),
+        mismatched=mismatched,
+        resampled=compare_shapes(converted, saved),
+        replaced=tuple(key for key in fitting if key not in target.state),
+        differing=compare_arguments({path: target.arguments[path] for path in blocks}, weights.arguments),
+        unchecked=tuple(path or "the block" for path in blocks if path not in weights.arguments),
+    )
+
+
+def compare_shapes(own: Tensors, saved: Tensors) -> Shapes:
+    """Return the shapes of tensors that have another shape in the model than in the checkpoint."""
+    shapes = {key: (tuple(own[key].shape), tuple(saved[key].shape)) for key in own if key in saved}
+    return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
+
+
+def get_kind(tensor: Tensor) -> str:
+    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"
+
+
+def explain_refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors) -> CheckpointError:
+    """Return the error about a checkpoint that does not fit, with the remedy."""
+    hint = rename_hint(saved, target.required) if report.missing else ""
     if not (report.loaded or report.replaced):
-        what = f"is of another architecture; the model has {shorten(target.own)}; the checkpoint has {shorten(saved)}"
+        keys = f"the model has {shorten(target.tensors)}; the checkpoint has {shorten(saved)}"
         hint = hint or 'If the network is a part of it, name the part: prefix="backbone."'
-        return CheckpointError(f"{report.path} {what}. {hint}")
+        return CheckpointError(f"{report.path} is of another architecture; {keys}. {hint}")
     what = f"{report.path} does not fit the model {type(model).__name__}, nothing was loaded."
     remedy = [hint] if hint else remedies(report, [plain_key(path) for path, _ in model.named_modules()])
     return CheckpointError(what, *str(report).split("\n")[1:], *remedy)
@@ -163,11 +209,11 @@ def refusal(report: LoadReport, model: nn.Module, target: Target, saved: Tensors
 
 @torch.no_grad()
 def copy_all_(values: Sequence[tuple[Any, Tensor]]) -> None:
-    """Give tensors other values, all of them or none."""
+    """Copy values into tensors, all of them or none."""
     before = [tensor.clone() for tensor, _ in values]
     try:
         for tensor, value in values:
-            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2, from what each process has read
+            if hasattr(tensor, "device_mesh"):  # sharded by FSDP2, from the file that each process has read
                 from torch.distributed.tensor import distribute_tensor
 
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -176,44 +222,3 @@ def copy_all_(values: Sequence[tuple[Any, Tensor]]) -> None:
         for (tensor, _), value in zip(values, before, strict=True):
             tensor.copy_(value)
         raise
-
-
-def refuse_without_values(model: nn.Module) -> None:
-    """Refuse a model on the meta device, or one that a first forward has still to make."""
-    if any(isinstance(value, Tensor) and (is_lazy(value) or value.is_meta) for value in model.state_dict().values()):
-        raise ValueError("model has tensors without values: use model.to_empty(device=…), or a first forward if lazy")
-
-
-def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
-    """The tensors of each module that was replaced, under every name that it had and will have again."""
-    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced(model).items()}
-    paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
-    return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
-
-
-def resampled_tensors(model: nn.Module, saved: Tensors, own: Tensors) -> dict[str, Tensor]:
-    """Tables of positions for the model's size of map; of ``own`` the first convolution for its input channels, too."""
-    found = {}
-    for path, term in model.named_modules(remove_duplicate=False):
-        for name, here in term.named_parameters(recurse=False) if isinstance(term, PositionEncoding) else ():
-            key = plain_key(f"{path}.{name}").removeprefix(".")
-            there = saved.get(key, here)
-            fits = there.shape == here.shape or kind(there) != kind(here)
-            if not fits and (table := term.resize_pos_embed(name, there)) is not None:
-                found[key] = table
-    convolutions = [key for key, shapes in shapes_of(own, saved).items() if inputs_differ(*shapes)]
-    for key in convolutions[:1]:  # as timm's adapt_input_conv
-        weight, channels, count = saved[key], saved[key].shape[1], own[key].shape[1]
-        repeated = torch.cat([weight] * math.ceil(count / channels), 1)[:, :count] * (channels / count)
-        found[key] = weight.sum(1, keepdim=True) if count == 1 else repeated
-    return found
-
-
-def shapes_of(own: Tensors, others: Tensors) -> Shapes:
-    """The shapes of tensors in the model and in the checkpoint, where they are not the same."""
-    shapes = {key: (tuple(own[key].shape), tuple(others[key].shape)) for key in own if key in others}
-    return {key: (ours, theirs) for key, (ours, theirs) in shapes.items() if ours != theirs}
-
-
-def kind(tensor: Tensor) -> str:
-    return "complex" if tensor.is_complex() else "floating-point" if tensor.is_floating_point() else "whole-number"

@@ -1,7 +1,6 @@
-"""Values as the code that makes them, read back without running any, and what files say that their blocks are.
+"""Options of blocks as Python code, read back without running it, and the arguments of blocks in state dicts.
 
-The code is literals, and the specifications of patterns and positions with literal arguments; nothing else is read or
-written.
+The code consists of literals, and of patterns and position encodings with literal arguments.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from vision_attn.attention.blocks.config import CONFIG_KEY
 from vision_attn.attention.patterns import Grid, Halo, Neighborhood, Pattern, Window
 from vision_attn.attention.position import AbsPos, ConditionalPos, RelPosDecomposed, RelPosTable, Rope2d, SinCos
 
-#: The only names that stand for something.
 PATTERNS = (Window, Grid, Halo, Neighborhood, Pattern)
 POSITIONS = (RelPosDecomposed, RelPosTable, AbsPos, Rope2d, ConditionalPos, SinCos)
-SPECIFICATIONS: dict[str, Callable[..., Any]] = {made.__name__: made for made in (*PATTERNS, *POSITIONS)}
+#: The only names in code.
+SPECIFICATIONS: dict[str, Callable[..., Any]] = {cls.__name__: cls for cls in (*PATTERNS, *POSITIONS)}
 
 #: path of a block -> {argument: code}
 Arguments = Mapping[str, Mapping[str, str]]
 
-#: Characters of the code of a value: to parse it takes a hundred times as many bytes.
-LONGEST = 10_000
+#: Largest number of characters of code: parsing takes a hundred times as many bytes.
+MAX_LENGTH = 10_000
 
 
 def to_code(name: str, value: object) -> str:
-    """The code of an option's value.
+    """Return the code of an option's value.
 
     >>> to_code("pattern", Window(7, shift=3))
     'Window(size=7, shift=3)'
@@ -40,86 +39,88 @@ def to_code(name: str, value: object) -> str:
         again = NotImplemented
     if type(again) is not type(value) or repr(again) != code:
         plain = "numbers, texts, True, False, None, tuples, lists and dictionaries of them"
-        one = ", ".join(SPECIFICATIONS)
-        raise ValueError(f"{name}={code} cannot be written down: options must be {plain}, or one of {one}")
+        raise ValueError(
+            f"{name}={code} cannot be written down: options must be {plain}, or {', '.join(SPECIFICATIONS)}"
+        )
     return code
 
 
 def from_code(code: str) -> Any:
-    """The value of such code.
+    """Return the value of such code.
 
     >>> from_code("{'pattern': Window(size=7, shift=3), 'heads': -1}")
     {'pattern': Window(size=7, shift=3), 'heads': -1}
     """
-    if len(code) > LONGEST:
-        raise ValueError(f"{code[:80]!r}… is not the code of a value: it has more than {LONGEST:,} characters")
+    if len(code) > MAX_LENGTH:
+        raise ValueError(f"{code[:80]!r}… is not the code of a value: it has more than {MAX_LENGTH:,} characters")
     try:
-        return value_of(ast.parse(code, mode="eval").body)
+        return eval_node(ast.parse(code, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{code[:200]!r} is not the code of a value: {error}") from error
 
 
 def from_word(word: str) -> Any:
-    """A value as one types it on a command line: names and lines of einx without quotes, all else as code.
+    """Parse a value from the command line: names and einx expressions without quotes, all else as code.
 
     >>> from_word("rows"), from_word("Grid(7)"), from_word("b n d h w -> (b w) n h d"), from_word("0.5")
     ('rows', Grid(size=7), 'b n d h w -> (b w) n h d', 0.5)
     """
-    plain = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
-    return word if plain else from_code(word)
+    is_text = "->" in word or (word.isidentifier() and not keyword.iskeyword(word))
+    return word if is_text else from_code(word)
 
 
-def value_of(node: ast.expr) -> Any:
+def eval_node(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Tuple(elts=items):
-            return tuple(map(value_of, items))
+            return tuple(map(eval_node, items))
         case ast.List(elts=items):
-            return list(map(value_of, items))
+            return list(map(eval_node, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {value_of(key): value_of(item) for key, item in zip(keys, values, strict=True) if key}
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=given) if name in SPECIFICATIONS:
-            named = {one.arg: value_of(one.value) for one in given if one.arg is not None}
-            if len(named) == len(given):
-                return SPECIFICATIONS[name](*map(value_of, args), **named)
+            return {eval_node(key): eval_node(item) for key, item in zip(keys, values, strict=True) if key}
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SPECIFICATIONS:
+            named = {item.arg: eval_node(item.value) for item in keywords if item.arg is not None}
+            if len(named) == len(keywords):
+                return SPECIFICATIONS[name](*map(eval_node, args), **named)
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a literal nor one of {', '.join(SPECIFICATIONS)}")
 
 
-def arguments_of(state: object) -> Arguments:
-    """What the blocks of a state dict are, where it says so: by their paths, in the words of their arguments.
+def get_arguments(state: object) -> Arguments:
+    """Return the arguments of the attention blocks in a state dict, by their paths.
 
     >>> from vision_attn.attention.blocks import Attention2d
-    >>> arguments_of(Attention2d(8, 2, pattern=Window(7)).state_dict())
+    >>> get_arguments(Attention2d(8, 2, pattern=Window(7)).state_dict())
     {'': {'num_heads': '2', 'pattern': 'Window(size=7, shift=0)'}}
     """
     metadata = getattr(state, "_metadata", None) or {}
-    return arguments_in({path: said[CONFIG_KEY] for path, said in metadata.items() if CONFIG_KEY in said})
+    return check_arguments({path: entry[CONFIG_KEY] for path, entry in metadata.items() if CONFIG_KEY in entry})
 
 
-def arguments_in(said: Any) -> Arguments:
-    """What is said of blocks, which may come from anyone's file."""
-    for path, told in said.items():
-        if not all(isinstance(text, str) for text in (path, *told, *told.values())):
-            raise ValueError("what it says of its blocks is no text")
-    found: Arguments = said
-    return found
+def check_arguments(arguments: Any) -> Arguments:
+    """Return the arguments of blocks in a file; raise unless paths, names and values are text."""
+    for path, values in arguments.items():
+        if not all(isinstance(text, str) for text in (path, *values, *values.values())):
+            raise ValueError("an argument of a block is not text")
+    return dict(arguments)
 
 
-def other_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
-    """What differs between the blocks of a model and those of a file, for the blocks that both tell of.
+def compare_arguments(ours: Arguments, theirs: Arguments) -> tuple[str, ...]:
+    """Describe the differences between the blocks of a model and those of a file, at the paths that both have.
 
-    >>> other_arguments({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
+    >>> compare_arguments({"attn": {"num_heads": "2"}}, {"attn": {"num_heads": "4", "scale": "0.5"}})
     ('attn has num_heads=4 in the file and 2 in the model, scale=0.5 in the file and its default in the model',)
     """
-    found = {}
+    differences = []
     for path in sorted(ours.keys() & theirs.keys()):
         here, there = ours[path], theirs[path]
-        found[path or "the block"] = ", ".join(
+        values = [
             f"{name}={there.get(name, 'its default')} in the file and {here.get(name, 'its default')} in the model"
             for name in {**here, **there}
             if here.get(name) != there.get(name)
-        )
-    return tuple(f"{path} has {differing}" for path, differing in found.items() if differing)
+        ]
+        if values:
+            differences.append(f"{path or 'the block'} has {', '.join(values)}")
+    return tuple(differences)

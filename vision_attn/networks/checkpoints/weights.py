@@ -1,78 +1,94 @@
-"""Where in a checkpoint the weights of a network are, under the names that the network has for them."""
+"""Find the weights of a network in a checkpoint file, and the names that the model has for them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.form import WRAPPERS, Saved, plain_key, saved_in
-from vision_attn.networks.checkpoints.load_report import AVERAGED
-from vision_attn.networks.checkpoints.specification import Arguments, arguments_of
+from vision_attn.networks.checkpoints.file_format import WRAPPERS, Saved, plain_key, read_saved
+from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
+from vision_attn.networks.checkpoints.specification import Arguments, get_arguments
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.text import shorten
 
 #: Entries under which training scripts keep a network's weights.
-WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
+WEIGHT_ENTRIES = ("state_dict", "model", "model_state_dict", "net")
 
 Tensors = Mapping[str, Tensor]
 #: Pairs of a regular expression and its replacement, or the name of a preset.
 Rename = str | Mapping[str, str] | Iterable[tuple[str, str]]
 
 
-def find_weights(
-    file: CheckpointFile, needed: Tensors, *, ema: bool = False, prefix: str = "", rename: Rename = ()
-) -> tuple[dict[str, Tensor], Arguments, dict[str, Any]]:
-    """The weights in a file by the names of a model, which needs some of them, and what the file says of its blocks.
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a network in a checkpoint, by the names that the model has for them."""
 
-    Returns:
-        The tensors; the arguments of the blocks by their paths in the network; and where the weights were found, in the
-        words of :class:`LoadReport`: ``entry``, ``others``, ``prefix`` and ``aside``.
-    """
-    saved = saved_in(file)
+    tensors: Tensors
+    #: arguments of attention blocks, by the paths of the blocks
+    arguments: Arguments
+    #: ``path``, ``entry``, ``others``, ``prefix`` and ``aside`` of :class:`LoadReport`
+    source: Mapping[str, Any]
+
+
+def find_weights(
+    file: CheckpointFile, required: Tensors, *, ema: bool = False, prefix: str = "", rename: Rename = ()
+) -> Weights:
+    """Find the weights in a file for a model that requires some of them."""
+    saved = read_saved(file)
     if saved is not None and saved.base is not None:
         raise CheckpointError(f"{file.path} is an adapter: load the network's checkpoint, then load_adapter_ it")
     entry = find_entry(file, ema=ema)
-    held: Any = file.content[entry] if entry else file.content
-    # n_averaged is the counter that torch's AveragedModel has beside the model.
-    keys = [key for key, value in held.items() if isinstance(value, Tensor) and (key != "n_averaged" or key in needed)]
-    tensors = {key: held[key] for key in keys}
-    told = {f"{path}.": arguments for path, arguments in arguments_told(file, saved, held).items()}
+    content: Any = file.content[entry] if entry else file.content
+    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    if "n_averaged" not in required:  # the counter that torch's AveragedModel has beside the model
+        tensors.pop("n_averaged", None)
+    arguments = {f"{path}.": values for path, values in read_arguments(file, saved, content).items()}
+
     # Parallel and averaged models are in a module of that name, of which a network may have its own.
-    wrappers = WRAPPERS | ({"module"} - {part for key in needed for part in key.split(".")})
-    plain = {key: plain_key(key, wrappers) for key in (*tensors, *told)}
-    asked = plain_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
-    names = {key: name.removeprefix(asked) for key, name in plain.items() if name.startswith(asked)}
+    wrappers = WRAPPERS | ({"module"} - {part for key in required for part in key.split(".")})
+    plain = {key: plain_key(key, wrappers) for key in (*tensors, *arguments)}
+    given_prefix = plain_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
+    names = remove_prefix(plain, given_prefix)
     if not names:
-        begin = shorten(dict.fromkeys(name.partition(".")[0] for name in plain.values()))
-        raise CheckpointError(f"{file.path}: prefix {prefix!r} begins none of its keys, which begin {begin}")
-    names = renamed(names, rename, needed)
-    counts = Counter(name for key, name in names.items() if key in tensors)
-    if twice := [key for key, name in names.items() if counts[name] > 1]:
-        raise CheckpointError(f"{file.path} has several tensors for one name: {shorten(twice)}: keep one")
-    taken = find_prefix(file.path, {name: tensors[key] for key, name in names.items() if key in tensors}, needed)
-    names = {key: name.removeprefix(taken) for key, name in names.items() if name.startswith(taken)}
-    others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
-    aside = tuple(plain[key] for key in tensors if key not in names)
-    found = {"entry": entry, "others": others, "prefix": asked + taken, "aside": aside}
-    weights = {name: tensors[key] for key, name in names.items() if key in tensors}
-    return weights, {name.strip("."): told[path] for path, name in names.items() if path in told}, found
+        first_parts = shorten(dict.fromkeys(name.partition(".")[0] for name in plain.values()))
+        raise CheckpointError(f"{file.path}: no key begins with prefix {prefix!r}; the keys begin with {first_parts}")
+    names = rename_keys(names, rename, required)
+    renamed = {names[key]: value for key, value in tensors.items() if key in names}
+    counts = Counter(names[key] for key in tensors if key in names)
+    if duplicates := [key for key in tensors if counts[names.get(key, "")] > 1]:
+        raise CheckpointError(f"{file.path} has several tensors for one name: {shorten(duplicates)}: keep one")
+    found_prefix = find_prefix(file.path, renamed, required)
+    names = remove_prefix(names, found_prefix)
+
+    return Weights(
+        tensors={names[key]: value for key, value in tensors.items() if key in names},
+        arguments={names[key].strip("."): values for key, values in arguments.items() if key in names},
+        source={
+            "path": str(file.path),
+            "entry": entry,
+            "others": tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value)),
+            "prefix": given_prefix + found_prefix,
+            "aside": tuple(plain[key] for key in tensors if key not in names),
+        },
+    )
 
 
-def arguments_told(file: CheckpointFile, saved: Saved | None, held: object) -> Arguments:
-    """What a file says that its blocks are, by their paths in the file."""
+def read_arguments(file: CheckpointFile, saved: Saved | None, content: object) -> Arguments:
+    """Return the arguments of the attention blocks in a file, by their paths in the file."""
     try:
-        return saved.arguments if saved else arguments_of(held)
+        return saved.arguments if saved else get_arguments(content)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.path} is damaged in what it says of its blocks ({error})") from error
+        raise CheckpointError(f"{file.path} is damaged in the arguments of its blocks ({error})") from error
 
 
 def find_entry(file: CheckpointFile, *, ema: bool) -> str:
-    entries = AVERAGED if ema else WEIGHTS + AVERAGED
+    entries = EMA_ENTRIES if ema else WEIGHT_ENTRIES + EMA_ENTRIES
     for entry in entries:
         if is_state_dict(file.content.get(entry)):
             return entry
@@ -93,9 +109,9 @@ def is_state_dict(value: object) -> bool:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def efficientnet_pytorch(own: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs from the names of ``efficientnet_pytorch``, which counts all blocks, to timm's, which counts by stage."""
-    blocks = dict.fromkeys(found[0] for key in own if (found := re.match(r"blocks\.\d+\.\d+\.", key)))
+def efficientnet_pytorch(keys: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs that convert names of ``efficientnet_pytorch``, which counts all blocks, to timm's, by stage."""
+    blocks = dict.fromkeys(match[0] for key in keys if (match := re.match(r"blocks\.\d+\.\d+\.", key)))
     return [
         *((rf"^_blocks\.{number}\.", block) for number, block in enumerate(blocks)),
         *((r"^_(conv_stem|conv_head)", r"\1"), (r"^_bn0", "bn1"), (r"^_bn1", "bn2"), (r"^_fc", "classifier")),
@@ -109,14 +125,14 @@ def efficientnet_pytorch(own: Iterable[str]) -> list[tuple[str, str]]:
 PRESETS: dict[str, Callable[[Iterable[str]], list[tuple[str, str]]]] = {"efficientnet-pytorch": efficientnet_pytorch}
 
 
-def renamed(names: Mapping[str, str], rename: Rename, own: Iterable[str]) -> dict[str, str]:
-    r"""Replace regular expressions in the values, one pair after the other, for a network with its ``own`` keys.
+def rename_keys(names: Mapping[str, str], rename: Rename, keys: Iterable[str]) -> dict[str, str]:
+    r"""Replace regular expressions in the values, one pair after the other, for a network with these ``keys``.
 
-    >>> renamed({"a": "body.conv.weight"}, [(r"^body\.", ""), ("conv", "conv1")], own=())
+    >>> rename_keys({"a": "body.conv.weight"}, [(r"^body\.", ""), ("conv", "conv1")], keys=())
     {'a': 'conv1.weight'}
     """
     try:
-        for pattern, replacement in PRESETS[rename](own) if isinstance(rename, str) else dict(rename).items():
+        for pattern, replacement in PRESETS[rename](keys) if isinstance(rename, str) else dict(rename).items():
             names = {key: re.sub(pattern, replacement, name) for key, name in names.items()}
     except (LookupError, TypeError, ValueError, re.error) as error:
         expected = f"pairs of a regular expression and its replacement, or one of {', '.join(map(repr, PRESETS))}"
@@ -124,13 +140,18 @@ def renamed(names: Mapping[str, str], rename: Rename, own: Iterable[str]) -> dic
     return dict(names)
 
 
-def find_prefix(path: object, saved: Tensors, needed: Tensors) -> str:
-    """Find the prefix under which a checkpoint has all tensors that a model needs, or else the first ones."""
-    for first in [*needed][:10]:
-        if under := [key.removesuffix(first) for key in saved if f".{key}".endswith(f".{first}")]:
-            complete = [prefix for prefix in under if all(prefix + name in saved for name in needed)]
-            exact = [p for p in complete if all(saved[p + name].shape == needed[name].shape for name in needed)]
-            fitting = exact or complete or under
+def remove_prefix(names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Remove a prefix from the values, and leave out values without it."""
+    return {key: name.removeprefix(prefix) for key, name in names.items() if name.startswith(prefix)}
+
+
+def find_prefix(path: object, saved: Tensors, required: Tensors) -> str:
+    """Find the prefix under which a checkpoint has all tensors that a model requires, or else the first ones."""
+    for first in [*required][:10]:
+        if prefixes := [key.removesuffix(first) for key in saved if f".{key}".endswith(f".{first}")]:
+            complete = [prefix for prefix in prefixes if all(prefix + name in saved for name in required)]
+            exact = [p for p in complete if all(saved[p + name].shape == required[name].shape for name in required)]
+            fitting = exact or complete or prefixes
             if len(fitting) > 1 and complete and "" not in fitting:
                 choices = " or ".join(f"prefix={prefix!r}" for prefix in fitting[:6])
                 raise CheckpointError(f"{path} has the network under {len(fitting)} prefixes: pass {choices}")
@@ -138,13 +159,13 @@ def find_prefix(path: object, saved: Tensors, needed: Tensors) -> str:
     return ""
 
 
-def rename_hint(saved: Tensors, needed: Tensors) -> str:
+def rename_hint(saved: Tensors, required: Tensors) -> str:
     """Suggest how to rename the tensors of a checkpoint of the same network under other names; empty for another."""
     for preset in PRESETS:
-        if needed.keys() <= {*renamed({key: key for key in saved}, preset, needed).values()}:
+        if required.keys() <= {*rename_keys({key: key for key in saved}, preset, required).values()}:
             return f'It has the network under other names: pass rename="{preset}".'
     theirs = [key for key in saved if not key.endswith("num_batches_tracked")]
-    if [saved[key].shape for key in theirs] != [value.shape for value in needed.values()]:
+    if [saved[key].shape for key in theirs] != [value.shape for value in required.values()]:
         return ""
-    pair = f'{theirs[0]!r} for {next(iter(needed))!r}: pass rename=[(r"^pattern", "replacement"), …]'
+    pair = f'{theirs[0]!r} for {next(iter(required))!r}: pass rename=[(r"^pattern", "replacement"), …]'
     return f"Its tensors match the model's in order and shape under other names, such as {pair}."

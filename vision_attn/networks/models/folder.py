@@ -1,16 +1,16 @@
-"""A network of timm's with its blocks as a folder that describes itself, laid out as Hugging Face and timm do.
+"""Save a timm network with its blocks as a folder in the layout of Hugging Face and timm, and load it.
 
 =====================  ===========================================================================================
-``config.json``        timm's configuration, and under ``vision_attn`` where which blocks go
-``model.safetensors``  the weights
-``README.md``          a card; one that is there already is kept
+``config.json``        timm's configuration, and under ``vision_attn`` the format and the hash of the save
+``model.safetensors``  the weights and the records of the blocks
+``README.md``          a model card; an existing one is kept
 =====================  ===========================================================================================
 
 The metadata of ``model.safetensors`` have a copy of the configuration, and both have a hash that identifies the save.
 If ``config.json`` is from another save, because a process was killed or two saved at once, the copy is used.
 
-What a folder says may come from anyone: it names networks that timm has, and blocks of this library. Nothing of it is
-run or fetched.
+A folder may come from an untrusted source. It can only name networks that timm has, and blocks of this library: no code
+in it is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,42 +34,49 @@ from torchvision.transforms import Compose
 from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints import form
+from vision_attn.networks.checkpoints import file_format
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
-from vision_attn.networks.checkpoints.specification import arguments_of
+from vision_attn.networks.checkpoints.specification import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, records, remove_
 from vision_attn.networks.insertion.exact import bare
 from vision_attn.networks.insertion.makers import BLOCKS
-from vision_attn.networks.models.registry import config_of
+from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
 from vision_attn.networks.safe.write import TEMPORARY, errors_name
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
-#: The section of our own in the configuration.
+#: This library's section of the configuration.
 SECTION = "vision_attn"
 #: Where the folder of a training run keeps its best network.
-OF_RUN = "model"
-#: Bytes of the longest configuration.
-LARGEST = 2**20
-#: What of timm's configuration is taken from a folder: what says where weights are to be fetched is not.
-KEPT = {
+RUN_SUBFOLDER = "model"
+#: Largest number of bytes of a configuration.
+MAX_CONFIG_BYTES = 2**20
+#: The entries of timm's configuration that are read from a folder: sources of weights are not.
+CFG_KEYS = {
     *("input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std"),
     *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
 }
-#: Arguments with which timm reads or fetches files.
-FETCHING = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
-#: The sum of all numbers in the arguments of a network, beyond which it is none that anyone has made.
-MOST = 100_000
-#: Numbers in the largest input of a network.
-LARGEST_IMAGE = 2**24
-#: Largest difference of an output, as a share of the largest, that the order of sums explains.
+#: Arguments with which timm reads or downloads files.
+DOWNLOAD_ARGUMENTS = {
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "features_only",
+}
+#: Largest sum of all numbers in the arguments of a network.
+MAX_ARGUMENT_SUM = 100_000
+#: Largest number of elements of an input.
+MAX_INPUT_NUMEL = 2**24
+#: Largest difference of outputs, relative to the largest output, that a different order of sums explains.
 TOLERANCE = 1e-3
 
 #: Held while a thread saves: comparing a network changes its mode and the random state for a moment.
 SAVING = Lock()
 
-#: What ``README.md`` says; which blocks and classes there are is in ``config.json`` and ``model.safetensors``.
+#: The model card; blocks and classes are in the other files.
 CARD = """---
 library_name: vision-attn
 pipeline_tag: image-classification
@@ -131,20 +138,20 @@ def save_model(
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
-    state, blocks = model.state_dict(), form.blocks_to_save(model)
+    state, blocks = model.state_dict(), file_format.blocks_to_save(model)
     # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
-    about = filter_pretrained_cfg(config_of(model), remove_source=True) | {"architecture": architecture}
+    about = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
     config: dict[str, Any] = {"pretrained_cfg": about, "label_names": list(classes or ())}
-    identity = form.hash_of([config, arguments_of(state), form.fingerprint(state)])
-    config[SECTION] = {"format": form.FORMAT, "library": __version__, "save": identity}
+    identity = file_format.compute_hash([config, get_arguments(state), file_format.fingerprint(state)])
+    config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
     with SAVING, errors_name(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=TEMPORARY, dir=target if target.is_dir() else target.parent) as temporary:
             new = Path(temporary)
             save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
             config = json.loads((new / "config.json").read_text())
-            saved = form.Saved(state, blocks, arguments=arguments_of(state), about=config)
-            form.write_saved(new / "model.safetensors", saved)
+            saved = file_format.Saved(state, blocks, arguments=get_arguments(state), about=config)
+            file_format.write_saved(new / "model.safetensors", saved)
             verify(model, new, architecture)
             target.mkdir(exist_ok=True)
             for name in ("model.safetensors", "config.json"):
@@ -179,22 +186,22 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        folder = folder / OF_RUN
+        folder = folder / RUN_SUBFOLDER
     config = read_config(folder)
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
-    saved = form.saved_in(file)
+    saved = file_format.read_saved(file)
     if saved is not None and SECTION in saved.about and saved.about[SECTION] != config.get(SECTION):
         remedy = "The configuration in model.safetensors is used; save the network again to renew config.json."
         warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
         config = check_config(file.path, json.dumps(dict(saved.about)))
 
-    def made(saved: form.Saved | None) -> nn.Module:
+    def made(saved: file_format.Saved | None) -> nn.Module:
         model = create(config)
         if saved is not None:
             if inserted_blocks(model):  # by the network itself: which there are is said by the file
                 remove_(model)
-            form.put_in(model, saved, form.makers_of(saved, folder, block))
+            file_format.insert_saved_(model, saved, file_format.find_makers(saved, folder, block))
         return model
 
     try:
@@ -214,13 +221,13 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         model.to(kinds.pop())
     load_checkpoint(model, folder / "model.safetensors")
     classes = config.get("label_names")
-    vars(model).update(classes=tuple(classes) if classes else None, transform=transform_of(model))
+    vars(model).update(classes=tuple(classes) if classes else None, transform=create_eval_transform(model))
     return model.eval()
 
 
-def transform_of(model: nn.Module) -> Compose:
+def create_eval_transform(model: nn.Module) -> Compose:
     """What timm prepares images with for the evaluation of a network, whatever kind of image they are."""
-    config = resolve_data_config(pretrained_cfg=config_of(model))
+    config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
     return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 
@@ -230,7 +237,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
     with open(path, "rb") as file:
-        return check_config(path, file.read(LARGEST))
+        return check_config(path, file.read(MAX_CONFIG_BYTES))
 
 
 def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
@@ -238,12 +245,12 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
     try:
         config: dict[str, Any] = dict(json.loads(text))
         arguments, names = config.get("model_args") or {}, config.get("label_names")
-        fetching = sorted(FETCHING & arguments.keys())
+        fetching = sorted(DOWNLOAD_ARGUMENTS & arguments.keys())
         if not timm.is_model(str(config["architecture"])) or fetching:
             raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
         if SECTION in config:
-            form.check_format(path, config[SECTION])
-        if sum(map(abs, numbers_in(arguments))) > MOST:
+            file_format.check_format(path, config[SECTION])
+        if sum(map(abs, numbers_in(arguments))) > MAX_ARGUMENT_SUM:
             raise ValueError("its model_args ask for a network of a size that there is none of")
         count = arguments.get("num_classes", config["num_classes"])
         if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
@@ -267,10 +274,10 @@ def create(config: Mapping[str, Any]) -> nn.Module:
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
     about = config["pretrained_cfg"] | {"label_names": config.get("label_names")}
     about["num_classes"] = arguments["num_classes"]
-    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items() if key in KEPT}
+    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items() if key in CFG_KEYS}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
-    if not 0 < math.prod(kept["input_size"]) <= LARGEST_IMAGE or len(kept["input_size"]) != 3:
+    if not 0 < math.prod(kept["input_size"]) <= MAX_INPUT_NUMEL or len(kept["input_size"]) != 3:
         raise ValueError(f"input_size must be channels, rows and columns of an image; got {kept['input_size']}")
     for name in ("mean", "std"):
         if len(kept[name]) != channels:
@@ -285,7 +292,7 @@ def verify(model: nn.Module, folder: Path, architecture: str) -> None:
         again = load_model(folder, block=next(foreign, None))
         value = next(p for p in model.parameters() if p.is_floating_point())
         # Of the size that blocks on tokens were inserted for.
-        size = next((block.input_shape[1:] for block in records(model)), config_of(again)["input_size"])
+        size = next((block.input_shape[1:] for block in records(model)), get_model_cfg(again)["input_size"])
         images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
         with torch.no_grad(), quiet_eval(model):
             expected, found = model(images), again.to(value.device)(images)

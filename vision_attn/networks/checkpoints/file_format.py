@@ -1,0 +1,269 @@
+"""The file format of saved networks and adapters: inserted blocks with the network around them, or without it.
+
+Both are one ``.safetensors`` file whose metadata have one entry, ``vision_attn``, with this JSON object:
+
+=========  ==============================================================================================
+format     version of the format
+library    version of the library that wrote the file
+blocks     a record of each inserted block: its site and its class, with its options as code
+arguments  of a network the arguments of all attention blocks, inserted or not: ``{path: {argument: code}}``
+base       of an adapter the fingerprint of its network: ``{name: [shape, type, hash]}``; of a network null
+also       names of an adapter's tensors that replace the network's
+about      further plain values that the writer added
+file_hash  one hash over all of the above and the fingerprint of the file's tensors
+=========  ==============================================================================================
+
+A file of an older or newer format is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention.blocks import use_impl
+from vision_attn.errors import CheckpointError
+from vision_attn.networks import insertion
+from vision_attn.networks.checkpoints.specification import Arguments, check_arguments, from_code, to_code
+from vision_attn.networks.insertion import InsertedBlock
+from vision_attn.networks.insertion.attach import path_of_block, replacement_options
+from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.hooks import REPLACED
+from vision_attn.networks.insertion.makers import BLOCKS, OF_TIMM, make_block, maker_of
+from vision_attn.networks.safe import CheckpointFile
+from vision_attn.networks.safe.write import write_tensors
+from vision_attn.text import shorten
+from vision_attn.version import __version__
+
+#: Entry of a file's metadata that holds the table above.
+ENTRY = "vision_attn"
+#: The only version of the format that is read and written.
+FORMAT = 3
+
+#: Blocks that ``vision-attn compare`` inserts, and the module that defines them.
+CONTROLS = dict.fromkeys(
+    ("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls"
+)
+
+#: Parts of a path that torch.compile, activation checkpointing and FSDP add, wherever they wrap a layer.
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+#: name -> (shape, type, first digits of the SHA-256 of its bytes)
+Fingerprint = dict[str, tuple[tuple[int, ...], str, str]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The content of a file of this format; the table above describes the fields."""
+
+    tensors: Mapping[str, Tensor]
+    blocks: tuple[InsertedBlock, ...]
+    #: None if the file holds the complete network
+    base: Fingerprint | None = None
+    also: tuple[str, ...] = ()
+    arguments: Arguments = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Gather sharded tensors, and remove the parts of wrappers from all names."""
+        vars(self).update(
+            tensors={plain_key(key): gather(value) for key, value in self.tensors.items()},
+            blocks=tuple(relocate(record, plain_key) for record in self.blocks),
+            base=self.base and {plain_key(key): value for key, value in self.base.items()},
+            also=tuple(map(plain_key, self.also)),
+        )
+
+
+def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
+    """Return the path of a module or a tensor in the network without wrappers.
+
+    >>> plain_key("layer3._orig_mod.0.conv1.weight")
+    'layer3.0.conv1.weight'
+    """
+    return ".".join(part for part in key.split(".") if part not in wrappers)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> Fingerprint:
+    """Identify tensors by a few characters each, independent of their device and memory format.
+
+    >>> fingerprint({"bias": torch.zeros(2)})
+    {'bias': ((2,), 'float32', 'af5570f5a1810b7a')}
+    """
+    result = {}
+    for name, value in tensors.items():
+        content = gather(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        result[name] = tuple(value.shape), str(value.dtype).removeprefix("torch."), digest(content)
+    return result
+
+
+def gather(value: Any) -> Tensor:
+    """Return the complete tensor, of which each process has a part under FSDP2."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def compute_hash(value: object) -> str:
+    """Compute one hash over plain values, whatever the order of their names."""
+    return digest(json.dumps(value, sort_keys=True).encode())
+
+
+def digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# --- writing and reading ----------------------------------------------------------------------------------------------
+
+
+def write_saved(path: Path, saved: Saved) -> None:
+    """Write a file of this format, completely or not at all."""
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end in .safetensors; got {path.name!r}")
+    entry = {**vars(saved), "format": FORMAT, "library": __version__}
+    del entry["tensors"]
+    entry["blocks"] = [dict(vars(block)) for block in saved.blocks]
+    for block in entry["blocks"]:
+        del block["compared"]
+        block["options"] = {name: to_code(name, value) for name, value in block["options"].items()}
+    entry["file_hash"] = compute_hash([entry, fingerprint(saved.tensors)])
+    write_tensors(path, saved.tensors, {ENTRY: json.dumps(entry)})
+
+
+def read_saved(file: CheckpointFile) -> Saved | None:
+    """Return the content of a file of this format; None for any other file."""
+    if ENTRY not in file.metadata:
+        return None
+    tensors = {name: value for name, value in file.content.items() if isinstance(value, Tensor)}
+    try:
+        entry = dict(json.loads(file.metadata[ENTRY]))
+        check_format(file.path, entry)  # first: the hash of another format may be computed differently
+        if entry.pop("file_hash") != compute_hash([entry, fingerprint(tensors)]):
+            raise ValueError("its hash is not the one written in it")
+        base: Fingerprint | None = entry["base"] and {
+            str(name): (tuple(map(int, shape)), str(kind), str(digest))
+            for name, (shape, kind, digest) in entry["base"].items()
+        }
+        also = tuple(map(str, entry["also"]))
+        if not tensors.keys() >= set(also):
+            raise ValueError("tensors that it lists are missing")
+        arguments, about = check_arguments(entry["arguments"]), dict(entry["about"])
+        return Saved(tensors, tuple(map(decode_block, entry["blocks"])), base, also, arguments, about)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is damaged ({error}): fetch it or save it again") from error
+
+
+def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise unless a file is of the format that this version reads."""
+    version, library = metadata["format"], metadata["library"]
+    if version != FORMAT:
+        remedy = f"Read it with vision_attn {library}, or save it again with this version."
+        raise CheckpointError(f"{path} has another format: expected {FORMAT}, got {version!r}. {remedy}")
+
+
+def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
+    """Return the record of a block in a file's metadata."""
+    numbers = {name: int(values[name]) for name in ("channels", "parameters", "multiply_adds")}
+    sizes = {name: tuple(map(int, values[name])) for name in ("map_size", "input_shape")}
+    options = {str(name): from_code(code) for name, code in values["options"].items()}
+    block = InsertedBlock(**{**values, **numbers, **sizes, "options": options})
+    texts = (block.site, block.at, block.block, block.layout, block.held)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(block.element, int | str | None):
+        raise ValueError("the site of a block is not text")
+    return block
+
+
+# --- blocks of a network, and back into it ----------------------------------------------------------------------------
+
+
+def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
+    """Return the records of a model's blocks; raise unless each class builds its block again from the options."""
+    blocks, records = insertion.inserted_blocks(model), insertion.records(model)
+    for record in records:
+        if record.block in (*BLOCKS, *OF_TIMM) and (reason := explain_change(record, blocks[record.site])):
+            raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
+    return records
+
+
+def explain_change(record: InsertedBlock, block: nn.Module) -> str:
+    """Explain how a block differs from one built from its options, and what to do; empty if it does not differ."""
+    sizes = replacement_options(vars(block).get(REPLACED, block))
+    block = bare(block)
+    # by torch.nn.utils.parametrizations, by its older spectral_norm and weight_norm, or by pruning
+    if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
+        remedy = "remove it first, by torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm"
+        return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}): {remedy}"
+    try:
+        rebuilt = make_block(maker_of(record.block), record.channels, device="meta", **sizes, **record.options)
+    except (TypeError, ValueError):
+        rebuilt = nn.Identity()
+    same = describe_modules(block) == describe_modules(rebuilt)
+    return "" if same else "was built by a function or changed since: give insert_ the class and its options"
+
+
+def describe_modules(block: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return class and options of each module of a block, whether it is compiled, sharded or not."""
+    with use_impl(block, "bmm"):
+        modules = {plain_key(path): module for path, module in block.named_modules()}
+        return {
+            path: (module._get_name().removeprefix("FSDP"), module.extra_repr()) for path, module in modules.items()
+        }
+
+
+def insert_saved_(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[..., nn.Module]]) -> None:
+    """Insert new blocks like those of a file; their values are not loaded yet.
+
+    Args:
+        model: a network with nothing inserted.
+        saved: content of the file.
+        makers: functions that build the blocks, by the names of the classes.
+    """
+    # A compiled layer has two paths, its own and that of its wrapper, which runs no hooks.
+    paths = {plain_key(path): path for path, _ in model.named_modules(remove_duplicate=False)}
+    records = [relocate(record, lambda path: paths.get(path, path)) for record in saved.blocks]
+    insertion.attach_records_(model, records, makers)
+
+
+def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
+    """Return the record of a block for a network whose modules have other paths, with or without wrappers."""
+    owner, child = path_of_block(record)
+    site, owner = rename(record.site), rename(owner)
+    held = f"{owner}.{child}".removeprefix(f"{site}.")
+    if record.held.startswith("."):
+        held = "." * (len(site.split(".")) - len(owner.split("."))) + child
+    return replace(record, site=site, held=held)
+
+
+def find_makers(
+    saved: Saved, path: Path, block: Callable[..., nn.Module] | None
+) -> dict[str, Callable[..., nn.Module]]:
+    """Return the functions that build the blocks of a file, by the names of the classes."""
+    names = sorted({record.block for record in saved.blocks})
+    foreign = [name for name in names if name not in (*BLOCKS, *OF_TIMM)]
+    if foreign and block is None:
+        where = "".join(f", which is in {CONTROLS[name]}" for name in foreign[:1] if name in CONTROLS)
+        what = f"{', '.join(foreign)}, which is no block of this library"
+        raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{where}")
+    parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
+    shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
+    return {name: limit_shapes(maker_of(block if name in foreign else name), shapes) for name in names}
+
+
+def limit_shapes(
+    make: Callable[..., nn.Module], shapes: Collection[tuple[str, tuple[int, ...]]]
+) -> Callable[..., nn.Module]:
+    """Let ``make`` build a block only if the file has tensors of its names and shapes: options can ask for any size."""
+
+    @wraps(make)
+    def make_limited(channels: int, **options: Any) -> nn.Module:
+        state = make_block(make, channels, **{**options, "device": "meta"}).state_dict()
+        if other := [f"{key} {(*value.shape,)}" for key, value in state.items() if (key, value.shape) not in shapes]:
+            raise CheckpointError(f"the block made here and the saved ones differ in {shorten(other)}")
+        return make_block(make, channels, **options)
+
+    return make_limited
