@@ -152,17 +152,17 @@ def one_part_under_many_names(path):
             archive.filelist.append(again)
 
 
-def said_in(path):
+def read_entry(path):
     """What a file of the library's own form says."""
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()[ENTRY])
 
 
-def rewritten(source, path, more=None, **changes):
+def rewrite(source, path, more=None, **changes):
     """The same file that says something else or holds more, with a hash that is right again."""
     with safe_open(source, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()} | (more or {})  # noqa: SIM118
-    said = {**said_in(source), **changes}
+    said = {**read_entry(source), **changes}
     del said["file_hash"]
     said["file_hash"] = compute_hash([said, fingerprint(tensors)])
     save_file(tensors, path, {ENTRY: json.dumps(said)})
@@ -171,9 +171,9 @@ def rewritten(source, path, more=None, **changes):
 
 def adapter(path, source, **options):
     """Write an adapter whose block has other options."""
-    (block,) = said_in(source)["blocks"]
+    (block,) = read_entry(source)["blocks"]
     block["options"].update(options)
-    rewritten(source, path, blocks=[block])
+    rewrite(source, path, blocks=[block])
 
 
 def shards(folder, name, state, **changes):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints import file_format
-from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, plain_key
+from vision_attn.networks.checkpoints.file_format import Saved, fingerprint, gather, plain_key
 from vision_attn.networks.checkpoints.load import copy_all_, refuse_without_values
 from vision_attn.networks.insertion import InsertionReport, changeable, inserted_blocks, plain_network, records, remove_
 from vision_attn.networks.safe import read_file
@@ -86,18 +86,14 @@ def save_adapter(
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
     state, block_keys = plain_state(model), set(map(plain_key, insertion.inserted_keys(model)))
     extra = insertion.matching("also", also, [key for key in state if key not in block_keys])
-    tensors = {key: state[key] for key in state if key in block_keys or key in extra}
+    tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     file_format.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(extra)), about=dict(about or {})))
     return Path(path)
 
 
 def load_adapter_(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    strict: bool = True,
-    block: Callable[..., nn.Module] | None = None,
+    model: nn.Module, path: str | Path, *, strict: bool = True, block: Callable[..., nn.Module] | None = None
 ) -> AdapterReport:
     """Insert the blocks of an adapter file into the network that it was trained on.
 

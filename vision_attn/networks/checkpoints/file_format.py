@@ -49,11 +49,6 @@ ENTRY = "vision_attn"
 #: The only version of the format that is read and written.
 FORMAT = 3
 
-#: Blocks that ``vision-attn compare`` inserts, and the module that defines them.
-CONTROLS = dict.fromkeys(
-    ("ConvBlock2d", "NormBlock2d", "SqueezeExciteBlock2d"), "vision_attn.tools.comparison.controls"
-)
-
 #: Parts of a path that torch.compile, activation checkpointing and FSDP add, wherever they wrap a layer.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 #: name -> (shape, type, first digits of the SHA-256 of its bytes)
@@ -71,15 +66,6 @@ class Saved:
     also: tuple[str, ...] = ()
     arguments: Arguments = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Gather sharded tensors, and remove the parts of wrappers from all names."""
-        vars(self).update(
-            tensors={plain_key(key): gather(value) for key, value in self.tensors.items()},
-            blocks=tuple(relocate(record, plain_key) for record in self.blocks),
-            base=self.base and {plain_key(key): value for key, value in self.base.items()},
-            also=tuple(map(plain_key, self.also)),
-        )
 
 
 def plain_key(key: str, wrappers: Collection[str] = WRAPPERS) -> str:
@@ -125,12 +111,8 @@ def write_saved(path: Path, saved: Saved) -> None:
     """Write a file of this format, completely or not at all."""
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors; got {path.name!r}")
-    entry = {**vars(saved), "format": FORMAT, "library": __version__}
+    entry = {**vars(saved), "format": FORMAT, "library": __version__, "blocks": list(map(encode_block, saved.blocks))}
     del entry["tensors"]
-    entry["blocks"] = [dict(vars(block)) for block in saved.blocks]
-    for block in entry["blocks"]:
-        del block["compared"]
-        block["options"] = {name: to_code(name, value) for name, value in block["options"].items()}
     entry["file_hash"] = compute_hash([entry, fingerprint(saved.tensors)])
     write_tensors(path, saved.tensors, {ENTRY: json.dumps(entry)})
 
@@ -166,6 +148,12 @@ def check_format(path: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} has another format: expected {FORMAT}, got {version!r}. {remedy}")
 
 
+def encode_block(block: InsertedBlock) -> dict[str, Any]:
+    """Return the record of a block as plain values."""
+    options = {name: to_code(name, value) for name, value in block.options.items()}
+    return {name: value for name, value in vars(block).items() if name != "compared"} | {"options": options}
+
+
 def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
     """Return the record of a block in a file's metadata."""
     numbers = {name: int(values[name]) for name in ("channels", "parameters", "multiply_adds")}
@@ -182,12 +170,16 @@ def decode_block(values: Mapping[str, Any]) -> InsertedBlock:
 
 
 def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Return the records of a model's blocks; raise unless each class builds its block again from the options."""
+    """Return the records of a model's blocks, with paths as in the network without wrappers.
+
+    Raises:
+        ValueError: the class of a block does not build the same block from its options.
+    """
     blocks, records = insertion.inserted_blocks(model), insertion.records(model)
     for record in records:
         if record.block in (*BLOCKS, *OF_TIMM) and (reason := explain_change(record, blocks[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
-    return records
+    return tuple(relocate(record, plain_key) for record in records)
 
 
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
@@ -246,9 +238,8 @@ def find_makers(
     names = sorted({record.block for record in saved.blocks})
     foreign = [name for name in names if name not in (*BLOCKS, *OF_TIMM)]
     if foreign and block is None:
-        where = "".join(f", which is in {CONTROLS[name]}" for name in foreign[:1] if name in CONTROLS)
         what = f"{', '.join(foreign)}, which is no block of this library"
-        raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}{where}")
+        raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
     return {name: limit_shapes(maker_of(block if name in foreign else name), shapes) for name in names}

@@ -86,7 +86,8 @@ def load_checkpoint(
     refuse_without_values(model)
     target = Target(model, skip)
     weights = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
-    saved = {key: value for key, value in weights.tensors.items() if not target.is_skipped(key)}
+    skipped = {key for key in weights.tensors if any(fnmatchcase(key, glob) for glob in target.skip)}
+    saved = {key: value for key, value in weights.tensors.items() if key not in skipped}
     converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
     report = compare(target, weights, saved, converted)
     fitting = (*report.loaded, *report.replaced)
@@ -122,9 +123,6 @@ class Target:
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network has
         self.required = {key: value for key, value in self.tensors.items() if key not in optional}
-
-    def is_skipped(self, key: str) -> bool:
-        return any(fnmatchcase(key, glob) for glob in self.skip)
 
 
 def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vision_attn.errors import CheckpointError
-from vision_attn.networks.checkpoints.file_format import WRAPPERS, Saved, plain_key, read_saved
+from vision_attn.networks.checkpoints.file_format import WRAPPERS, plain_key, read_saved
 from vision_attn.networks.checkpoints.load_report import EMA_ENTRIES
 from vision_attn.networks.checkpoints.specification import Arguments, get_arguments
 from vision_attn.networks.safe import CheckpointFile
@@ -40,51 +40,54 @@ def find_weights(
     file: CheckpointFile, required: Tensors, *, ema: bool = False, prefix: str = "", rename: Rename = ()
 ) -> Weights:
     """Find the weights in a file for a model that requires some of them."""
-    saved = read_saved(file)
-    if saved is not None and saved.base is not None:
-        raise CheckpointError(f"{file.path} is an adapter: load the network's checkpoint, then load_adapter_ it")
     entry = find_entry(file, ema=ema)
-    content: Any = file.content[entry] if entry else file.content
-    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
-    if "n_averaged" not in required:  # the counter that torch's AveragedModel has beside the model
-        tensors.pop("n_averaged", None)
-    arguments = {f"{path}.": values for path, values in read_arguments(file, saved, content).items()}
-
+    values = read_values(file, entry, required)
     # Parallel and averaged models are in a module of that name, of which a network may have its own.
     wrappers = WRAPPERS | ({"module"} - {part for key in required for part in key.split(".")})
-    plain = {key: plain_key(key, wrappers) for key in (*tensors, *arguments)}
-    given_prefix = plain_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
-    names = remove_prefix(plain, given_prefix)
+    plain = {key: plain_key(key, wrappers) for key in values}
+    prefix = plain_key(f"{prefix.removesuffix('.')}.", wrappers) if prefix else ""
+    names = rename_keys(remove_prefix(plain, prefix), rename, required)
     if not names:
         first_parts = shorten(dict.fromkeys(name.partition(".")[0] for name in plain.values()))
         raise CheckpointError(f"{file.path}: no key begins with prefix {prefix!r}; the keys begin with {first_parts}")
-    names = rename_keys(names, rename, required)
-    renamed = {names[key]: value for key, value in tensors.items() if key in names}
-    counts = Counter(names[key] for key in tensors if key in names)
-    if duplicates := [key for key in tensors if counts[names.get(key, "")] > 1]:
-        raise CheckpointError(f"{file.path} has several tensors for one name: {shorten(duplicates)}: keep one")
-    found_prefix = find_prefix(file.path, renamed, required)
+    found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
     names = remove_prefix(names, found_prefix)
-
     return Weights(
-        tensors={names[key]: value for key, value in tensors.items() if key in names},
-        arguments={names[key].strip("."): values for key, values in arguments.items() if key in names},
+        tensors=select_tensors(file.path, names, values),
+        arguments={name.strip("."): values[key] for key, name in names.items() if key.endswith(".")},
         source={
             "path": str(file.path),
             "entry": entry,
             "others": tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value)),
-            "prefix": given_prefix + found_prefix,
-            "aside": tuple(plain[key] for key in tensors if key not in names),
+            "prefix": prefix + found_prefix,
+            "aside": tuple(name for key, name in plain.items() if key not in names and not key.endswith(".")),
         },
     )
 
 
-def read_arguments(file: CheckpointFile, saved: Saved | None, content: object) -> Arguments:
-    """Return the arguments of the attention blocks in a file, by their paths in the file."""
+def read_values(file: CheckpointFile, entry: str, required: Tensors) -> dict[str, Any]:
+    """Return the tensors in an entry of a file by their keys, and the arguments of blocks by their paths with a dot."""
+    saved = read_saved(file)
+    if saved is not None and saved.base is not None:
+        raise CheckpointError(f"{file.path} is an adapter: load the network's checkpoint, then load_adapter_ it")
+    content: Any = file.content[entry] if entry else file.content
+    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    if "n_averaged" not in required:  # the counter that torch's AveragedModel has beside the model
+        tensors.pop("n_averaged", None)
     try:
-        return saved.arguments if saved else get_arguments(content)
+        arguments = saved.arguments if saved else get_arguments(content)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged in the arguments of its blocks ({error})") from error
+    return tensors | {f"{path}.": values for path, values in arguments.items()}
+
+
+def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among values by their new names, which must differ."""
+    keys = [key for key in names if isinstance(values[key], Tensor)]
+    counts = Counter(names[key] for key in keys)
+    if duplicates := [key for key in keys if counts[names[key]] > 1]:
+        raise CheckpointError(f"{path} has several tensors for one name: {shorten(duplicates)}: keep one")
+    return {names[key]: values[key] for key in keys}
 
 
 def find_entry(file: CheckpointFile, *, ema: bool) -> str:

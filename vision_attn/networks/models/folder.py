@@ -35,6 +35,7 @@ from torchvision.transforms.v2 import RGB, Grayscale
 
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints import file_format
+from vision_attn.networks.checkpoints.file_format import gather, plain_key
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, records, remove_
@@ -42,7 +43,7 @@ from vision_attn.networks.insertion.exact import bare
 from vision_attn.networks.insertion.makers import BLOCKS
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
-from vision_attn.networks.safe.write import TEMPORARY, errors_name
+from vision_attn.networks.safe.write import TEMPORARY, name_errors
 from vision_attn.text import escaped, shorten
 from vision_attn.version import __version__
 
@@ -138,19 +139,20 @@ def save_model(
         classes = vars(model)["classes"]
     if classes is not None and len(classes) != model.num_classes:
         raise ValueError(f"classes must name the {model.num_classes} classes of the model; got {len(classes)}")
-    state, blocks = model.state_dict(), file_format.blocks_to_save(model)
+    arguments, blocks = get_arguments(model.state_dict()), file_format.blocks_to_save(model)
+    state = {plain_key(key): gather(value) for key, value in model.state_dict().items()}
     # All of timm's configuration, since a timm before 1.0.31 takes this in the place of the model's.
     about = filter_pretrained_cfg(get_model_cfg(model), remove_source=True) | {"architecture": architecture}
     config: dict[str, Any] = {"pretrained_cfg": about, "label_names": list(classes or ())}
-    identity = file_format.compute_hash([config, get_arguments(state), file_format.fingerprint(state)])
+    identity = file_format.compute_hash([config, arguments, file_format.fingerprint(state)])
     config[SECTION] = {"format": file_format.FORMAT, "library": __version__, "save": identity}
-    with SAVING, errors_name(Path(folder)):
+    with SAVING, name_errors(Path(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=TEMPORARY, dir=target if target.is_dir() else target.parent) as temporary:
             new = Path(temporary)
             save_config_for_hf(model, new / "config.json", config, model_args=dict(model_args or {}))
             config = json.loads((new / "config.json").read_text())
-            saved = file_format.Saved(state, blocks, arguments=get_arguments(state), about=config)
+            saved = file_format.Saved(state, blocks, arguments=arguments, about=config)
             file_format.write_saved(new / "model.safetensors", saved)
             verify(model, new, architecture)
             target.mkdir(exist_ok=True)
@@ -162,17 +164,17 @@ def save_model(
 
 
 def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = None) -> nn.Module:
-    """A trained network, ready to use: in evaluation mode on the CPU, with its classes and what prepares its images.
+    """Load a network, ready to use: in evaluation mode on the CPU, with its classes and the transform for its images.
 
     Args:
-        folder: what :func:`save_model` wrote, or timm for a network without blocks; or the folder of a training run,
-            of which the best network is taken.
-        block: the class of the inserted blocks, where it is none of this library's.
+        folder: a folder that :func:`save_model` wrote, or timm for a network without blocks; or the folder of a
+            training run, whose best network is loaded.
+        block: the class of the inserted blocks if it is not one of this library's.
 
     Returns:
-        The network with its blocks and weights. ``model.classes`` is a tuple of names, or None where the folder has
-        none; ``model.transform`` makes an input ``(c, h, w)`` of an image of Pillow's, as timm prepares images for
-        evaluation. Nothing of the files is run, and nothing that they name is fetched.
+        The network with its blocks and weights. ``model.classes`` is a tuple of names, or None if the folder has
+        none; ``model.transform`` converts a Pillow image to an input ``(c, h, w)``, as timm does for evaluation. No
+        code in the files is run, and nothing is downloaded.
 
     Raises:
         FileNotFoundError: there is no such folder, or not both files in it.
@@ -196,25 +198,25 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
         warnings.warn(f"{folder}: config.json and model.safetensors are from different saves. {remedy}", stacklevel=2)
         config = check_config(file.path, json.dumps(dict(saved.about)))
 
-    def made(saved: file_format.Saved | None) -> nn.Module:
+    def build() -> nn.Module:
         model = create(config)
         if saved is not None:
-            if inserted_blocks(model):  # by the network itself: which there are is said by the file
+            if inserted_blocks(model):  # by the network's class: the file lists all blocks
                 remove_(model)
             file_format.insert_saved_(model, saved, file_format.find_makers(saved, folder, block))
         return model
 
     try:
-        with torch.device("meta"):  # nothing is made that the file has no numbers for
-            shapes = {key: value.shape for key, value in made(saved).state_dict().items()}
+        with torch.device("meta"):  # no memory is allocated for tensors that the file does not have
+            shapes = {key: value.shape for key, value in build().state_dict().items()}
         other = [key for key in {**shapes, **weights} if key not in weights or weights[key].shape != shapes.get(key)]
         if other:
             raise CheckpointError(f"{folder}: its weights are of another network than it names: {shorten(other)}")
         with torch.random.fork_rng(devices=[]):
-            model = made(saved)
+            model = build()
     except CheckpointError:
         raise
-    except Exception as error:  # a network whose arguments make no sense can fail in any way
+    except Exception as error:  # a network with invalid arguments can fail in any way
         raise CheckpointError(f"{folder}: its network cannot be made ({type(error).__name__}: {error})") from error
     kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
     if len(kinds) == 1:
@@ -226,7 +228,7 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
 
 
 def create_eval_transform(model: nn.Module) -> Compose:
-    """What timm prepares images with for the evaluation of a network, whatever kind of image they are."""
+    """Return timm's transform for the evaluation of a network, for images of any mode."""
     config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
     return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
@@ -250,7 +252,7 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
             raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
         if SECTION in config:
             file_format.check_format(path, config[SECTION])
-        if sum(map(abs, numbers_in(arguments))) > MAX_ARGUMENT_SUM:
+        if sum(map(abs, iterate_numbers(arguments))) > MAX_ARGUMENT_SUM:
             raise ValueError("its model_args ask for a network of a size that there is none of")
         count = arguments.get("num_classes", config["num_classes"])
         if names is not None and not (isinstance(names, list) and [type(name) for name in names] == [str] * count):
@@ -260,21 +262,21 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
     return config
 
 
-def numbers_in(value: object) -> Iterator[float]:
-    """All numbers in plain values."""
+def iterate_numbers(value: object) -> Iterator[float]:
+    """Yield all numbers in plain values."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
-        yield from numbers_in(part)
+        yield from iterate_numbers(part)
     if isinstance(value, int | float):
         yield value
 
 
 def create(config: Mapping[str, Any]) -> nn.Module:
-    """The network that a configuration names, with new weights."""
+    """Create the network of a configuration, with random weights."""
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
-    about = config["pretrained_cfg"] | {"label_names": config.get("label_names")}
-    about["num_classes"] = arguments["num_classes"]
-    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in about.items() if key in CFG_KEYS}
+    cfg = config["pretrained_cfg"] | {"label_names": config.get("label_names")}
+    cfg["num_classes"] = arguments["num_classes"]
+    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in cfg.items() if key in CFG_KEYS}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
     if not 0 < math.prod(kept["input_size"]) <= MAX_INPUT_NUMEL or len(kept["input_size"]) != 3:
@@ -286,23 +288,23 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 
 
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
-    """Refuse what was written if what is read back gives something else for an image."""
+    """Raise unless the network in a folder gives the same output for an image as the model."""
+    classes = [type(bare(block)) for block in inserted_blocks(model).values()]
     try:
-        foreign = (type(bare(one)) for one in inserted_blocks(model).values() if type(bare(one)).__name__ not in BLOCKS)
-        again = load_model(folder, block=next(foreign, None))
+        copy = load_model(folder, block=next((cls for cls in classes if cls.__name__ not in BLOCKS), None))
         value = next(p for p in model.parameters() if p.is_floating_point())
-        # Of the size that blocks on tokens were inserted for.
-        size = next((block.input_shape[1:] for block in records(model)), get_model_cfg(again)["input_size"])
+        # Blocks on tokens need the size that they were inserted for.
+        size = next((block.input_shape[1:] for block in records(model)), get_model_cfg(copy)["input_size"])
         images = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(value)
         with torch.no_grad(), quiet_eval(model):
-            expected, found = model(images), again.to(value.device)(images)
+            expected, output = model(images), copy.to(value.device)(images)
         if not expected.isfinite().all():
             warnings.warn("The output is not finite: training may have diverged. The copy is unverified.", stacklevel=3)
             return
-        if torch.allclose(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
+        if torch.allclose(output, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())):
             return
         reason = "it computes something else"
     except CheckpointError as error:
         reason = str(error).partition(": ")[2]
-    what = f"what timm makes of {architecture!r} is not this network ({reason})"
-    raise ValueError(f"architecture: {what}: give the one that it is, and in model_args what it was made with")
+    what = f"timm's {architecture!r} is not this network ({reason})"
+    raise ValueError(f"architecture: {what}: pass its name, and as model_args the arguments it was created with")

@@ -1,6 +1,6 @@
-"""Files that may come from anyone, read without running any code of theirs; and files that are written whole or not.
+"""Read files from untrusted sources without running code, and write files completely or not at all.
 
-This room knows nothing of networks.
+This package knows nothing of networks.
 """
 
 from vision_attn.networks.safe.read import CheckpointFile, read_checkpoint, read_file

@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all."""
+"""Write files and folders completely or not at all."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     ['results.json']
     """
     check_writable(path)
-    with errors_name(path):
-        if (stream := stream_of(path)) is not None:
+    with name_errors(path):
+        if (stream := find_stream(path)) is not None:
             with open(stream, "wb", closefd=stream is path) as opened:
                 opened.write(content)
             return
@@ -57,14 +57,14 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: the folder is missing or cannot be written to, or the path is a folder or a write-protected file.
     """
-    with errors_name(path):
+    with name_errors(path):
         if path.is_file() or path.is_dir():
             os.close(os.open(path, os.O_WRONLY))
-        if stream_of(path) is None:
+        if find_stream(path) is None:
             TemporaryDirectory(prefix=TEMPORARY, dir=os.path.dirname(os.path.realpath(path))).cleanup()
 
 
-def stream_of(path: Path) -> Path | int | None:
+def find_stream(path: Path) -> Path | int | None:
     """Return a pipe or device, or the descriptor of a standard stream, to write through; None for a file or nothing.
 
     The file that a shell redirects a standard stream to must not be replaced: later output would be lost.
@@ -77,7 +77,7 @@ def stream_of(path: Path) -> Path | int | None:
 
 
 @contextmanager
-def errors_name(path: Path) -> Iterator[None]:
+def name_errors(path: Path) -> Iterator[None]:
     """Make errors of the operating system name this path instead of a temporary file, or of no file."""
     try:
         yield
