@@ -1,8 +1,8 @@
-"""Hostile and damaged files in great number, each read in a process of bounded memory and time.
+"""Many hostile and damaged files, each read in a process of bounded memory and time.
 
-``python tests/attack_files.py`` reads some 650 that were made to harm, and then as many mutations of honest ones as the
-environment variable ``VISION_ATTN_MUTATIONS`` says. It fails where a reader runs or opens something, takes more than
-four times the file and 200 MB, takes more than ten seconds, or ends with an error that is none of ours.
+``python tests/attack_files.py`` reads about 650 hostile files, and as many mutations of honest ones as the environment
+variable ``VISION_ATTN_MUTATIONS`` tells. It fails if a reader runs or opens something, needs more memory than four times
+the file and 200 MB or more than ten seconds, or raises an error of another library.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import crafted
 import torch
-from crafted import Call, Named, New, as_legacy, as_zip, memory, network, pickled
+from crafted import Call, Named, New, as_legacy, as_zip, pickled
+from networks import convolutions
 from safetensors.torch import save_file
 
 import vision_attn as va
@@ -28,7 +29,7 @@ from vision_attn.networks.checkpoints.file_format import Saved
 from vision_attn.networks.safe import read_checkpoint
 
 FORMS = {"zip": as_zip, "legacy": as_legacy}
-#: What nobody may call: by their own names, and behind those of what checkpoints do call.
+#: Functions that no checkpoint may call.
 NAMES = (
     "os.system", "posix.system", "nt.system", "os.popen", "os.execv", "subprocess.Popen", "builtins.eval",
     "builtins.exec", "builtins.open", "builtins.getattr", "builtins.__import__", "__builtin__.eval", "pty.spawn",
@@ -39,7 +40,7 @@ NAMES = (
     "collections.OrderedDict.update", "argparse.Namespace.__init__", "vision_attn.load_adapter_",
     "numpy.dtype.__reduce__", "_codecs.decode",
 )  # fmt: skip
-#: Ways in which a pickle calls something; each is given its module and its name.
+#: Ways in which a pickle calls or names something, given its module and name.
 WAYS = {
     "call": lambda module, name: pickled({"weight": Call(f"{module}.{name}", "echo")}),
     "stack": lambda module, name: b"\x80\x04" + text(module) + text(name) + b"\x93" + text("echo") + b"\x85R.",
@@ -50,7 +51,7 @@ WAYS = {
     "state": lambda module, name: pickled(Call("collections.OrderedDict", state={"a": Named(f"{module}.{name}")})),
     "value": lambda module, name: pickled({"weight": [Named(f"{module}.{name}")]}),
 }
-#: What a header of safetensors can lie about.
+#: False entries of a header of safetensors.
 LIES = {
     "dtype": ("F64", "BF16", "I64", "U8", "BOOL", "F4", "C64", "Q8", "", None, 7),
     "shape": ([2**62, 4], [0, 2**63], [-1], [1.5], [], None, "2", [2**64], [[2]]),
@@ -59,7 +60,7 @@ LIES = {
 #: Sizes and strides of a tensor in a storage of one number.
 SIZES = ((2**40,), (2**31, 2**31), (1,) * 70, (-1,), (0, 2**63), (1.0,), ("1",), (2, 2), ())
 STRIDES = ((0,), (1,), (-1,), (2**62,), (0, 0), (1,) * 70, ("1",), ())
-#: What a reader of tensors has no business with.
+#: Audit events that a reader of tensors must not cause.
 FORBIDDEN = {
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "socket.bind",
     "os.remove", "os.rename", "os.mkdir", "shutil.rmtree", "pickle.find_class", "ctypes.dlopen", "marshal.loads",
@@ -67,31 +68,31 @@ FORBIDDEN = {
 }  # fmt: skip
 SECONDS = 10
 
-#: What is in a pickle, by what it does to a reader that follows it.
+#: Pickles that would make an unbounded reader follow pointers, or take memory or time.
 PICKLES = {
-    "follows a pointer": lambda: pickled({"weight": crafted.followed_pointer()}),
-    "gives a pointer": lambda: pickled({"weight": crafted.leaked_pointer()}),
-    "makes room": lambda: pickled({"weight": Call("builtins.bytearray", 2**31)}),
-    "doubles a text": lambda: pickled({"weight": crafted.doubled(27)}),
-    "nests a key": lambda: b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
+    "follows a pointer": pickled({"weight": crafted.followed_pointer()}),
+    "gives a pointer": pickled({"weight": crafted.leaked_pointer()}),
+    "allocates": pickled({"weight": Call("builtins.bytearray", 2**31)}),
+    "doubles a text": pickled({"weight": crafted.doubled(27)}),
+    "nests a key": b"\x80\x02}N" + b"\x85" * 300_000 + b"Ns.",
 }
-#: Files that no two forms have in common.
+#: Other files of this kind. Those with holes have 64 GiB and take no space on a disk.
 FILES = {
     "compressed.pth": lambda path: crafted.inflated(path, 2**28),
     "listed again.pth": crafted.one_part_under_many_names,
-    "made again.pth": lambda path: path.write_bytes(as_zip(crafted.again_and_again(600_000), [bytes(4)])),
+    "made again.pth": lambda path: path.write_bytes(
+        as_zip(crafted.again_and_again(crafted.tensor(1, (1,), (1,)), 600_000), [bytes(4)])
+    ),
     "claims more.pth": lambda path: path.write_bytes(as_legacy(pickled([crafted.tensor(2**28, (2**28,), (1,), None)]))),
-    # as many lists as a text of 2 MB has room for, 350,000 names, and 64 GiB
-    "of lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
-    "of names.index.json": lambda path: path.write_text(
+    "lists.index.json": lambda path: path.write_text('{"a":[' + f"{'[' * 100}{']' * 100}," * 10_000 + "0]}"),
+    "names.index.json": lambda path: path.write_text(
         json.dumps({"weight_map": {f"{number:x}": f"{number:x}" for number in range(350_000)}})
     ),
-    "of holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
-    # 64 GiB that take no place on a disk; a hash of them would take minutes
-    "of holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),
+    "holes.index.json": lambda path: (path.touch(), os.truncate(path, 2**36)),
+    "holes-abcdef12.pth": lambda path: (path.touch(), os.truncate(path, 2**36)),  # a hash would take minutes
 }
-#: What an adapter says of its block.
-SAID = {
+#: Options of the block of an adapter.
+OPTIONS = {
     "large table": {"position": "RelPosTable(feat_size=(6000, 6000))"},
     "wide heads": {"key_dim": "800000", "value_dim": "800000"},
     "many heads": {"num_heads": str(10**12), "num_kv_heads": "7", "key_dim": "1", "value_dim": "1"},
@@ -108,7 +109,7 @@ def safetensors(header, data=bytes(8)):
 
 
 def hostile(folder):
-    """Files that were made to harm."""
+    """Write hostile files, and return their paths."""
     contents = {}
     for (way, make), name, (form, wrap) in itertools.product(WAYS.items(), NAMES, FORMS.items()):
         contents[f"{way} {name} {form}.pth"] = wrap(make(*name.rsplit(".", 1)))
@@ -135,24 +136,19 @@ def hostile(folder):
 
 
 def harmful(folder, honest):
-    """Files that make a reader that follows them take memory and time; what reads each, in a process of its own."""
+    """Write files that take an unbounded reader's memory and time, and return their readers by path."""
     for (name, content), (form, wrap) in itertools.product(PICKLES.items(), FORMS.items()):
-        (folder / f"{name} {form}.pth").write_bytes(wrap(content()))
+        (folder / f"{name} {form}.pth").write_bytes(wrap(content))
     for name, write in FILES.items():
         write(folder / name)
-    for name, said in SAID.items():
+    for name, said in OPTIONS.items():
         crafted.adapter(folder / f"{name}.safetensors", honest, **said)
-    return {
-        path: into_network if path.suffix == ".safetensors" else read_checkpoint for path in sorted(folder.iterdir())
-    }
+    readers = {".safetensors": lambda path: va.load_adapter_(convolutions(3, 8, 8), path)}
+    return {path: readers.get(path.suffix, read_checkpoint) for path in sorted(folder.iterdir())}
 
 
-def into_network(path):
-    va.load_adapter_(network(), path)
-
-
-def mutated(content, random):
-    """A few bytes of a file flipped, set, taken out, said twice or moved; or its end cut off."""
+def mutate(content, random):
+    """Flip, remove, repeat or set a few bytes of a file, or cut off its end."""
     content = bytearray(content)
     for _ in range(random.choice((1, 1, 1, 2, 5))):
         place, length = random.randrange(len(content) + 1), random.choice((1, 1, 2, 8, 64))
@@ -171,19 +167,19 @@ def mutated(content, random):
     return bytes(content)
 
 
-def known(value):
-    """A value of a checkpoint as something that compares."""
+def comparable(value):
+    """Convert a value of a checkpoint to values that compare."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
     value = vars(value) if isinstance(value, Saved) else value
     if isinstance(value, dict):
-        return {key: known(item) for key, item in value.items()}
-    return [known(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+        return {key: comparable(item) for key, item in value.items()}
+    return [comparable(item) for item in value] if isinstance(value, list | tuple) else repr(value)
 
 
 def honest(folder):
-    """A file of each of four kinds, and what reads it."""
-    model = network()
+    """Write a file of each of four kinds, and return their readers by path."""
+    model = convolutions(3, 8, 8)
     content = {"model": dict(model.state_dict()), "epoch": 3, "rows": [{"loss": 0.5}], "best": None}
     for form in ("zip", "legacy"):
         torch.save(content, folder / f"{form}.pth", _use_new_zipfile_serialization=form == "zip")
@@ -193,9 +189,15 @@ def honest(folder):
     return {path: read_adapter if path.stem == "adapter" else read_checkpoint for path in sorted(folder.iterdir())}
 
 
-def attempt(read, path, seen):
-    """How a reader takes a file: the outcome, and what is wrong with that, if anything."""
-    seen.clear()
+def memory():
+    """Return the most memory that this process has asked for, in MB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmPeak"))
+
+
+def attempt(read, path, events):
+    """Read a file: return the outcome, and a fault if there is one."""
+    events.clear()
     before, size = memory(), path.stat().st_size if path.is_file() else 0
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -203,44 +205,44 @@ def attempt(read, path, seen):
         outcome = "read"
     except (va.CheckpointError, FileNotFoundError):
         outcome = "refused"
-    except KeyboardInterrupt:  # which no reader takes for a fault of the file
+    except KeyboardInterrupt:  # which no reader catches
         return "hung", f"more than {SECONDS} s"
     except BaseException as error:
         return "raised", repr(error)[:200]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if seen:
-        return "ran", str(seen[:3])
+    if events:
+        return "ran", str(events[:3])
     if memory() - before > 4 * size / 1e6 + 200:
         return "took", f"{memory() - before:.0f} MB of a file of {size} bytes"
     return outcome, ""
 
 
 def prepare():
-    """Bound this process, and note what is run in it."""
+    """Bound the memory of this process, and return the list of its forbidden audit events."""
     resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    seen = []
-    sys.addaudithook(lambda event, given: seen.append((event, repr(given)[:80])) if event in FORBIDDEN else None)
-    return seen
+    events = []
+    sys.addaudithook(lambda event, args: events.append((event, repr(args)[:80])) if event in FORBIDDEN else None)
+    return events
 
 
-def in_copies(tasks):
-    """What each task gives, in a copy of this process; a copy that dies is followed by another, after that task."""
+def run_in_forks(tasks):
+    """Yield the results of tasks in a fork of this process; after a crash another fork continues with the next task."""
     done = 0
     while done < len(tasks):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
-            seen = prepare()
+            events = prepare()
             for task in tasks[done:]:
-                os.write(writing, (json.dumps(task(seen)) + "\n").encode())
+                os.write(writing, (json.dumps(task(events)) + "\n").encode())
             os._exit(0)
         os.close(writing)
-        with open(reading) as answers:
-            for answer in answers:
+        with open(reading) as results:
+            for result in results:
                 done += 1
-                yield json.loads(answer)
+                yield json.loads(result)
         _, status = os.waitpid(child, 0)
         if status:
             done += 1
@@ -248,50 +250,53 @@ def in_copies(tasks):
 
 
 def attack(count):
-    """All hostile files, and so many mutations: what came of them, and of each that went wrong what and how."""
-    outcomes, wrong = Counter(), []
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    """Read all hostile files and ``count`` mutations; return the faults."""
+    outcomes, faults = Counter(), []
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
         for name in ("hostile", "honest", "harmful"):
             (folder / name).mkdir()
         files = honest(folder / "honest")
         paths = hostile(folder / "hostile")
         harm = harmful(folder / "harmful", folder / "honest" / "adapter.safetensors")
-        for path, read in files.items():  # what it imports is not the file's doing
+        # Imports and codecs of names with bytes beyond ASCII are loaded before the attempts.
+        for path, read in files.items():
             (folder / path.name).write_bytes(path.read_bytes()[:-1])
             attempt(read, folder / path.name, [])
         attempt(read_checkpoint, folder / "hostile" / "call os.system zip.pth", [])
-        va.load_adapter_(network(), folder / "honest" / "adapter.safetensors")
-        for codec in ("cp437", "raw_unicode_escape"):  # of names and texts with bytes beyond ASCII
+        va.load_adapter_(convolutions(3, 8, 8), folder / "honest" / "adapter.safetensors")
+        for codec in ("cp437", "raw_unicode_escape"):
             b"a".decode(codec)
-        originals = {path: known(read(path)) for path, read in files.items()}
+        originals = {path: comparable(read(path)) for path, read in files.items()}
 
-        def mutation(seen, number):
+        def mutation(events, number):
             path, read = list(files.items())[number % len(files)]
             target = folder / f"{os.getpid()}{path.suffix}"
-            target.write_bytes(mutated(path.read_bytes(), random.Random(number)))
-            outcome, why = attempt(read, target, seen)
-            if outcome == "read" and path.stem in ("zip", "adapter") and known(read(target)) != originals[path]:
+            target.write_bytes(mutate(path.read_bytes(), random.Random(number)))
+            outcome, fault = attempt(read, target, events)
+            if outcome == "read" and path.stem in ("zip", "adapter") and comparable(read(target)) != originals[path]:
                 return "read as another", "its numbers have changed"
-            return outcome, why
+            return outcome, fault
 
         tasks = [partial(attempt, read_checkpoint, path) for path in paths]
-        found = [("hostile", path.name, answer) for path, answer in zip(paths, in_copies(tasks), strict=True)]
-        found += [("harmful", path.name, *in_copies([partial(attempt, read, path)])) for path, read in harm.items()]
+        results = [("hostile", path.name, result) for path, result in zip(paths, run_in_forks(tasks), strict=True)]
+        results += [
+            ("harmful", path.name, *run_in_forks([partial(attempt, read, path)])) for path, read in harm.items()
+        ]
         kinds, tasks = [path.name for path in files], [partial(mutation, number=number) for number in range(count)]
-        found += [(kinds[n % 4], f"mutation {n}", answer) for n, answer in enumerate(in_copies(tasks))]
-    for kind, name, (outcome, why) in found:
+        results += [(kinds[n % 4], f"mutation {n}", result) for n, result in enumerate(run_in_forks(tasks))]
+    for kind, name, (outcome, fault) in results:
         outcomes[kind, outcome] += 1
-        may = kind in kinds or (kind == "hostile" and (name.startswith(("tensor", "deep")) or "safetensors" in name))
-        if why or (outcome == "read" and not may):
-            wrong.append((kind, name, outcome, why))
+        may_be_read = name.startswith(("tensor", "deep", "mutation")) or (kind == "hostile" and "safetensors" in name)
+        if fault or (outcome == "read" and not may_be_read):
+            faults.append((kind, name, outcome, fault))
     print(f"{len(paths)} hostile files, {count} mutations")
     for (kind, outcome), number in sorted(outcomes.items()):
         print(f"{kind:<20} {outcome:<16} {number:>7,}")
-    return wrong
+    return faults
 
 
 if __name__ == "__main__":
-    found = attack(int(os.environ.get("VISION_ATTN_MUTATIONS", "2000")))
-    print(*found[:50], sep="\n")
-    sys.exit(bool(found))
+    faults = attack(int(os.environ.get("VISION_ATTN_MUTATIONS", "2000")))
+    print(*faults[:50], sep="\n")
+    sys.exit(bool(faults))

@@ -1,7 +1,6 @@
-"""Checkpoints made to harm the machine that reads them, most of a few hundred bytes, for the tests of its readers.
+"""Hostile checkpoints for the tests of the reader, most of a few hundred bytes.
 
-None of them holds more than numbers that NumPy or torch would take for places in memory, or sizes that they would
-make room for; they are written instruction by instruction, since no library writes such files.
+They contain nothing but numbers that NumPy or torch would use as addresses or sizes.
 """
 
 import copy
@@ -14,7 +13,6 @@ import zipfile
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from vision_attn.networks.checkpoints.file_format import ENTRY, compute_hash, fingerprint
 
@@ -71,17 +69,17 @@ def pickled(value):
     return b"\x80\x02" + write(value) + b"."
 
 
-def as_zip(content, data=()):
+def as_zip(content, data=(), byte_order=b"little"):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         parts = {"data.pkl": content, **{f"data/{number}": numbers for number, numbers in enumerate(data)}}
-        for name, part in {"byteorder": b"little", **parts}.items():
+        for name, part in {"byteorder": byte_order, **parts}.items():
             archive.writestr(f"archive/{name}", part)
     return file.getvalue()
 
 
-def as_legacy(content, keys=(), data=b""):
-    system = {"little_endian": True, "protocol_version": VERSION, "type_sizes": {}}
+def as_legacy(content, keys=(), data=b"", big_endian=False):
+    system = {"little_endian": not big_endian, "protocol_version": VERSION, "type_sizes": {}}
     return b"".join([pickled(MAGIC), pickled(VERSION), pickled(system), content, pickled(list(keys)), data])
 
 
@@ -113,12 +111,10 @@ def tensor(length, size, stride, *view):
     return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks)
 
 
-def again_and_again(times):
-    """The same tensor, made anew from five bytes each time."""
-    content = pickled(tensor(1, (1,), (1,)))[2:-2]  # without its last instruction, which makes it
-    name, _, arguments = content.partition(b"\n_rebuild_tensor_v2\n")
-    begin = b"\x80\x02](" + name + b"\n_rebuild_tensor_v2\nq\x00" + arguments + b"q\x01R"
-    return begin + b"h\x00h\x01R" * times + b"e."
+def again_and_again(call, times):
+    """A list of a value that is made anew from five bytes each time."""
+    name, arguments = pickled(Named(call.name))[2:-1], pickled(call.arguments)[2:-1]
+    return b"\x80\x02](" + name + b"q\x00" + arguments + b"q\x01R" + b"h\x00h\x01R" * times + b"e."
 
 
 def doubled(times):
@@ -187,14 +183,3 @@ def shards(folder, name, state, **changes):
     index = folder / f"{name}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": {**listed, **changes}}))
     return index
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
-
-
-def memory():
-    """The most that this process has asked for in MB, used or not."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmPeak"))
