@@ -1,8 +1,8 @@
 """Many hostile and damaged files, each read in a process of bounded memory and time.
 
 ``python tests/attack_files.py`` reads about 650 hostile files, and as many mutations of honest ones as the environment
-variable ``VISION_ATTN_MUTATIONS`` tells. It fails if a reader runs or opens something, needs more memory than four times
-the file and 200 MB or more than ten seconds, or raises an error of another library.
+variable ``VISION_ATTN_MUTATIONS`` tells. It fails if a reader runs or opens something, needs more than ten seconds, or
+200 MB and four times the file, or raises an error of another library.
 """
 
 import itertools
@@ -280,9 +280,8 @@ def attack(count):
 
         tasks = [partial(attempt, read_checkpoint, path) for path in paths]
         results = [("hostile", path.name, result) for path, result in zip(paths, run_in_forks(tasks), strict=True)]
-        results += [
-            ("harmful", path.name, *run_in_forks([partial(attempt, read, path)])) for path, read in harm.items()
-        ]
+        for path, read in harm.items():
+            results += [("harmful", path.name, *run_in_forks([partial(attempt, read, path)]))]
         kinds, tasks = [path.name for path in files], [partial(mutation, number=number) for number in range(count)]
         results += [(kinds[n % 4], f"mutation {n}", result) for n, result in enumerate(run_in_forks(tasks))]
     for kind, name, (outcome, fault) in results:
