@@ -59,14 +59,9 @@ class LoadReport(Report):
 
     def parts(self) -> list[str]:
         source = escaped(f"{self.path} [{self.entry}]" if self.entry else self.path)
-        lines = [f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}"]
-        if self.others:
-            hint = "" if set(self.others).isdisjoint(EMA_ENTRIES) else " (ema=True takes the moving average)"
-            lines.append(f"not taken: the weights under {', '.join(self.others)}{hint}")
-        if self.prefix:
-            lines.append(f"prefix {self.prefix!r} taken off")
-        for title, keys in (
-            ("for modules that are replaced, loaded for when they come back", self.replaced),
+        hint = "" if set(self.others).isdisjoint(EMA_ENTRIES) else " (ema=True takes the moving average)"
+        titles = (
+            ("loaded into modules that are replaced", self.replaced),
             ("left aside", self.aside),
             ("new by design", self.new),
             ("missing in the checkpoint", self.missing),
@@ -74,12 +69,15 @@ class LoadReport(Report):
             ("converted to the model's shape", format_shapes(self.resampled)),
             ("of another shape", format_shapes(self.mismatched)),
             ("configured differently", self.differing),
-        ):
-            if keys:
-                lines.append(f"{len(keys)} {title}: {shorten(keys)}")
-        if self.unchecked:
-            lines.append(f"heads and pattern not compared, because they are not in the file: {shorten(self.unchecked)}")
-        return lines
+        )
+        lines = (
+            f"{len(self.loaded)} tensor{'s' * (len(self.loaded) != 1)} loaded from {source}",
+            self.others and f"not taken: the weights under {', '.join(self.others)}{hint}",
+            self.prefix and f"prefix {self.prefix!r} taken off",
+            *(keys and f"{len(keys)} {title}: {shorten(keys)}" for title, keys in titles),
+            self.unchecked and f"heads and pattern not compared, not in the file: {shorten(self.unchecked)}",
+        )
+        return [str(line) for line in lines if line]
 
 
 def format_shapes(shapes: Shapes) -> list[str]:

@@ -52,17 +52,11 @@ def find_weights(
         raise CheckpointError(f"{file.path}: no key begins with prefix {prefix!r}; the keys begin with {first_parts}")
     found_prefix = find_prefix(file.path, select_tensors(file.path, names, values), required)
     names = remove_prefix(names, found_prefix)
-    return Weights(
-        tensors=select_tensors(file.path, names, values),
-        arguments={name.strip("."): values[key] for key, name in names.items() if key.endswith(".")},
-        source={
-            "path": str(file.path),
-            "entry": entry,
-            "others": tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value)),
-            "prefix": prefix + found_prefix,
-            "aside": tuple(name for key, name in plain.items() if key not in names and not key.endswith(".")),
-        },
-    )
+    others = tuple(name for name, value in file.content.items() if name != entry and is_state_dict(value))
+    aside = tuple(name for key, name in plain.items() if key not in names and not key.endswith("."))
+    source = {"path": str(file.path), "entry": entry, "others": others, "prefix": prefix + found_prefix, "aside": aside}
+    arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
+    return Weights(select_tensors(file.path, names, values), arguments, source)
 
 
 def read_values(file: CheckpointFile, entry: str, required: Tensors) -> dict[str, Any]:

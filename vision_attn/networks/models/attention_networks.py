@@ -35,13 +35,11 @@ __all__: list[str] = []  # timm adds the names of the networks
 
 _CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}  # otherwise timm's defaults
 
+_TRAINED = CIFAR100 | {"file": weights_file("resnet20_attention_cifar100")}
+
 default_cfgs = generate_default_cfgs(
-    {
-        "resnet20_attention.cifar100": CIFAR100 | {"file": weights_file("resnet20_attention_cifar100")},
-        "resnet20_attention.cifar10": CIFAR10,
-        "botnet50.untrained": _CFG,
-        "aa_resnet50.untrained": _CFG,
-    }
+    {"resnet20_attention.cifar100": _TRAINED, "resnet20_attention.cifar10": CIFAR10}
+    | {"botnet50.untrained": _CFG, "aa_resnet50.untrained": _CFG}
 )
 
 
@@ -73,18 +71,12 @@ def augmented_layer(conv: nn.Conv2d, size: tuple[int, int]) -> nn.Module:
     if conv.dilation != (1, 1) or conv.groups != 1:
         raise ValueError("aa_resnet50: output_stride must be 32 and cardinality 1, without dilation and groups")
     heads, width, stride = 8, conv.out_channels, conv.stride[0]
-    layer = AugmentedConv2d(
-        conv.in_channels,
-        width,
-        num_heads=heads,
-        key_channels=heads * max(20, round(width / 5 / heads)),
-        value_channels=heads * max(1, round(width / 10 / heads)),
-        stride=stride,
-        bias=False,
-        position=RelPosDecomposed(divide_size(size, stride)),
-    )
+    keys, values = heads * max(20, round(width / 5 / heads)), heads * max(1, round(width / 10 / heads))
+    options: dict[str, Any] = {"num_heads": heads, "key_channels": keys, "value_channels": values, "stride": stride}
+    position = RelPosDecomposed(divide_size(size, stride))
+    layer = AugmentedConv2d(conv.in_channels, width, bias=False, position=position, **options).to(conv.weight)
     nn.init.kaiming_normal_(layer.conv.weight, mode="fan_out", nonlinearity="relu")  # as in timm's ResNets
-    return layer.to(conv.weight)
+    return layer
 
 
 def build_resnet50(

@@ -227,24 +227,25 @@ default_cfgs: dict[str, Any] = generate_default_cfgs(
 )
 
 
-def resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
+def register_resnet(depth: int, option: str, millions: str) -> Callable[..., CifarResNet]:
     name = f"resnet{depth}{'_a' * (option == 'A')}"
-    about = f"CIFAR ResNet-{depth}, option {option}, {millions} M parameters."
-    return register_network(__name__, name, about, CifarResNet, FEATURES, depth=depth, option=option)
+    doc = f"CIFAR ResNet-{depth}, option {option}, {millions} M parameters."
+    return register_network(__name__, name, doc, CifarResNet, FEATURES, depth=depth, option=option)
 
 
-def wide(depth: int, width: int, about: str) -> Callable[..., WideResNet]:
-    return register_network(__name__, f"wrn{depth}_{width}", about, WideResNet, FEATURES, depth=depth, width=width)
+def register_wide(depth: int, width: int, millions: str) -> Callable[..., WideResNet]:
+    doc = f"Wide ResNet-{depth}, {width} times as wide, {millions} M parameters."
+    return register_network(__name__, f"wrn{depth}_{width}", doc, WideResNet, FEATURES, depth=depth, width=width)
 
 
-resnet20: Callable[..., CifarResNet] = resnet(20, "B", "0.27")
-resnet32: Callable[..., CifarResNet] = resnet(32, "B", "0.47")
-resnet44: Callable[..., CifarResNet] = resnet(44, "B", "0.66")
-resnet56: Callable[..., CifarResNet] = resnet(56, "B", "0.86")
-resnet20_a: Callable[..., CifarResNet] = resnet(20, "A", "0.27")
-resnet32_a: Callable[..., CifarResNet] = resnet(32, "A", "0.46")
-resnet44_a: Callable[..., CifarResNet] = resnet(44, "A", "0.66")
-resnet56_a: Callable[..., CifarResNet] = resnet(56, "A", "0.85")
-wrn16_4: Callable[..., WideResNet] = wide(16, 4, "Wide ResNet-16, four times as wide, 2.7 M parameters.")
-wrn28_10: Callable[..., WideResNet] = wide(28, 10, "Wide ResNet-28, ten times as wide, 36.5 M parameters.")
-wrn40_2: Callable[..., WideResNet] = wide(40, 2, "Wide ResNet-40, twice as wide, 2.2 M parameters.")
+resnet20: Callable[..., CifarResNet] = register_resnet(20, "B", "0.27")
+resnet32: Callable[..., CifarResNet] = register_resnet(32, "B", "0.47")
+resnet44: Callable[..., CifarResNet] = register_resnet(44, "B", "0.66")
+resnet56: Callable[..., CifarResNet] = register_resnet(56, "B", "0.86")
+resnet20_a: Callable[..., CifarResNet] = register_resnet(20, "A", "0.27")
+resnet32_a: Callable[..., CifarResNet] = register_resnet(32, "A", "0.46")
+resnet44_a: Callable[..., CifarResNet] = register_resnet(44, "A", "0.66")
+resnet56_a: Callable[..., CifarResNet] = register_resnet(56, "A", "0.85")
+wrn16_4: Callable[..., WideResNet] = register_wide(16, 4, "2.7")
+wrn28_10: Callable[..., WideResNet] = register_wide(28, 10, "36.5")
+wrn40_2: Callable[..., WideResNet] = register_wide(40, 2, "2.2")

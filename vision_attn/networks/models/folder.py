@@ -59,14 +59,7 @@ CFG_KEYS = {
     *("num_classes", "label_names", "pool_size", "first_conv", "classifier"),
 }
 #: Arguments with which timm reads or downloads files.
-DOWNLOAD_ARGUMENTS = {
-    "pretrained",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "checkpoint_path",
-    "cache_dir",
-    "features_only",
-}
+FILE_ARGS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "features_only"}
 #: Largest sum of all numbers in the arguments of a network.
 MAX_ARGUMENT_SUM = 100_000
 #: Largest number of elements of an input.
@@ -247,9 +240,9 @@ def check_config(path: Path, text: str | bytes) -> dict[str, Any]:
     try:
         config: dict[str, Any] = dict(json.loads(text))
         arguments, names = config.get("model_args") or {}, config.get("label_names")
-        fetching = sorted(DOWNLOAD_ARGUMENTS & arguments.keys())
-        if not timm.is_model(str(config["architecture"])) or fetching:
-            raise ValueError(f"architecture and model_args must name a network of timm's, and fetch nothing {fetching}")
+        refused = sorted(FILE_ARGS & arguments.keys())
+        if not timm.is_model(str(config["architecture"])) or refused:
+            raise ValueError(f"architecture must be a network of timm's, and model_args have none of {refused}")
         if SECTION in config:
             file_format.check_format(path, config[SECTION])
         if sum(map(abs, iterate_numbers(arguments))) > MAX_ARGUMENT_SUM:

@@ -203,7 +203,8 @@ class PickleReader:
         """Rebuild a tensor; ``options`` are the hooks, the type if the storage has none, and metadata."""
         self.spend(10)
         storage, offset, size, stride, grad, *options = (*arguments, False)
-        dtype = next((option for option in options if isinstance(option, torch.dtype)), check(storage, Storage).dtype)
+        dtypes = [option for option in options if isinstance(option, torch.dtype)]
+        dtype: torch.dtype = (*dtypes, check(storage, Storage).dtype)[0]
         integers = (offset, *check(size, tuple)[:65], *check(stride, tuple)[:65])
         if len(size) > 64 or any(type(number) is not int or number < 0 for number in integers):
             raise ValueError("a tensor has at most 64 axes, and its sizes, strides and offset are integers")
