@@ -339,13 +339,10 @@ def test_blocks_with_the_same_shapes_and_other_options_are_refused(form, options
     assert (report.differing, report.unchecked) == ((), ())
 
 
-def test_blocks_whose_options_are_not_in_the_file_are_reported(tmp_path):
+def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path):
     report = va.load_checkpoint(with_block(pattern=va.Grid(4)), save_block("plain", tmp_path, with_block()))
     assert report.unchecked == ("0.inserted.attn",)
     assert "0.inserted.attn" in str(report)
-
-
-def test_a_block_alone_is_compared_too(tmp_path):
     block = va.Attention2d(8, 2)
     assert list(block.state_dict()) == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]
     path = save(block.state_dict(), tmp_path)
@@ -393,14 +390,12 @@ def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
 
 
 @pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], [("0", r"\1")], ["abc"], {1: 2}])
-def test_an_invalid_rename_is_refused(rename, state, tmp_path):
+def test_invalid_and_colliding_names_are_refused(rename, state, tmp_path):
+    path = save(state, tmp_path)
     with pytest.raises(ValueError, match=r"^rename must be .*'efficientnet-pytorch'"):
-        va.load_checkpoint(small_network(), save(state, tmp_path), rename=rename)
-
-
-def test_two_keys_renamed_to_one_name_are_refused(state, tmp_path):
+        va.load_checkpoint(small_network(), path, rename=rename)
     with pytest.raises(va.CheckpointError, match=r"several tensors for one name: 0.weight, 0.bias, 4.weight"):
-        va.load_checkpoint(small_network(), save(state, tmp_path), rename={"^4": "0"})
+        va.load_checkpoint(small_network(), path, rename={"^4": "0"})
 
 
 def efficientnet_pytorch_names(network):

@@ -186,20 +186,6 @@ def test_zoo_checkpoints_score_what_was_published_before_and_after_insertion(
         assert torch.equal(network(images), before)
 
 
-def from_file(name, path):
-    overlay = {"file": str(path), "num_classes": 3}
-    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=3).eval()
-
-
-@pytest.mark.parametrize("lost", ["fc.weight", "layer1.0.conv1.weight", "layer3.2.inserted.gate"])
-def test_a_checkpoint_is_whole_or_refused(lost, tmp_path):
-    state = timm.create_model("resnet20_attention", num_classes=3).state_dict()
-    del state[lost]
-    torch.save(state, tmp_path / "part.pth")
-    with pytest.raises(RuntimeError, match=f'Missing key.*"{lost}"'):
-        from_file("resnet20_attention", tmp_path / "part.pth")
-
-
 def test_weights_asked_for_without_a_tag_are_those_that_there_are():
     model = timm.create_model("resnet20_attention", pretrained=True)
     assert (model.num_classes, model.pretrained_cfg["tag"]) == (100, "cifar100")
