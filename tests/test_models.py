@@ -98,7 +98,8 @@ def test_a_name_without_a_tag_takes_the_one_for_its_classes():
 def test_a_wide_resnets_blocks_are_timms():
     names = {"norm1": "bn1", "norm2": "bn2", "downsample.conv": "downsample", "conv1": "conv1", "conv2": "conv2"}
     model = timm.create_model("wrn16_4").eval()
-    y = model.conv1(torch.randn(2, 3, 16, 16))
+    images = torch.randn(2, 3, 16, 16)
+    y = model.conv1(images)
     how = {"norm_layer": BatchNormAct2d, "proj_layer": DownsampleConv, "conv_layer": partial(create_conv2d, bias=False)}
     for block in (*model.layer1, *model.layer2, *model.layer3):
         theirs = PreActBasic(y.shape[1], block.conv2.out_channels, stride=block.conv1.stride[0], **how).eval()
@@ -110,6 +111,8 @@ def test_a_wide_resnets_blocks_are_timms():
         with torch.no_grad():
             expected, y = theirs(y), block(y)
         torch.testing.assert_close(y, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), model.fc(model.bn(y).relu().mean((2, 3))))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
