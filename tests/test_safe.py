@@ -114,13 +114,19 @@ def test_anything_but_tensors_and_plain_values_is_refused(name, tmp_path, monkey
     assert os.listdir() == ["file.pth"]
 
 
-def test_lists_that_are_too_long_and_storages_without_content_are_refused(tmp_path):
+def test_long_lists_compressed_parts_and_storages_of_another_length_are_refused(tmp_path):
     length = 10_000_000
     listed = b"PK\x03\x04" + bytes(length) + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, length, 4, 0)
     empty = as_legacy(pickled({"weight": crafted.tensor(8, (8,), (1,), None)}), [], bytes(100))
+    counted = as_legacy(
+        pickled({"a": crafted.tensor(1, (1,), (1,), None)}), ["0"], (3).to_bytes(8, "little") + bytes(4)
+    )
+    crafted.inflated(tmp_path / "zip", 2**12)
     for name, content, message in (
         ("file.safetensors", length.to_bytes(8, "little") + bytes(length), "asks for too many tensors"),
         ("file.pth", listed, "asks for too many parts"),
+        ("file.pth", (tmp_path / "zip").read_bytes(), "asks for compressed parts"),
+        ("file.pth", counted, "truncated or no checkpoint"),
         ("file.pth", empty, "truncated or no checkpoint"),  # or the tensor had the previous content of its memory
     ):
         (tmp_path / name).write_bytes(content)

@@ -590,6 +590,7 @@ def test_networks_that_timm_does_not_build_are_not_written(saved, tmp_path):
         ({"model_args": {"pretrained": True}}, r"model_args .*\['pretrained'\]"),
         ({"model_args": {"pretrained_cfg": {"url": "http://x"}}}, r"model_args .*\['pretrained_cfg'\]"),
         ({"model_args": {"layers": [10**9, 1, 1, 1]}}, "model_args .* size"),
+        ({"model_args": {"drop_rate": 10**6, "drop_path_rate": -(10**6)}}, "model_args .* size"),
         ({"model_args": {"no_such": 1}}, "no_such"),
         ({"architecture": "resnet18"}, "another network"),
         ({"model_args": {"num_classes": 4}, "label_names": None}, "another network .*: fc.weight, fc.bias"),
