@@ -1,4 +1,4 @@
-"""Which blocks `va.insert_` puts into which networks, and how each begins as the identity: 15 blocks, 20 networks.
+"""Table of blocks: how `va.insert_` makes 15 blocks an identity at initialization in 20 networks.
 
 python tests/any_block.py      # writes docs/blocks.md
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
-from reach import anatomy, as_after_training, tensors
+from reach import anatomy, as_after_training, outputs, tensors
 from torch import nn
 from torchvision.models import detection, segmentation
 from torchvision.ops import SqueezeExcitation
@@ -105,46 +105,38 @@ def network(name):
     torch.manual_seed(0)
     model = make().eval()
     as_after_training(model)
-    return model, torch.rand(1, 3, side, side)
+    images = torch.rand(1, 3, side, side)
+    return model, list(images) if "R-CNN" in name else images
 
 
 def check(block, name):
-    """How a block begins in a network, once all that is promised of it is seen to hold; the network is left alone."""
+    """Return how a block is an identity at initialization in a network; everything promised of it is asserted."""
     model, images = network(name)
-    if "R-CNN" in name:
-        images = list(images)
-    with torch.no_grad():
-        expected = tensors(model(images))
-    before, keys = anatomy(model), list(model.state_dict())
+    expected, before, keys = outputs(model, images), anatomy(model), list(model.state_dict())
     try:
         report = va.insert_(model, BLOCKS[block], **NETWORKS[name][2], example_input=images)
     except va.SiteError as error:
         if "gives NaN or infinity on a map of 1×1" not in str(error):
             raise
-        report, begins = None, "refused"
-    if report is not None:
+        found = "refused"
+    else:
         output = tensors(model(images))
         assert all(map(torch.equal, output, expected))
         assert report.changed == 0
         assert [key for key in model.state_dict() if CHILD not in key] == keys
-        # Weights that have learned nothing find no boxes.
-        slopes = first_step(model, tensors(model.backbone(torch.stack(images))) if "R-CNN" in name else output)
-        assert all(slope.isfinite().all() for slope in slopes)
-        assert any(slope.any() for slope in slopes)
+        # A detector without training finds no boxes: gradients come from its backbone.
+        output = tensors(model.backbone(torch.stack(images))) if "R-CNN" in name else output
+        parameters = [p for block in va.inserted_blocks(model).values() for p in block.parameters()]
+        loss = sum((torch.randn_like(x) * x).sum() for x in output if x.requires_grad)
+        gradients = [x for x in torch.autograd.grad(loss, parameters, allow_unused=True) if x is not None]
+        assert all(x.isfinite().all() for x in gradients)
+        assert any(x.any() for x in gradients)
         (record,) = report.blocks
-        begins = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
+        found = "gate" if record.around.get("gated") else "zeros" if record.begins else "itself"
         va.remove_(model)
     assert anatomy(model) == before
-    with torch.no_grad():
-        assert all(map(torch.equal, tensors(model(images)), expected))
-    return begins
-
-
-def first_step(model, output):
-    """The gradients of a block's parameters."""
-    parameters = [p for block in va.inserted_blocks(model).values() for p in block.parameters()]
-    loss = sum((torch.randn_like(x) * x).sum() for x in output if x.requires_grad)
-    return [slope for slope in torch.autograd.grad(loss, parameters, allow_unused=True) if slope is not None]
+    assert all(map(torch.equal, outputs(model, images), expected))
+    return found
 
 
 if __name__ == "__main__":
@@ -153,8 +145,7 @@ if __name__ == "__main__":
     lines = [("network", "map", *BLOCKS)]
     for name in NETWORKS:
         model, images = network(name)
-        example = list(images) if "R-CNN" in name else images
-        size = va.insert_(model, "se", **NETWORKS[name][2], example_input=example).blocks[0].size
+        size = va.insert_(model, "se", **NETWORKS[name][2], example_input=images).blocks[0].size
         va.remove_(model)
         lines.append((name, size, *(check(block, name) for block in BLOCKS)))
         print(*lines[-1], file=sys.stderr, flush=True)

@@ -1,18 +1,12 @@
-"""Which backbones take attention: every family of timm and torchvision, at its smallest model, at all of its stages.
+"""Compatibility table: every family of timm and torchvision, at its smallest model, with a block at all of its stages.
 
-    python tests/reach.py                       # writes docs/reach.md, in about a quarter of an hour on two cores
-    python tests/reach.py --only convnext swin  # prints these families' rows
-
-Each row is made by doing it: insert at every stage that `stage_names` gives, compare, train a step, remove, compare.
+python tests/reach.py                # writes docs/reach.md, in about a quarter of an hour on two cores
+python tests/reach.py convnext swin  # prints these families' rows
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +20,10 @@ import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
 from vision_attn.networks.inspection import network_of
 
-#: What this script writes.
+#: The file that this script writes.
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
 
-#: Side of the images where a model takes any: 2×2 cells at a stride of 32.
+#: Side of the images where a model takes any: 2×2 positions at a stride of 32.
 SMALL = 64
 
 HEAD = """# Reach
@@ -46,8 +40,6 @@ tensor must be the same object, and the output the same bits.
 {table}
 """
 
-
-#: What is seen to hold in each row.
 CHECKS = ("identical", "keys kept", "output learns", "attention learns", "removed")
 HEADER = ("library", "family", "model", "size", "layout", "sites", *CHECKS, "seconds", "refused")
 
@@ -56,33 +48,28 @@ HEADER = ("library", "family", "model", "size", "layout", "sites", *CHECKS, "sec
 class Row:
     library: str
     family: str
-    model: str = ""
+    model: str
     size: int = 0
     layout: str = ""
     stages: int = 0
     sites: int = 0
     read: int = 0
-    #: those of :data:`CHECKS` that were made
-    checks: dict[str, bool] = field(default_factory=dict)
+    #: results by name in CHECKS
+    checks: dict = field(default_factory=dict)
     seconds: float = 0.0
-    refusals: list[str] = field(default_factory=list)
+    refusals: list = field(default_factory=list)
 
     @property
-    def reached(self) -> bool:
-        """Attention at every stage, and nothing harmed."""
-        return 0 < self.stages == self.sites and self.read > 0 and self.unharmed
-
-    @property
-    def unharmed(self) -> bool:
+    def unharmed(self):
         return all(self.checks.values())
 
-    def cells(self) -> list[str]:
+    def cells(self):
         checks = ("yes" if self.checks.get(name) else "**no**" if self.sites else "" for name in CHECKS)
         where = f"`{self.model}`", str(self.size), self.layout, f"{self.sites} of {self.stages}"
         return [self.library, self.family, *where, *checks, f"{self.seconds:.0f}", "; ".join(self.refusals)]
 
 
-def parameters(library: str, name: str) -> float:
+def parameters(library, name):
     if library == "torchvision":
         return int(torchvision.models.get_model_weights(name).DEFAULT.meta["num_params"])
     try:
@@ -92,34 +79,26 @@ def parameters(library: str, name: str) -> float:
         return float("inf")
 
 
-def make(library: str, name: str) -> nn.Module:
+def make(library, name):
     return timm.create_model(name) if library == "timm" else network_of(f"torchvision:{name}")
 
 
-def families() -> Iterator[tuple[str, str, list[str]]]:
+def families():
     """Library, family and the names of its models."""
     for module in list_modules():
-        # timm's own tests have still smaller ones, which nobody uses; and others register theirs, as this library does.
+        # Without the small models of timm's own tests, and the models that other packages register.
         names = [name for name in list_models(module=module) if not name.startswith("test_")]
         if timm.model_entrypoint(names[0]).__module__.startswith("timm."):
             yield "timm", module, names
-    by_module: dict[str, list[str]] = {}
+    by_module = {}
     for name in torchvision.models.list_models(module=torchvision.models):
         builder = torchvision.models.get_model_builder(name)
         by_module.setdefault(builder.__module__.rpartition(".")[2], []).append(name)
-    for module, names in by_module.items():
-        yield "torchvision", module, names
+    yield from (("torchvision", module, names) for module, names in by_module.items())
 
 
-def size_of(model: nn.Module) -> list[int]:
-    """Sides of images to try, the cheapest first."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    usual = config.get("input_size", (3, 224, 224))[-1]
-    return [usual] if config.get("fixed_input_size") else sorted({min(SMALL, usual), usual})
-
-
-def as_after_training(model: nn.Module) -> None:
-    """No weight as it was initialised: many networks begin with branches, scales or heads at zero."""
+def as_after_training(model):
+    """Change parameters that are zero or constant at initialization, as branches, scales and heads of many networks."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in model.parameters():
@@ -127,32 +106,29 @@ def as_after_training(model: nn.Module) -> None:
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
 
 
-def block(channels: int, **options: object) -> nn.Module:
+def block(channels, **options):
     heads = max(count for count in range(1, 9) if channels % count == 0)
     return va.AttentionBlock2d(channels, heads, pattern=va.Window(8), **options)
 
 
-def tensors(value: object) -> list[Tensor]:
+def tensors(value):
+    """The tensors in an output, however nested."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for item in items for tensor in tensors(item)]
 
 
-def anatomy(model: nn.Module) -> tuple[dict[str, tuple[object, ...]], list[tuple[str, int, int]]]:
+def anatomy(model: nn.Module):
     """Every module and tensor by identity; and each one's hooks, children and mode, or how often it was changed."""
-    return {
-        name: (
-            id(module),
-            list(module._modules),
-            module.training,
-            *map(list, (module._forward_hooks, module._forward_pre_hooks)),
-        )
-        for name, module in model.named_modules()
-    }, [(key, id(tensor), tensor._version) for key, tensor in model.state_dict(keep_vars=True).items()]
+    modules = {
+        name: (id(x), list(x._modules), x.training, list(x._forward_hooks), list(x._forward_pre_hooks))
+        for name, x in model.named_modules()
+    }
+    return modules, [(key, id(x), x._version) for key, x in model.state_dict(keep_vars=True).items()]
 
 
-def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> None:
+def insert_everywhere(model, row, shape):
     stages = list(dict.fromkeys(va.stage_names(model, shape)))
     row.stages = len(stages)
     try:
@@ -167,41 +143,45 @@ def insert_everywhere(model: nn.Module, row: Row, shape: tuple[int, ...]) -> Non
             row.refusals.append(str(error).split(": choose")[0])
 
 
-def measure(library: str, family: str, names: list[str]) -> Row:
+@torch.no_grad()
+def outputs(model, images):
+    return tensors(model(images))
+
+
+def measure(library, family, names):
     begin = time.perf_counter()
     row = Row(library, family, min(names, key=lambda name: parameters(library, name)))
     torch.manual_seed(0)
     model = make(library, row.model).eval().requires_grad_(False)  # gradients pass through it, to the blocks
     as_after_training(model)
-    for row.size in size_of(model):
+    config = getattr(model, "pretrained_cfg", None) or {}
+    default = config.get("input_size", (3, 224, 224))[-1]
+    for row.size in [default] if config.get("fixed_input_size") else sorted({min(SMALL, default), default}):
         shape = (1, 3, row.size, row.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
-            with torch.no_grad():
-                before = tensors(model(images))
+            before = outputs(model, images)
             break
         except Exception as error:
             failure = f"does not run on images alone ({type(error).__name__})"
     else:
         row.refusals.append(failure)
         return row
-    was = anatomy(model)
+    original = anatomy(model)
     try:
         insert_everywhere(model, row, shape)
     except va.SiteError as error:
         row.refusals.append(str(error))
     if row.sites:
         row.layout = " and ".join(sorted({record.layout for record in records(model)}))
-        with torch.no_grad():
-            row.checks["identical"] = all(map(torch.equal, before, tensors(model(images))))
+        row.checks["identical"] = all(map(torch.equal, before, outputs(model, images)))
         own = [key for key in model.state_dict() if key not in inserted_keys(model)]
-        row.checks["keys kept"] = own == [key for key, *_ in was[1]]
+        row.checks["keys kept"] = own == [key for key, *_ in original[1]]
         row.refusals += [f"{record.site}: not read" for record in records(model) if not record.read]
-        blocks = [block for block in va.inserted_blocks(model).values() if block.insertion.read]
+        inserted = va.inserted_blocks(model).values()
+        blocks = [block for block in inserted if block.insertion.read]
         row.read = len(blocks)
-        optimizer = torch.optim.Adam(
-            [p for block in va.inserted_blocks(model).values() for p in block.parameters()], lr=1e-3
-        )
+        optimizer = torch.optim.Adam([p for block in inserted for p in block.parameters()], lr=1e-3)
         for step in range(2 * bool(blocks)):
             optimizer.zero_grad()
             sum(tensor.abs().mean() for tensor in tensors(model(images[:1]))).backward()
@@ -210,23 +190,16 @@ def measure(library: str, family: str, names: list[str]) -> Row:
             row.checks["attention learns"] = all(bool(block.attn.qkv.weight.grad.any()) for block in blocks)
             optimizer.step()
         va.remove_(model)
-        with torch.no_grad():
-            after = tensors(model(images))
-        row.checks["removed"] = anatomy(model) == was and all(map(torch.equal, before, after))
+        row.checks["removed"] = anatomy(model) == original and all(map(torch.equal, before, outputs(model, images)))
     row.seconds = time.perf_counter() - begin
     return row
 
 
-def table(rows: list[Row]) -> str:
-    cells = [list(HEADER), ["---"] * len(HEADER), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
-
-
-def summary(rows: list[Row]) -> str:
+def summary(rows):
     lines = []
     for library in ("timm", "torchvision"):
         own = [row for row in rows if row.library == library]
-        reached = [row for row in own if row.reached]
+        reached = [row for row in own if 0 < row.stages == row.sites and row.read and row.unharmed]
         maps = sum("w) c" not in row.layout for row in reached)
         lines.append(
             f"{library}: {len(reached)} of {len(own)} families take attention at every stage, {maps} on maps and "
@@ -235,33 +208,23 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="families to measure; the table is then printed, not written")
-    only = parser.parse_args().only
+if __name__ == "__main__":
     warnings.simplefilter("ignore")  # small maps
     rows = []
     for library, family, names in families():
-        if only and family not in only:
-            continue
-        try:
+        if family in sys.argv[1:] or len(sys.argv) == 1:
             rows.append(measure(library, family, names))
-        except Exception as error:
-            raise RuntimeError(f"{library} {family}") from error
-        print(*rows[-1].cells(), sep="  ", flush=True)
+            print(*rows[-1].cells(), sep="  ", flush=True)
     print(summary(rows))
-    if not only:
+    if len(sys.argv) == 1:
+        lines = [HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)]
         text = HEAD.format(
             timm=timm.__version__,
             torchvision=torchvision.__version__.split("+")[0],
             torch=torch.__version__.split("+")[0],
             threads=torch.get_num_threads(),
             summary=summary(rows),
-            table=table(rows),
+            table="\n".join(f"| {' | '.join(line)} |" for line in lines),
         )
         TABLE.write_text(text)
     sys.exit(any(row.sites and not row.unharmed for row in rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from networks import copied
 from reach import anatomy, as_after_training
 from timm.layers import BatchNormAct2d
 from timm.optim import create_optimizer_v2
@@ -24,7 +25,7 @@ from vision_attn.networks.insertion import (
     unfreeze_backbone_,
 )
 
-ATTENTION = {"num_heads": 4}
+BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 
 
 def network(name="resnet20", stages=None, **options):
@@ -32,69 +33,63 @@ def network(name="resnet20", stages=None, **options):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5)
     as_after_training(model)
-    stages = stages or ((-2, -1) if name == "resnet20" else (-3, -2))
-    va.insert_(model, stages=list(stages), example_input=(1, 3, 64, 64), **{**ATTENTION, **options})
+    stages = stages or ([-2, -1] if name == "resnet20" else [-3, -2])
+    va.insert_(model, stages=stages, **BLOCK, **options)
     return model
 
 
-def images(batch=4):
-    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+def images(seed=1):
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def learn(model, epochs=2, steps=1, lr=0.1):
+def learn(model, epochs=2):
     """A few epochs as people write them: ``model.train()`` at the start of each, evaluation at its end."""
-    optimizer = torch.optim.SGD(parameter_groups(model, lr, weight_decay=0.1), momentum=0.9)
+    optimizer = torch.optim.SGD(parameter_groups(model, 0.1, weight_decay=0.1), momentum=0.9)
     for epoch in range(epochs):
         model.train()
-        for step in range(steps):
-            x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(10 * epoch + step))
-            loss = nn.functional.cross_entropy(model(x), torch.arange(4))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(epoch)), torch.arange(4)).backward()
+        optimizer.step()
         model.eval()
 
 
-def backbone(model):
-    return {key: value.clone() for key, value in model.state_dict().items() if key not in inserted_keys(model)}
-
-
-def changed(model, before):
-    now = model.state_dict()
-    return {key for key, value in before.items() if not torch.equal(now[key], value)}
+def changed(model, before, blocks=False):
+    """The keys of the backbone, or of the blocks, whose values have changed."""
+    now, own = model.state_dict(), inserted_keys(model)
+    return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
 
 
 # Gates
 
 
 def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
-    model = network(stages=(-1,))
-    va.insert_(
-        model, nn.Conv2d, names="layer1", exact=False, example_input=(1, 3, 64, 64), out_channels=16, kernel_size=1
-    )
+    model = network(stages=[-1])
+    with pytest.raises(ValueError, match="nothing is inserted"):
+        gates(nn.Conv2d(3, 3, 1))
+    options = {"example_input": (1, 3, 64, 64), "out_channels": 16, "kernel_size": 1}
+    va.insert_(model, nn.Conv2d, names="layer1", exact=False, **options)
     assert (len(inserted_blocks(model)), len(gates(model))) == (2, 1)
     # The output gate of plain attention is a convolution, or None: no gate of a residual.
-    plain = network(block=va.Attention2d, stages=(-1,), output_gate=True, exact=False)
-    with pytest.raises(ValueError, match=r"no gate \(the blocks at 'layer3\.2' have none\)"):
+    plain = network(block=va.Attention2d, stages=[-1], output_gate=True, exact=False)
+    with pytest.raises(ValueError, match=r"'layer3\.2'"):
         gates(plain)
 
 
+@torch.no_grad()
 def test_a_block_is_closed_and_opened_by_its_gate():
-    model = network()
-    with torch.no_grad():
-        for block in inserted_blocks(model).values():
-            block.attn.proj.weight.normal_(std=0.1)
-        x = torch.randn(1, 3, 32, 32)
-        opened = model.eval()(x)
-        for gate in gates(model).values():
-            gate.zero_()
-        closed = model(x)
-        for gate in gates(model).values():
-            gate.fill_(1)
-        assert torch.equal(model(x), opened)
-        va.remove_(model)
-        assert torch.equal(model(x), closed)
-        assert not torch.equal(opened, closed)
+    model, x = network().eval(), images()
+    for block in inserted_blocks(model).values():
+        nn.init.normal_(block.attn.proj.weight, std=0.1)
+    opened = model(x)
+    for gate in gates(model).values():
+        nn.init.zeros_(gate)
+    closed = model(x)
+    for gate in gates(model).values():
+        nn.init.ones_(gate)
+    assert torch.equal(model(x), opened)
+    va.remove_(model)
+    assert torch.equal(model(x), closed)
+    assert not torch.equal(opened, closed)
 
 
 # Freezing
@@ -102,23 +97,20 @@ def test_a_block_is_closed_and_opened_by_its_gate():
 
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
 def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
-    model = network(name)
-    sites = set(inserted_blocks(model))
+    model, x = network(name), images()
+    sites = list(inserted_blocks(model))
     freeze_backbone_(model)
-    before, x = backbone(model), images()
-    blocks = {key: value.clone() for key, value in model.state_dict().items() if key in inserted_keys(model)}
-    plain = copy.deepcopy(model)
+    before, plain = copied(model), copy.deepcopy(model)
     va.remove_(plain)
     expected = plain.eval()(x)
-
     model.train()  # a frozen norm in training is torch's in evaluation; what else there is goes with the mode
     assert torch.equal(model(x), copy.deepcopy(model).eval()(x))
     assert all(block.training for block in inserted_blocks(model).values())
     learn(model)
     assert changed(model, before) == set()
-    assert changed(model, blocks)
+    assert changed(model, before, blocks=True)
     assert not torch.equal(model.eval()(x), expected)
-    assert set(va.inserted_blocks(model)) == sites
+    assert list(inserted_blocks(model)) == sites
     va.remove_(model)
     unfreeze_backbone_(model)
     assert torch.equal(model.eval()(x), expected)
@@ -129,9 +121,9 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 )
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    va.insert_(model, names="0", example_input=(1, 3, 64, 64), **ATTENTION)
+    va.insert_(model, names="0", **BLOCK)
     freeze_backbone_(model)
-    before = backbone(model)
+    before = copied(model)
     learn(model, epochs=1)
     assert changed(model, before) == set()
     model.train()
@@ -142,26 +134,20 @@ def test_every_norm_with_running_statistics_is_frozen(make):
 def test_a_frozen_model_is_copied_pickled_and_compiled():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    va.insert_(model, names="2", example_input=(1, 3, 32, 32), **ATTENTION)
-    keys = list(model.state_dict())
+    va.insert_(model, names="2", **BLOCK)
+    before, x = copied(model), images()
     freeze_backbone_(model)
-    assert list(model.state_dict()) == keys
-    x, before = images(), backbone(model)
+    assert list(model.state_dict()) == list(before)
     expected = copy.deepcopy(model).eval()(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        other.train()
-        assert torch.equal(other(x), expected)
+        assert torch.equal(other.train()(x), expected)
         assert changed(other, before) == set()
-        # A copy is thawed by itself, and the model that it is of stays frozen.
+        # A copy is thawed alone, and the model that it is of stays frozen.
         unfreeze_backbone_(other)
-        assert other.train()[1].training
-        assert not model.train()[1].training
-        assert other[0].weight.requires_grad
-        assert not model[0].weight.requires_grad
+        assert (other.train()[1].training, model.train()[1].training) == (True, False)
+        assert (other[0].weight.requires_grad, model[0].weight.requires_grad) == (True, False)
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    compiled.train()
-    y = compiled(x)
+    y = torch.compile(model, fullgraph=True, backend="eager").train()(x)
     torch.testing.assert_close(y, expected)
     y.sum().backward()
     assert changed(model, before) == set()
@@ -177,14 +163,12 @@ def test_thawing_puts_everything_back():
         return anatomy(model), attributes, [p.requires_grad for p in model.parameters()]
 
     before = state()
-    freeze_backbone_(model)
-    freeze_backbone_(model, also_train="fc.*")
-    freeze_backbone_(model)
+    for also_train in ((), "fc.*", ()):
+        freeze_backbone_(model, also_train=also_train)
     assert state() != before
-    unfreeze_backbone_(model)
-    assert state() == before
-    unfreeze_backbone_(model)
-    assert state() == before
+    for _ in range(2):
+        unfreeze_backbone_(model)
+        assert state() == before
     # The mode that was asked for meanwhile is the one it comes back in.
     freeze_backbone_(model)
     model.eval()
@@ -197,7 +181,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
     blocks = sum(p.numel() for block in inserted_blocks(model).values() for p in block.parameters())
     assert freeze_backbone_(model) == blocks
     assert freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
-    before = backbone(model)
+    before = copied(model)
     learn(model)
     assert changed(model, before) == {"fc.weight", "fc.bias"}
     # The statistics of a norm are keys like others: they go with a stage that is trained, not with its scales.
@@ -211,7 +195,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
     with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
         freeze_backbone_(model, also_train=("fc.*", "head.*"))
     va.remove_(model)
-    with pytest.raises(ValueError, match="nothing to train when frozen: insert a block"):
+    with pytest.raises(ValueError, match="nothing to train"):
         freeze_backbone_(model)
     assert all(p.requires_grad for p in model.parameters())
 
@@ -220,7 +204,7 @@ def test_what_else_is_trained_is_chosen_by_globs():
 
 
 def by_parameter(model, groups, lr=1.0):
-    """What each parameter gets: rate and decay."""
+    """Rate and decay of each parameter."""
     keys = {id(parameter): key for key, parameter in model.named_parameters()}
     found = [
         (keys[id(parameter)], (group.get("lr_scale", 1.0) * group.get("lr", lr), group["weight_decay"]))
@@ -237,16 +221,12 @@ def by_parameter(model, groups, lr=1.0):
 def test_groups_are_those_of_timm(name):
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=5)
-    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05))
     names = getattr(model, "no_weight_decay", set)()
-    theirs = param_groups_weight_decay(model, 0.05, no_weight_decay_list=names)
-    assert found == {key: (0.3, decay) for key, (_, decay) in by_parameter(model, theirs).items()}
-
-    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    theirs = by_parameter(model, param_groups_weight_decay(model, 0.05, no_weight_decay_list=names), lr=0.3)
+    assert by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05)) == theirs
     theirs = by_parameter(model, param_groups_layer_decay(model, 0.05, names, layer_decay=0.75), lr=0.3)
-    assert found.keys() == theirs.keys()
-    for key, (rate, decay) in theirs.items():
-        assert found[key] == (pytest.approx(rate), decay), key
+    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    assert found == {key: (pytest.approx(rate), decay) for key, (rate, decay) in theirs.items()}
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto"])
@@ -254,18 +234,19 @@ def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were(na
     model = timm.create_model(name, num_classes=5)
     options = {"weight_decay": 0.05, "layer_decay": 0.75}
     before = by_parameter(model, parameter_groups(model, 0.3, **options))
-    position = va.RelPosDecomposed(feat_size=8)
-    va.insert_(model, stages=[0, 1, 2], example_input=(1, 3, 64, 64), **ATTENTION, position=position)
-    found = by_parameter(model, parameter_groups(model, 0.3, attention_lr=2.0, **options))
-    blocks = inserted_keys(model)
+    va.insert_(model, stages=[0, 1, 2], **BLOCK, position=va.RelPosDecomposed(feat_size=8))
+    groups, blocks = parameter_groups(model, 0.3, attention_lr=2.0, **options), inserted_keys(model)
+    found = by_parameter(model, groups)
     assert {key: value for key, value in found.items() if key not in blocks} == before
-    assert {key for key in found if key in blocks} == blocks
-    assert all(found[key][0] == 2.0 for key in blocks)
+    assert {key: rate for key, (rate, _) in found.items() if key in blocks} == dict.fromkeys(blocks, 2.0)
     # Of a block, the two projections decay: not its norm, its gate, its biases and its tables of positions.
-    decayed = {key.partition("attn.")[2] for key in blocks if found[key][1]}
-    assert decayed == {"qkv.weight", "proj.weight"}
+    assert {key.partition("attn.")[2] for key in blocks if found[key][1]} == {"qkv.weight", "proj.weight"}
     found = by_parameter(model, parameter_groups(model, 0.3, **options))
     assert all(found[key][0] == 0.3 for key in blocks)
+    # From the stem to the head and then the blocks.
+    rates = [group["lr"] for group in groups]
+    assert rates == sorted(rates)
+    assert [group["name"] for group in groups[-2:]] == ["attention, decay", "attention, no decay"]
 
 
 def test_scales_and_positions_do_not_decay_whatever_their_shape():
@@ -274,18 +255,20 @@ def test_scales_and_positions_do_not_decay_whatever_their_shape():
         model = torchvision.models.convnext_tiny(num_classes=5)
     found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
     assert {decay for key, (_, decay) in found.items() if "layer_scale" in key} == {0.0}
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), va.Attention2d(8, 2, position=va.ConditionalPos(3))
-    )
+    attention = va.Attention2d(8, 2, position=va.ConditionalPos(3))
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
+    model.gamma_1, model.gamma_net = nn.Parameter(torch.ones(1, 8, 1)), nn.Linear(2, 2)
     found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
-    assert {key for key, (_, decay) in found.items() if decay} == {"0.weight", "2.qkv.weight", "2.proj.weight"}
+    decayed = {"0.weight", "2.qkv.weight", "2.proj.weight", "gamma_net.weight"}
+    assert {key for key, (_, decay) in found.items() if decay} == decayed
     assert any("position" in key for key in found)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda groups: create_optimizer_v2(groups, "lamb")])
-def test_optimisers_and_schedules_of_torch_and_timm_take_them(make):
+def test_optimizers_and_schedules_of_torch_and_timm_take_them(make):
+    options = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}
     model = network()
-    optimizer = make(parameter_groups(model, 0.1, weight_decay=0.01, attention_lr=0.3, layer_decay=0.5))
+    optimizer = make(parameter_groups(model, 0.1, **options))
     first = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
     model(images()).sum().backward()
@@ -293,7 +276,7 @@ def test_optimisers_and_schedules_of_torch_and_timm_take_them(make):
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate / 2 for rate in first])
     # The saved state fits the groups of the same model made anew.
-    other = make(parameter_groups(network(), 0.1, weight_decay=0.01, attention_lr=0.3, layer_decay=0.5))
+    other = make(parameter_groups(network(), 0.1, **options))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
 
@@ -301,15 +284,11 @@ def test_optimisers_and_schedules_of_torch_and_timm_take_them(make):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (network, {"lr": 0.0}, "lr must be a finite number above 0; got 0.0"),
-        (network, {"layer_decay": 0.0}, "layer_decay must be a finite number above 0; got 0.0"),
-        (lambda: network().requires_grad_(False), {}, "no parameter to train, all are frozen: call unfreeze_backbone_"),
-        (
-            lambda: nn.Linear(3, 3),
-            {"attention_lr": 0.2},
-            "attention_lr applies to inserted blocks, and none is trained",
-        ),
-        (lambda: nn.Linear(3, 3), {"layer_decay": 0.5}, "layer_decay needs layers, which timm's networks declare"),
+        (network, {"lr": 0.0}, "lr .* above 0; got 0.0"),
+        (network, {"layer_decay": 0.0}, "layer_decay .* above 0; got 0.0"),
+        (lambda: network().requires_grad_(False), {}, "no parameter to train.*unfreeze_backbone_"),
+        (lambda: nn.Linear(3, 3), {"attention_lr": 0.2}, "attention_lr .* inserted blocks"),
+        (lambda: nn.Linear(3, 3), {"layer_decay": 0.5}, "layer_decay .*; Linear has none"),
     ],
 )
 def test_groups_that_cannot_be_made_are_refused(model, options, message):

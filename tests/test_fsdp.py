@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from networks import assert_same
+from safetensors.torch import save_file
 from torch import nn
 
 import vision_attn as va
@@ -34,29 +36,18 @@ def sharded(model, *parts):
 
 
 def complete(model):
-    return {
-        key: getattr(value, "full_tensor", lambda value=value: value)() for key, value in model.state_dict().items()
-    }
+    whole = {key: value.full_tensor() for key, value in model.state_dict().items() if hasattr(value, "full_tensor")}
+    return {**model.state_dict(), **whole}
 
 
-def assert_same(state, other):
-    assert state.keys() == other.keys()
-    assert all(torch.equal(value, other[key]) for key, value in state.items())
-
-
-@pytest.mark.parametrize("form", ["file.pth", "file.safetensors"])
-def test_a_checkpoint_is_loaded_into_a_sharded_model(form, tmp_path):
-    source, model = network(1), network()
-    if form == "file.pth":
-        torch.save(source.state_dict(), tmp_path / form)
-    else:
-        from safetensors.torch import save_file
-
-        save_file(source.state_dict(), tmp_path / form)
+@pytest.mark.parametrize("write", [lambda state, path: torch.save(state, f"{path}.pth"), save_file])
+def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
+    source, model, images = network(1), network(), torch.randn(IMAGES)
+    write(source.state_dict(), tmp_path / "file.safetensors")
+    (path,) = tmp_path.iterdir()
     sharded(model, model[0])
-    assert len(va.load_checkpoint(model, tmp_path / form).loaded) == 9
+    assert len(va.load_checkpoint(model, path).loaded) == 9
     assert_same(complete(model), source.state_dict())
-    images = torch.randn(IMAGES)
     assert torch.equal(model(images), source(images))
 
 
@@ -64,14 +55,14 @@ def test_a_checkpoint_that_does_not_fit_leaves_a_sharded_model_as_it_was(tmp_pat
     model = sharded(network())
     before = {key: value.clone() for key, value in complete(model).items()}
     torch.save({**network(1).state_dict(), "3.bias": torch.ones(5)}, tmp_path / "file.pth")
-    with pytest.raises(va.CheckpointError, match=r"1 of another shape: 3.bias \(model \(7,\), checkpoint \(5,\)\)"):
+    with pytest.raises(va.CheckpointError, match=r"3.bias \(model \(7,\), checkpoint \(5,\)\)"):
         va.load_checkpoint(model, tmp_path / "file.pth")
     assert_same(complete(model), before)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_adapter_of_a_sharded_model_is_that_of_the_plain_one(apart, tmp_path):
-    model = network()
+    model, other, images = network(), network(), torch.randn(IMAGES)
     va.insert_(model, names="0", num_heads=2, example_input=IMAGES)
     for parameter in model[0].inserted.parameters():
         nn.init.normal_(parameter)
@@ -79,20 +70,19 @@ def test_the_adapter_of_a_sharded_model_is_that_of_the_plain_one(apart, tmp_path
     sharded(model, *([model[0].inserted, model[0]] if apart else []))
     path = va.save_adapter(model, tmp_path / "sharded.safetensors", also="3.*")
     assert path.read_bytes() == plain.read_bytes()
-    other, images = network(), torch.randn(IMAGES)
     va.load_adapter_(other, path)
     assert torch.equal(other(images), model(images))
-    with pytest.raises(va.SiteError, match="is wrapped in FSDPSequential: insert into the network and wrap it then"):
+    with pytest.raises(va.SiteError, match="FSDPSequential: insert into the network"):
         va.load_adapter_(sharded(network()), path)
 
 
 def test_a_file_of_sharded_tensors_is_refused_with_the_function_that_gathers_them(tmp_path):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    model = sharded(network(1))
-    torch.save(model.state_dict(), tmp_path / "file.pth")
+    model, path = sharded(network(1)), tmp_path / "file.pth"
+    torch.save(model.state_dict(), path)
     call = r"get_model_state_dict\(model, options=StateDictOptions\(full_state_dict=True\)\)"
-    with pytest.raises(va.CheckpointError, match=rf"to run 'torch._tensor._rebuild_from_type.*{call}"):
-        va.load_checkpoint(network(), tmp_path / "file.pth")
-    torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), tmp_path / "file.pth")
-    assert_same(dict(read_checkpoint(tmp_path / "file.pth")), network(1).state_dict())
+    with pytest.raises(va.CheckpointError, match=rf"'torch._tensor._rebuild_from_type.*{call}"):
+        va.load_checkpoint(network(), path)
+    torch.save(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), path)
+    assert_same(dict(read_checkpoint(path)), network(1).state_dict())

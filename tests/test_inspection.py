@@ -1,4 +1,4 @@
-"""A network looked at before anything is inserted: what is counted is what happens, what is proposed can be done."""
+"""Inspection of a network before insertion: counts agree with what happens, and proposals can be carried out."""
 
 import dataclasses
 from functools import cache
@@ -15,7 +15,7 @@ from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
 from vision_attn.networks.inspection import cost_of, count_saved_bytes, inspect_model
 
-#: What several tests look at is looked at once.
+#: Inspected once for several tests.
 look = cache(inspect_model)
 
 VARIANTS = {
@@ -72,15 +72,32 @@ def test_the_network_itself_is_counted():
     assert [site.site for site in found.sites] == ["layer1", "layer2", "layer3"]
 
 
+class Gradients(nn.Module):
+    """Computes gradients in its forward pass, and attention with values of another width."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.stem(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+        q = (y.mean() * gradient).detach().flatten(2).mT
+        return nn.functional.scaled_dot_product_attention(q, q, q[..., :2])
+
+
 def test_fused_kernels_and_several_images_are_counted():
-    timms, torchs = (
-        timm.create_model("vit_tiny_patch16_224", depth=1),
-        torchvision.models.VisionTransformer(224, 16, 1, 4, 192, 768),
-    )
+    timms = timm.create_model("vit_tiny_patch16_224", depth=1)
+    torchs = torchvision.models.VisionTransformer(224, 16, 1, 4, 192, 768)
     # The patches, and in a block 12c² a token and 2c a pair of tokens; the head.
     expected = 196 * 768 * 192 + 197 * 12 * 192**2 + 2 * 192 * 197**2 + 192 * 1000
-    assert inspect_model(timms, batch_size=1).whole.multiply_adds == expected
-    assert inspect_model(torchs, batch_size=1, example_input=(2, 3, 224, 224)).whole.multiply_adds == expected
+    for model, images in ((timms, 1), (torchs, 2)):
+        assert inspect_model(model, batch_size=1, example_input=(images, 3, 224, 224)).whole.multiply_adds == expected
+    # A convolution and its gradient, and the products of queries, keys and values.
+    cost = va.insert_(Gradients(), names="stem.0", example_input=(2, 3, 4, 4)).whole
+    assert cost == (3 * 8 + 8, 2 * 16 * 3 * 8 + 16**2 * (3 + 2))
 
 
 def test_the_image_is_one_that_the_network_takes():

@@ -15,16 +15,15 @@ import vision_attn as va
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "insert.md"
 #: How many channels the layers at the sites have.
 CHANNELS = 256
+SHAPE = (1, 3, 128, 128)
+
+#: The notes of torch-pruning.
+pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
 
 
 @pytest.fixture
 def tp():
     return pytest.importorskip("torch_pruning")
-
-
-@pytest.fixture
-def images():
-    return torch.randn(1, 3, 128, 128)
 
 
 def network():
@@ -35,54 +34,43 @@ def network():
 def with_blocks(**options):
     """A network whose blocks contribute."""
     model = network()
-    va.insert_(model, example_input=(1, 3, 128, 128), **options)
+    va.insert_(model, example_input=SHAPE, **options)
     for block in va.inserted_blocks(model).values():
         nn.init.normal_(block.attn.proj.weight, std=0.02)
     return model
 
 
-def convolutions(model, of_blocks):
-    chosen = va.inserted_blocks(model).values() if of_blocks else [model.layer1]
-    return [(m, "weight") for module in chosen for m in module.modules() if isinstance(m, nn.Conv2d)]
+def assert_adapter_restores(model, images, expected, path):
+    va.save_adapter(model, path)
+    va.remove_(model)
+    assert not torch.equal(model(images), expected)
+    va.load_adapter_(model, path)
+    assert torch.equal(model(images), expected)
 
 
 @pytest.mark.parametrize("of_blocks", [False, True])
 @torch.no_grad()
-def test_masks_of_torch_on_the_network_or_on_its_blocks(of_blocks, images, tmp_path):
-    model = with_blocks(stages=-2)
-    expected = network()(images)
-    parameters = convolutions(model, of_blocks)
-    prune.global_unstructured(parameters, pruning_method=prune.L1Unstructured, amount=0.5)
-    pruned = model(images)
-    clone = copy.deepcopy(model)
+def test_masks_of_torch_on_the_network_or_on_its_blocks(of_blocks, tmp_path):
+    model, images = with_blocks(stages=-2), torch.randn(SHAPE)
+    roots = va.inserted_blocks(model).values() if of_blocks else [model.layer1]
+    masked = [(m, "weight") for root in roots for m in root.modules() if isinstance(m, nn.Conv2d)]
+    prune.global_unstructured(masked, pruning_method=prune.L1Unstructured, amount=0.5)
+    pruned, clone = model(images), copy.deepcopy(model)
     va.remove_(clone)
-    assert torch.equal(clone(images), expected) == of_blocks
-    for module, name in parameters:
+    assert torch.equal(clone(images), network()(images)) == of_blocks
+    for module, name in masked:
         prune.remove(module, name)
     assert torch.equal(model(images), pruned)
-    va.save_adapter(model, tmp_path / "adapter.safetensors")
-    va.remove_(model)
-    va.load_adapter_(model, tmp_path / "adapter.safetensors")
-    assert torch.equal(model(images), pruned)
+    assert_adapter_restores(model, images, pruned, tmp_path / "adapter.safetensors")
 
 
 def prune_channels(tp, model, *ignored):
-    pruner = tp.pruner.MagnitudePruner(
-        model,
-        torch.randn(1, 3, 128, 128),
-        importance=tp.importance.MagnitudeImportance(),
-        pruning_ratio=0.3,
-        round_to=8,
-        ignored_layers=[model.fc, *ignored],
-    )
-    pruner.step()
+    importance, layers = tp.importance.MagnitudeImportance(), [model.fc, *ignored]
+    options = {"importance": importance, "pruning_ratio": 0.3, "round_to": 8, "ignored_layers": layers}
+    tp.pruner.MagnitudePruner(model, torch.randn(SHAPE), **options).step()
     return model
 
 
-ignoring_its_notes = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
-
-
-@ignoring_its_notes
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,60 +84,44 @@ ignoring_its_notes = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "
     ],
     ids=repr,
 )
-def test_torch_pruning_prunes_around_ignored_blocks(tp, options, images, tmp_path):
-    model = with_blocks(**options)
+def test_torch_pruning_prunes_around_ignored_blocks(tp, options, tmp_path):
+    model, images = with_blocks(**options), torch.randn(SHAPE)
     blocks = va.inserted_blocks(model)
     before = {key: value.clone() for key, value in model.state_dict().items() if ".inserted." in key}
     sites = [module for module in map(model.get_submodule, blocks) if isinstance(module, nn.Conv2d)]
-    at = options.get("at", "after")
-    prune_channels(tp, model, *blocks.values(), *(sites if at == "after" else []))
+    prune_channels(tp, model, *blocks.values(), *(sites if options.get("at", "after") == "after" else []))
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert model.conv1.out_channels < 64
     expected = model(images)
     expected.sum().backward()
-    va.save_adapter(model, tmp_path / "adapter.safetensors")
-    va.remove_(model)
-    assert not torch.equal(model(images), expected)
-    va.load_adapter_(model, tmp_path / "adapter.safetensors")
-    assert torch.equal(model(images), expected)
+    assert_adapter_restores(model, images, expected, tmp_path / "adapter.safetensors")
 
 
-@ignoring_its_notes
-def test_a_block_refuses_the_channels_that_pruning_left(tp, images):
+def test_a_block_refuses_the_channels_that_pruning_left(tp):
     """A convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
     prune_channels(tp, model, *va.inserted_blocks(model).values())
-    with pytest.raises(ValueError, match=rf"x must be maps of shape \(batch, {CHANNELS}, height, width\); got \(1, 1"):
-        model(images)
+    with pytest.raises(ValueError, match=rf"\(batch, {CHANNELS}, height, width\); got \(1, 1"):
+        model(torch.randn(SHAPE))
 
 
-@ignoring_its_notes
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, x: va.insert_(model, stages=-2, example_input=x),
-        lambda model, x: va.replace_(model, names="layer4.*.conv2", num_heads=4, example_input=x),
-    ],
-    ids=["insert_", "replace_"],
+    ("change", "options"), [(va.insert_, {"stages": -2}), (va.replace_, {"names": "layer4.*.conv2", "num_heads": 4})]
 )
-def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(tp, change, images):
-    model = prune_channels(tp, network())
+def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(tp, change, options):
+    model, images = prune_channels(tp, network()), torch.randn(SHAPE)
     expected = model(images)
-    report = change(model, images)
+    report = change(model, example_input=images, **options)
     assert all(block.channels < CHANNELS * 2 and block.channels % 8 == 0 for block in report.blocks)
     assert model(images).shape == expected.shape
     va.remove_(model)
     assert torch.equal(model(images), expected)
 
 
-@ignoring_its_notes
 def test_the_code_of_the_page_runs(tp):
-    code = next(
-        code for code in re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S) if "torch_pruning" in code
-    )
-    page = {}
-    exec(code, page)
+    codes, page = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S), {}
+    exec(next(code for code in codes if "torch_pruning" in code), page)
     site = page["model"].layer3[1]
     assert site.conv2.out_channels == CHANNELS > site.conv1.out_channels
     assert page["model"](torch.randn(1, 3, 224, 224)).shape == (1, 10)

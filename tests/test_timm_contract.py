@@ -1,4 +1,4 @@
-"""What timm asks of a registered network, after its own tests/test_models.py, which no wheel has."""
+"""Requirements of timm on registered networks, after its own tests/test_models.py, which no wheel has."""
 
 import copy
 from math import ceil
@@ -10,7 +10,7 @@ from timm.models import group_parameters
 
 import vision_attn as va
 from vision_attn.networks import models
-from vision_attn.networks.insertion.attach import keys_of_blocks
+from vision_attn.networks.insertion.attach import keys_by_site
 
 #: Those that classify images: recall's classify every cell.
 NAMES = [name for name in models.__all__ if timm.is_model(name) and "recall" not in name]
@@ -31,11 +31,9 @@ def make(name, **options):
 
 def forward(name):
     model = make(name)
-    cfg = model.pretrained_cfg
-    x = image(model)
+    cfg, x = model.pretrained_cfg, image(model)
     assert model(x).shape == (1, cfg["num_classes"])
-    keys = set(model.state_dict())
-    assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= keys
+    assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= set(model.state_dict())
     assert model.get_classifier() is model.get_submodule(cfg["classifier"])
     assert next(iter(model.get_submodule(cfg["first_conv"]).parameters())).shape[1] == x.shape[1]
 
@@ -52,15 +50,12 @@ def backward(name):
 @torch.no_grad()
 def heads(name):
     model = make(name)
-    x = image(model)
+    x, reduction = image(model), model.feature_info[-1]["reduction"]
     y = model.forward_features(x)
-    reduction = model.feature_info[-1]["reduction"]
     assert y.shape[:2] == (1, model.num_features)
-    assert model.pretrained_cfg["pool_size"] == tuple(
-        ceil(side / reduction) for side in model.pretrained_cfg["input_size"][1:]
-    )
-    hidden = model.forward_head(y, pre_logits=True)
-    assert hidden.shape == (1, model.head_hidden_size)
+    sizes = model.pretrained_cfg["input_size"][1:]
+    assert model.pretrained_cfg["pool_size"] == tuple(ceil(side / reduction) for side in sizes)
+    assert model.forward_head(y, pre_logits=True).shape == (1, model.head_hidden_size)
     for pool, width in (("max", 1), ("avgmax", 1), ("catavgmax", 2), ("avg", 1)):
         model.reset_classifier(5, pool)
         assert model(x).shape == (1, 5), pool
@@ -79,9 +74,9 @@ def features(name):
     assert set(model.state_dict()) - new == set(plain.state_dict())
     assert bool(new) == name.endswith("_attention")
     x = torch.randn(1, *model.pretrained_cfg["input_size"])[..., :64, :64]
-    maps = model(x)
-    assert [y.shape[1] for y in maps] == model.feature_info.channels()
-    assert [y.shape[-1] for y in maps] == [ceil(x.shape[-1] / side) for side in model.feature_info.reduction()]
+    maps, info = model(x), model.feature_info
+    assert [y.shape[1] for y in maps] == info.channels()
+    assert [y.shape[-1] for y in maps] == [ceil(x.shape[-1] / side) for side in info.reduction()]
 
 
 def checkpointing(name):
@@ -99,13 +94,12 @@ def checkpointing(name):
 def layers(name):
     with torch.device("meta"):
         model = timm.create_model(name)
-    blocks = keys_of_blocks(model)
     for coarse in (False, True):
         layer_of = group_parameters(model, model.group_matcher(coarse), reverse=True)
         last = max(layer_of.values())
         assert layer_of[f"{model.pretrained_cfg['first_conv']}.weight"] == 0
         assert layer_of[f"{model.pretrained_cfg['classifier']}.weight"] == last >= len(model.feature_info) - coarse
-        for site, keys in blocks.items():
+        for site, keys in keys_by_site(model).items():
             beside = [key for key in layer_of if key.startswith(f"{site}.") and key not in keys]
             assert {layer_of[key] for key in keys} == {layer_of[beside[-1]]}, site
             assert layer_of[beside[-1]] < last

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.gated_residual import GatedResidual
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import as_list
-from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, replaced
+from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, replaced_modules
 from vision_attn.text import Report, Table
 
 
@@ -143,7 +143,7 @@ def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], T
 
 def branches(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
-    taken = replaced(model)
+    taken = replaced_modules(model)
     found = {site: block for site, block in inserted_blocks(model).items() if site not in taken}
     for path, module in plain_network(model).named_modules():
         if isinstance(module, GatedResidual) and module not in found.values():

@@ -18,13 +18,13 @@ from torch.func import functional_call
 from vision_attn.attention.patterns import Window
 from vision_attn.checks import check_count, check_counts
 from vision_attn.networks.insertion import InsertedBlock, InsertionReport, inserted_blocks, plain_network
-from vision_attn.networks.insertion.backbone import Example, end_of_sequential, example_of
-from vision_attn.networks.insertion.costs import Share, percent, together
-from vision_attn.networks.insertion.declared import DryRun
+from vision_attn.networks.insertion.backbone import Example, end_of_sequential, make_example
+from vision_attn.networks.insertion.costs import Cost, describe_added, percent
+from vision_attn.networks.insertion.dry_run import DryRun
 from vision_attn.networks.insertion.hooks import RECORD
 from vision_attn.networks.insertion.insert import new_block
-from vision_attn.networks.insertion.record import fitting_heads
-from vision_attn.networks.insertion.sites import stages_of
+from vision_attn.networks.insertion.makers import fitting_heads
+from vision_attn.networks.insertion.sites import find_stages
 from vision_attn.text import Report, Table
 
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
@@ -85,7 +85,7 @@ class Inspection(Report):
     #: of the block, beyond its heads
     options: Mapping[str, Any]
     #: what the network itself has and does
-    whole: Share
+    whole: Cost
     #: every stage
     sites: tuple[Site, ...]
     #: of the GPU or else of the machine, in bytes; infinite where the system does not say
@@ -129,11 +129,11 @@ class Inspection(Report):
     def advice(self, proposal: Proposal) -> str:
         """One of the proposals: where and why, the call, and what it costs."""
         names = " and ".join(f"{site.site} ({site.size})" for site in proposal.sites)
-        call, cost = proposal.call(self.example_input), together(cost_of(proposal.sites), self.whole)
+        call, cost = proposal.call(self.example_input), describe_added(cost_of(proposal.sites), self.whole)
         return f"- {names}: {proposal.why}\n  {call}\n  {cost}"
 
 
-def cost_of(sites: Sequence[Site]) -> Share:
+def cost_of(sites: Sequence[Site]) -> Cost:
     """What the blocks at several sites add to a network together."""
     return InsertionReport(tuple(sites)).added
 
@@ -190,8 +190,8 @@ def inspect_model(
     network = plain_network(network_of(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     run = DryRun(network, example)
-    paths = stages_of(run)
-    maps = dict(zip(paths, run.the_maps([end_of_sequential(network, path) for path in paths], "after"), strict=True))
+    paths = find_stages(run)
+    maps = dict(zip(paths, run.select_maps([end_of_sequential(network, path) for path in paths], "after"), strict=True))
 
     def price(path: str, options: Mapping[str, Any], stage: int = 0) -> Site:
         one = maps[path]
@@ -223,7 +223,7 @@ def inspect_model(
         batch_size=batch_size,
         dtype=next(iter(maps.values())).form.dtype,
         options=block_options,
-        whole=run.whole,
+        whole=run.cost,
         sites=tuple(sites),
         memory_limit=machine_memory(),
         proposals=tuple(proposals),
@@ -258,7 +258,7 @@ def network_of(name: str) -> nn.Module:
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None, example_input: Any = None) -> Example:
     """What the model is run on: what is given, or one image of the size that is asked for, or of the model's own."""
-    own = example_of(model, example_input)
+    own = make_example(model, example_input)
     if input_size is None:
         return own
     sides = (input_size,) * min(2, len(own.size)) if isinstance(input_size, int) else tuple(input_size)
@@ -266,7 +266,7 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
     if example_input is not None or len(size) != len(own.size) or min(size) < 1:
         what = "a side or a height and a width, in pixels, and is left out with example_input"
         raise ValueError(f"input_size must be {what}; got {input_size!r}")
-    return example_of(model, (*own.shape[:2], *size))
+    return make_example(model, (*own.shape[:2], *size))
 
 
 def propose(

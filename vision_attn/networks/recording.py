@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
 from vision_attn.networks.insertion import plain_network
 from vision_attn.networks.insertion.backbone import Example
-from vision_attn.networks.insertion.sites import Names, match_names, several
+from vision_attn.networks.insertion.sites import Names, match_names
 from vision_attn.networks.maps import AttentionMap, Maps
 from vision_attn.text import shorten
 
@@ -215,7 +214,7 @@ def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
     if sites is None:
         return modules
-    chosen = match_names(dict(model.named_modules()), several("sites", sites, (str, re.Pattern)))
+    chosen = match_names(dict(model.named_modules()), sites, "sites")
     found = {p: module for p, module in modules.items() if any(f"{p}.".startswith(f"{site}.") for site in chosen)}
     if not found:
         others = shorten(name for path, name in unread_attention(model, modules).items() if path in chosen)

@@ -85,7 +85,7 @@ def save_adapter(
     if not blocks:
         raise ValueError("model has no inserted block to save: insert_ one, or save the whole model")
     state, block_keys = plain_state(model), set(map(plain_key, insertion.inserted_keys(model)))
-    extra = insertion.matching("also", also, [key for key in state if key not in block_keys])
+    extra = insertion.match_keys("also", also, [key for key in state if key not in block_keys])
     tensors = {key: gather(state[key]) for key in state if key in block_keys or key in extra}
     base = fingerprint_network(state, exclude=block_keys | extra)
     file_format.write_saved(Path(path), Saved(tensors, blocks, base, tuple(sorted(extra)), about=dict(about or {})))

@@ -35,10 +35,10 @@ from vision_attn.errors import CheckpointError
 from vision_attn.networks import insertion
 from vision_attn.networks.checkpoints.specification import Arguments, check_arguments, from_code, to_code
 from vision_attn.networks.insertion import InsertedBlock
-from vision_attn.networks.insertion.attach import path_of_block, replacement_options
-from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.attach import locate_block, replacement_options
+from vision_attn.networks.insertion.exact import unwrap
 from vision_attn.networks.insertion.hooks import REPLACED
-from vision_attn.networks.insertion.makers import BLOCKS, OF_TIMM, make_block, maker_of
+from vision_attn.networks.insertion.makers import BLOCKS, TIMM_BLOCKS, get_maker, make_block
 from vision_attn.networks.safe import CheckpointFile
 from vision_attn.networks.safe.write import write_tensors
 from vision_attn.text import shorten
@@ -177,7 +177,7 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
     """
     blocks, records = insertion.inserted_blocks(model), insertion.records(model)
     for record in records:
-        if record.block in (*BLOCKS, *OF_TIMM) and (reason := explain_change(record, blocks[record.site])):
+        if record.block in (*BLOCKS, *TIMM_BLOCKS) and (reason := explain_change(record, blocks[record.site])):
             raise ValueError(f"the {record.block} at {record.site!r} cannot be saved: it {reason}")
     return tuple(relocate(record, plain_key) for record in records)
 
@@ -185,13 +185,13 @@ def blocks_to_save(model: nn.Module) -> tuple[InsertedBlock, ...]:
 def explain_change(record: InsertedBlock, block: nn.Module) -> str:
     """Explain how a block differs from one built from its options, and what to do; empty if it does not differ."""
     sizes = replacement_options(vars(block).get(REPLACED, block))
-    block = bare(block)
+    block = unwrap(block)
     # by torch.nn.utils.parametrizations, by its older spectral_norm and weight_norm, or by pruning
     if added := [key for key in block.state_dict() if re.search(r"\bparametrizations\.|_(orig|g|v)$", key)]:
         remedy = "remove it first, by torch.nn.utils.parametrize.remove_parametrizations or remove_spectral_norm"
         return f"has a parametrization, such as spectral_norm or weight_norm ({shorten(added)}): {remedy}"
     try:
-        rebuilt = make_block(maker_of(record.block), record.channels, device="meta", **sizes, **record.options)
+        rebuilt = make_block(get_maker(record.block), record.channels, device="meta", **sizes, **record.options)
     except (TypeError, ValueError):
         rebuilt = nn.Identity()
     same = describe_modules(block) == describe_modules(rebuilt)
@@ -223,7 +223,7 @@ def insert_saved_(model: nn.Module, saved: Saved, makers: Mapping[str, Callable[
 
 def relocate(record: InsertedBlock, rename: Callable[[str], str]) -> InsertedBlock:
     """Return the record of a block for a network whose modules have other paths, with or without wrappers."""
-    owner, child = path_of_block(record)
+    owner, child = locate_block(record)
     site, owner = rename(record.site), rename(owner)
     held = f"{owner}.{child}".removeprefix(f"{site}.")
     if record.held.startswith("."):
@@ -236,13 +236,13 @@ def find_makers(
 ) -> dict[str, Callable[..., nn.Module]]:
     """Return the functions that build the blocks of a file, by the names of the classes."""
     names = sorted({record.block for record in saved.blocks})
-    foreign = [name for name in names if name not in (*BLOCKS, *OF_TIMM)]
+    foreign = [name for name in names if name not in (*BLOCKS, *TIMM_BLOCKS)]
     if foreign and block is None:
         what = f"{', '.join(foreign)}, which is no block of this library"
         raise CheckpointError(f"{path} holds {what}: give its class, block={foreign[0]}")
     parts = [(key.split("."), value.shape) for key, value in saved.tensors.items()]
     shapes = {(".".join(names[first:]), shape) for names, shape in parts for first in range(len(names))}
-    return {name: limit_shapes(maker_of(block if name in foreign else name), shapes) for name in names}
+    return {name: limit_shapes(get_maker(block if name in foreign else name), shapes) for name in names}
 
 
 def limit_shapes(

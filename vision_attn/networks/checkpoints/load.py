@@ -19,7 +19,7 @@ from vision_attn.networks.checkpoints.file_format import plain_key
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
 from vision_attn.networks.checkpoints.specification import compare_arguments, get_arguments
 from vision_attn.networks.checkpoints.weights import Rename, Tensors, Weights, find_weights, rename_hint
-from vision_attn.networks.insertion import keys_of_blocks, matching, plain_network, replaced
+from vision_attn.networks.insertion import keys_by_site, match_keys, plain_network, replaced_modules
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
 
@@ -112,14 +112,14 @@ class Target:
         self.state = {plain_key(key): value for key, value in state_dict.items()}
         #: the same, and those of the modules that ``replace_`` took out
         self.tensors = self.state | {key: value for part in removed for key, value in part.items()} | self.state
-        blocks = [set(map(plain_key, keys)) for keys in keys_of_blocks(model).values()]
+        blocks = [set(map(plain_key, keys)) for keys in keys_by_site(model).values()]
         self.block_keys = set[str]().union(*blocks)
         # torch before 0.4.1 had no counters of batches.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
         #: groups of keys of which a checkpoint has all or none
         self.groups = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
         self.skip = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
-        self.skipped = matching("skip", self.skip, self.tensors)
+        self.skipped = match_keys("skip", self.skip, self.tensors)
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network has
         self.required = {key: value for key, value in self.tensors.items() if key not in optional}
@@ -127,7 +127,7 @@ class Target:
 
 def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the tensors of each module that ``replace_`` took out, by all names that it will have again."""
-    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced(model).items()}
+    kept = {id(model.get_submodule(site)): old.state_dict() for site, old in replaced_modules(model).items()}
     paths = [(path, kept.get(id(module))) for path, module in model.named_modules(remove_duplicate=False)]
     return [{plain_key(f"{path}.{key}"): value for key, value in old.items()} for path, old in paths if old is not None]
 

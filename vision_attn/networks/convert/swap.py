@@ -8,7 +8,6 @@ the block does not support.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -26,7 +25,7 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.convert.equivalence import HOOKS, check_equivalence, check_source, class_path
 from vision_attn.networks.convert.row import FALLBACK, TABLE, Row, find_row, known_class, run_on_tokens, to_parameters
 from vision_attn.networks.insertion.backbone import changeable, modules_around
-from vision_attn.networks.insertion.sites import Names, match_names, several
+from vision_attn.networks.insertion.sites import Names, match_names
 from vision_attn.text import Report, Table, shorten
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ def chosen_attention(modules: dict[str, nn.Module], names: Any, where: Any) -> d
     attention = {name: module for name, module in modules.items() if name in known | similar}
     if names is None and where is None:
         return attention
-    chosen = list(modules) if names is None else match_names(modules, several("names", names, (str, re.Pattern)))
+    chosen = list(modules) if names is None else match_names(modules, names)
     if where is not None:
         chosen = [name for name in chosen if where(name, modules[name])]
     inside = {name: x for name, x in attention.items() if any(f"{name}.".startswith(f"{one}.") for one in chosen)}

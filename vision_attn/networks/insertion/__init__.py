@@ -1,51 +1,32 @@
-"""Into a backbone and out again."""
+"""Insert blocks into a network, freeze and train it, and remove the blocks again."""
 
 from vision_attn.networks.insertion.attach import (
-    attach_records_,
-    inserted_blocks,
-    inserted_keys,
-    keys_of_blocks,
-    records,
-    replaced,
+    attach_records_ as attach_records_,
+    inserted_blocks as inserted_blocks,
+    inserted_keys as inserted_keys,
+    keys_by_site as keys_by_site,
+    records as records,
+    replaced_modules as replaced_modules,
 )
-from vision_attn.networks.insertion.backbone import changeable, plain_network, quiet_eval
-from vision_attn.networks.insertion.costs import count_multiply_adds
+from vision_attn.networks.insertion.backbone import (
+    changeable as changeable,
+    plain_network as plain_network,
+    quiet_eval as quiet_eval,
+)
+from vision_attn.networks.insertion.costs import count_multiply_adds as count_multiply_adds
 from vision_attn.networks.insertion.finetuning import (
-    check_optimizer,
-    freeze_backbone_,
-    gates,
-    matching,
-    parameter_groups,
-    unfreeze_backbone_,
+    check_optimizer as check_optimizer,
+    freeze_backbone_ as freeze_backbone_,
+    gates as gates,
+    match_keys as match_keys,
+    parameter_groups as parameter_groups,
+    unfreeze_backbone_ as unfreeze_backbone_,
 )
-from vision_attn.networks.insertion.insert import insert_, remove_, replace_, timm_layer
-from vision_attn.networks.insertion.record import CHILD, InsertedBlock, InsertionReport
-from vision_attn.networks.insertion.sites import parse_sites, stage_names
-
-__all__ = [
-    "CHILD",
-    "InsertedBlock",
-    "InsertionReport",
-    "attach_records_",
-    "changeable",
-    "check_optimizer",
-    "count_multiply_adds",
-    "freeze_backbone_",
-    "gates",
-    "insert_",
-    "inserted_blocks",
-    "inserted_keys",
-    "keys_of_blocks",
-    "matching",
-    "parameter_groups",
-    "parse_sites",
-    "plain_network",
-    "quiet_eval",
-    "records",
-    "remove_",
-    "replace_",
-    "replaced",
-    "stage_names",
-    "timm_layer",
-    "unfreeze_backbone_",
-]
+from vision_attn.networks.insertion.insert import insert_ as insert_, remove_ as remove_, replace_ as replace_
+from vision_attn.networks.insertion.makers import timm_layer as timm_layer
+from vision_attn.networks.insertion.record import (
+    CHILD as CHILD,
+    InsertedBlock as InsertedBlock,
+    InsertionReport as InsertionReport,
+)
+from vision_attn.networks.insertion.sites import parse_sites as parse_sites, stage_names as stage_names

@@ -1,12 +1,13 @@
-"""A network as it stands: inside its wrappers, and run on an example without a trace."""
+"""A network without its wrappers, an example of its inputs, and evaluation mode without side effects."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,37 +18,34 @@ from vision_attn.attention.scopes import scope
 from vision_attn.checks import check_type
 from vision_attn.errors import SiteError
 
-#: A forward hook that is given keyword arguments, too.
-Hook = Callable[[nn.Module, Any, Any, Any], Any]
+#: Default sizes of sound, images and video by number of axes: a second at 16 kHz, pixels, 16 frames.
+DEFAULT_SIZES = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
 
-#: Images, sound and video where nothing else is said: a second at 16 kHz, pixels, 16 frames.
-USUAL = {1: (16_000,), 2: (224, 224), 3: (16, 112, 112)}
-
-#: Classes that count a network's parameters when they wrap it, by name: importing them all takes a while.
-SYNCHRONISED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+#: Wrappers that register a network's parameters when they are created, by name: importing them all takes a while.
+SYNCHRONIZED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def plain_network(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of torch.compile and of running in parallel.
+    """Return the network inside the wrappers of torch.compile and of data parallelism.
 
     >>> plain_network(nn.DataParallel(nn.ReLU()))
     ReLU()
     """
     check_type("model", model, nn.Module, "a network, an nn.Module")
     while True:
-        wraps = isinstance(model, nn.DataParallel) or is_synchronised(model)
+        wraps = isinstance(model, nn.DataParallel) or is_synchronized(model)
         inner = getattr(model, "_orig_mod", getattr(model, "module", None) if wraps else None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
-def is_synchronised(module: nn.Module) -> bool:
-    return any(kind.__name__ in SYNCHRONISED for kind in type(module).__mro__)
+def is_synchronized(module: nn.Module) -> bool:
+    return any(kind.__name__ in SYNCHRONIZED for kind in type(module).__mro__)
 
 
 def changeable(model: nn.Module) -> nn.Module:
-    """The network inside its wrappers, where modules can still be put in and taken out.
+    """Return the network inside its wrappers; raise if no modules can be inserted or removed any more.
 
     >>> changeable(nn.DataParallel(nn.ReLU()))
     ReLU()
@@ -56,8 +54,10 @@ def changeable(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SiteError(f"{type(module).__name__}: a TorchScript program cannot be changed: insert before tracing")
-        if is_synchronised(module):
-            raise SiteError(f"model is wrapped in {type(module).__name__}: insert into the network and wrap it then")
+        if is_synchronized(module):
+            raise SiteError(
+                f"model is wrapped in {type(module).__name__}: insert into the network first and wrap it afterwards"
+            )
     return network
 
 
@@ -67,21 +67,20 @@ class Example:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    #: of an image: one for sound, two for photographs, three for videos and volumes
+    #: axes of an image: one for sound, two for photographs, three for videos and volumes
     axes: int = 2
 
     @cached_property
     def image(self) -> Tensor:
-        """The first of the images: photographs, volumes, sounds, or what a generator makes them of."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        found = tensors_in(leaves) or [leaf for leaf in leaves if isinstance(leaf, Tensor)]  # images in whole numbers
-        if found:
-            return max(found, key=Tensor.dim)
-        raise ValueError(f"model must be called with images as tensors; got {self}")
+        """The first of the images: photographs, volumes, sounds, or the input of a generator."""
+        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise ValueError(f"model must be called with images as tensors; got {self}")
+        return max(tensors_in(tensors) or tensors, key=Tensor.dim)  # without floats: images of integers
 
     @cached_property
     def count(self) -> int:
-        """How many there are in a list, as detection models take them, each ``(c, h, w)``; 0 if they are a batch."""
+        """Number of images in a list, each ``(c, h, w)``, as detection models take them; 0 if they are a batch."""
         if self.image.dim() > 1 + self.axes:  # a list of batches, such as the pathways of SlowFast
             return 0
         lists = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, (list, tuple))]
@@ -89,17 +88,17 @@ class Example:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the images: batch, channels, and the size."""
+        """Shape of the images: batch, channels, and the size."""
         return (self.count, *self.image.shape) if self.count else tuple(self.image.shape)
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of the images, along one to three axes. What has a batch and one more axis is sound without channels."""
+        """Size of the images along one to three axes. A batch with one more axis is sound without channels."""
         return self.shape[2:] or self.shape[1:]
 
     def __str__(self) -> str:
-        words = [*map(shown, self.args), *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
-        return f"of shape {words[0]}" if len(words) == 1 and not self.kwargs else f"({', '.join(words)})"
+        inputs = [*map(shown, self.args), *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
+        return f"of shape {inputs[0]}" if len(inputs) == 1 and not self.kwargs else f"({', '.join(inputs)})"
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -107,66 +106,64 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def shown(value: object) -> str:
-    """An argument in a message: of a tensor its shape."""
+    """Return an argument as text for a message, with the shapes of tensors."""
     return repr(tree_map_only(Tensor, lambda tensor: tuple(tensor.shape), value))
 
 
-def example_of(model: nn.Module, given: Any = None) -> Example:
-    """The arguments of a dry run: those given, or random images of the shape given or of the model's own.
+def make_example(model: nn.Module, example_input: Any = None) -> Example:
+    """Return the arguments of a dry run: those of the user, or random images of a shape, by default the model's.
 
-    >>> example_of(nn.Conv2d(1, 8, 3)).shape
+    >>> make_example(nn.Conv2d(1, 8, 3)).shape
     (1, 1, 224, 224)
     """
-    if isinstance(given, Example):
-        return given
+    if isinstance(example_input, Example):
+        return example_input
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
     of_images = [module for module in convolutions if len(module.kernel_size) == 2]  # others may be of vectors
     first = next(iter(of_images or convolutions), None)
     axes = 2 if first is None else len(first.kernel_size)
-    if given is None:
-        given = own_shape(model, first, axes)
-    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given) and tensors_in(dict(given)):
-        return Example((), dict(given), axes)
-    if isinstance(given, tuple) and tensors_in(given):
-        return Example(given, axes=axes)
-    if isinstance(given, Tensor) or (isinstance(given, list) and tensors_in(given)):
-        return Example((given,), axes=axes)
-    shape = tuple(given) if isinstance(given, Sequence) else ()
-    whole = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
-    if not all(whole) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
+    if example_input is None:
+        example_input = default_shape(model, first, axes)
+    if isinstance(example_input, Mapping) and tensors_in(dict(example_input)):
+        return Example((), dict(example_input), axes)
+    if isinstance(example_input, Tensor) or (isinstance(example_input, (tuple, list)) and tensors_in(example_input)):
+        return Example(example_input if isinstance(example_input, tuple) else (example_input,), axes=axes)
+    shape = tuple(example_input) if isinstance(example_input, Sequence) else ()
+    counts = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in shape]
+    if not all(counts) or len(shape) not in range(2, 6) or len(shape) == 1 + axes > 2:
         what = "images, their shape, or a tuple or dictionary of arguments with images among them"
-        raise ValueError(f"example_input must be {what}; got {shown(given)}")
+        raise ValueError(f"example_input must be {what}; got {shown(example_input)}")
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    # Zeros would come out as zeros whatever a network does with them.
-    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    return Example((drawn.to(device=like.device, dtype=like.dtype),), axes=axes)
+    # Not zeros, which a network without biases would map to zeros.
+    images = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return Example((images.to(device=like.device, dtype=like.dtype),), axes=axes)
 
 
-def own_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
-    """The shape of one image as a model says it, by its first convolution, its patches or timm's configuration."""
+def default_shape(model: nn.Module, first: nn.Module | None, axes: int) -> tuple[int, ...]:
+    """Return the shape of one image by a model's first convolution, its patches or timm's configuration."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    channels, *size = config.get("input_size", (3, *USUAL[axes]))
-    # timm's configuration is of the published weights: it knows neither of other channels nor of another size.
-    made_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "image_size", None)
-    if axes == 2 and made_for is not None:
-        size = [made_for] * 2 if isinstance(made_for, int) else list(made_for)
+    channels, *size = config.get("input_size", (3, *DEFAULT_SIZES[axes]))
+    # timm's configuration describes the published weights, not other channels or another size.
+    img_size = getattr(getattr(model, "patch_embed", None), "img_size", None) or getattr(model, "image_size", None)
+    if axes == 2 and img_size is not None:
+        size = [img_size] * 2 if isinstance(img_size, int) else list(img_size)
     return (1, getattr(first, "in_channels", 0) or channels, *size)
 
 
 def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
-    """The module that gives a plain Sequential its output or, at index 0, takes what it takes; any other is its own.
+    """Return the path of the module that ends a plain Sequential or, at index 0, begins it; other paths are kept.
 
-    A Sequential calls every child it has, so a block cannot be one of them without being run in their row. Of a
-    ModuleList, or a module of a traced graph, which are not called themselves, the last module is meant, too.
+    A block cannot be a child of a Sequential, which would call it as one of its layers. A ModuleList, or a module of a
+    traced graph, is not called itself: its last module is meant, too.
     """
     module = model.get_submodule(name)
     while True:
         kind = type(module)
-        row = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
-        # The wrapper of torch.compile has no hooks of its own.
+        is_sequence = kind.forward is nn.Sequential.forward or isinstance(module, nn.ModuleList) or kind is nn.Module
+        # The wrapper of torch.compile runs no hooks.
         if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
             name, module = f"{name}._orig_mod", inner
-        elif row and len(module._modules):
+        elif is_sequence and len(module._modules):
             child = list(module._modules)[index]
             name, module = f"{name}.{child}", module.get_submodule(child)
         else:
@@ -174,47 +171,17 @@ def end_of_sequential(model: nn.Module, name: str, index: int = -1) -> str:
 
 
 def modules_around(name: str) -> list[str]:
-    """The paths of the modules that a module is inside of, without the model."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
-
-
-def run_quietly(
-    model: nn.Module,
-    example: Example,
-    hooks: Iterable[tuple[str, Hook]] = (),
-    gradients: bool = False,
-    before: bool = False,
-) -> object:
-    """Run a model on a copy of an example, in evaluation mode, with the same random numbers each time.
-
-    Hooks, each after the path of its module, are called as ``hook(module, args, kwargs, output)``, or ``before`` the
-    module as ``hook(module, args, kwargs)``, and then removed.
-    """
-    try:
-        with quiet_eval(model), same_random_numbers(model), torch.set_grad_enabled(gradients), ExitStack() as stack:
-            for path, hook in hooks:
-                module = model.get_submodule(path)
-                register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
-                stack.callback(register(hook, with_kwargs=True, prepend=True).remove)
-            # A forward may normalize an image in place, assign to a list or pop from a dictionary.
-            args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (example.args, dict(example.kwargs)))
-            return model(*args, **kwargs)
-    except SiteError:
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {str(error).partition('tensor(')[0][:300]}"  # tensors are no message
-        remedy = "give what its forward takes as example_input: images, their shape, or a tuple or dictionary"
-        raise SiteError(f"the model does not run on an example {example} ({why}): {remedy}") from error
+    """Return the paths of the modules that contain a module, without the model."""
+    return list(accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}"))
 
 
 @contextmanager
 def same_random_numbers(model: nn.Module) -> Iterator[None]:
-    """Begin with the same random numbers, and go on afterwards as if nothing had been drawn."""
-    there = torch.cuda.is_available()  # tensors without values may only say that they are on a GPU
-    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and there})
+    """Seed the random number generators, and restore their states afterwards."""
+    available = torch.cuda.is_available()  # tensors without values may be on a GPU that does not exist
+    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda and available})
     with torch.random.fork_rng(gpus):
-        # Not torch.manual_seed, which would seed GPUs for good that are not in use yet.
+        # torch.manual_seed would also seed GPUs that are not in use yet, for good.
         for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)):
             generator.manual_seed(0)
         yield
@@ -228,7 +195,7 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
 
 @contextmanager
 def quiet_eval(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, uncompiled; afterwards every module is in the mode it was in.
+    """Evaluation mode without gradients, uncompiled; every module's mode is restored afterwards.
 
     >>> model = nn.Dropout()
     >>> with quiet_eval(model):
@@ -240,10 +207,10 @@ def quiet_eval(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
-            module.training = False  # without its train(), which may keep account of what it is told
+            module.training = False  # not by train(), which a network may override to keep a state
         with torch.no_grad(), uncompiled(model), ExitStack() as stack:
             for device in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
-                stack.enter_context(torch.autocast(device, enabled=False))  # maps have the type of the network
+                stack.enter_context(torch.autocast(device, enabled=False))  # feature maps have the network's dtype
             yield
     finally:
         for module, training in modes:

@@ -1,14 +1,13 @@
-"""Blocks that begin as the identity, whatever they are: found by trying each on a random map.
+"""Any block as an identity at initialization: how is found by running the block on a random map.
 
-A block that does not begin so is made to. Where its last layers can be zeros, as in front of the sigmoids that weigh a
-map or at the end of a residual branch, they are; what comes out is the map or, behind sigmoids of zero, a half or a
-quarter of it, which is scaled back. Such a block learns from the first step. Any other gets a gate of zeros, one a
-channel, which learns first: ``x + gate · (block(x) − x)``.
+The last layers of a block are set to zero if its output is the map then, as at the end of a residual branch, or a half
+or a quarter of it, as in front of the sigmoids that weigh a map, which is scaled back. Such a block learns from the
+first step. Any other block gets a gate of zeros, one a channel, which learns first: ``x + gate · (block(x) − x)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,50 +19,40 @@ from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.backbone import quiet_eval, same_random_numbers
 from vision_attn.networks.insertion.costs import wrong_map
 
-#: What sigmoids of zero, one to three in a row, leave of a map; and the identity.
-SHARES = (1.0, 0.5, 0.25, 0.125)
+#: Output of one to three sigmoids of zero in a row, as a ratio to the map; and of the identity.
+RATIOS = (1.0, 0.5, 0.25, 0.125)
 
 
 class ExactBlock(nn.Module):
-    """A block in what lets it begin as the identity: ``x + gate · (scale · block(x) − x)``, or without the gate.
+    """A block as an identity at initialization: ``x + gate · (scale · block(x) − x)``, or ``scale · block(x)``.
 
     Args:
-        block: the block itself.
+        block: the block.
         channels: channels of the map.
-        gated: whether there is a gate, zero at first.
-        scale: what the output of the block is multiplied by.
-        copied: give the block a copy of the map, contiguous, as it changes its map in place or calls ``view`` on it.
-        device: of the gate.
-        dtype: of the gate.
+        like: tensor whose device and dtype the gate has.
+        gated: add the gate, which is zero at initialization.
+        scale: factor of the output of the block.
+        copied: give the block a contiguous copy of the map, because it changes its map in place or calls ``view``.
 
     >>> x = torch.randn(2, 8, 7, 7)
-    >>> torch.equal(ExactBlock(nn.Conv2d(8, 8, 1), 8, gated=True)(x), x)
+    >>> torch.equal(ExactBlock(nn.Conv2d(8, 8, 1), 8, x, gated=True)(x), x)
     True
     """
 
     def __init__(
-        self,
-        block: nn.Module,
-        channels: int,
-        *,
-        gated: bool = False,
-        scale: float = 1.0,
-        copied: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        self, block: nn.Module, channels: int, like: Any, gated: bool = False, scale: float = 1.0, copied: bool = False
     ) -> None:
         super().__init__()
         check_flags(gated=gated, copied=copied)
         check_number("scale", scale, above=0)
+        gate = nn.Parameter(torch.zeros(channels, device=like.device, dtype=like.dtype)) if gated else None
         self.block: nn.Module = block
         self.scale: float = scale
         self.copied: bool = copied
-        self.gate: nn.Parameter | None = (
-            nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if gated else None
-        )
+        self.gate: nn.Parameter | None = gate
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.scale * self.block(x.clone(memory_format=torch.contiguous_format) if self.copied else x)
+        y = self.scale * run_on_copy(self.block, x, self.copied)
         for layer in self.block.modules():
             refuse_normalized_zeros(self.block, layer)
         if self.gate is None:
@@ -71,20 +60,25 @@ class ExactBlock(nn.Module):
         return x + (self.gate.view(-1, *(1,) * (x.dim() - 2)) * (y - x)).to(x.dtype)
 
 
-def bare(block: nn.Module) -> nn.Module:
-    """The block itself, inside what lets it begin as the identity."""
+def run_on_copy(block: nn.Module, x: Tensor, copied: bool) -> Tensor:
+    """Run a block on a map, or on a contiguous copy of it."""
+    return block(x.clone(memory_format=torch.contiguous_format) if copied else x)
+
+
+def unwrap(block: nn.Module) -> nn.Module:
+    """Return the block in an :class:`ExactBlock`, and any other block itself."""
     return block.block if isinstance(block, ExactBlock) else block
 
 
-def begin(block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool) -> dict[str, Any]:
-    """Try a block on a random map, and let it begin as the identity if that is asked for.
+def init_identity_(block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool) -> dict[str, Any]:
+    """Run a block on a random map, and make it an identity at initialization if ``exact`` is set.
 
     Returns:
-        What its record has of it: ``around``, the options of the :class:`ExactBlock` that it needs, and ``begins``.
+        Fields of its record: ``around``, the options of the :class:`ExactBlock` that it needs, and ``begins``.
 
     Raises:
-        SiteError: the block makes NaN or infinity of the map.
-        ValueError: it does not take the map.
+        SiteError: the output for the map has NaN or infinity.
+        ValueError: the block does not run on the map.
     """
     with quiet_eval(block), same_random_numbers(block):
         # Over some orders of magnitude: what is halved in half precision may not come back.
@@ -97,100 +91,89 @@ def begin(block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact:
         if not trial.y.isfinite().all():
             what = f"{type(block).__name__} gives NaN or infinity on a map of {'×'.join(map(str, shape[2:]))}"
             raise SiteError(f"{site!r}: {what}: choose a larger one")
-        if not exact or trial.share == 1 or trial.y.shape != x.shape:
-            return {"around": trial.around}
+        around: dict[str, Any] = {"copied": True} if trial.copied else {}
+        if not exact or trial.y.shape != x.shape or trial.ratio == 1:
+            return {"around": around}
         if zeros := trial.zero_last_layers_():
-            scale = 1 / (trial.share or 1.0)
-            begins = f"{' and '.join(zeros)} zero at first"
+            begins, scale = f"{' and '.join(zeros)} zero at first", 1 / (trial.ratio or 1.0)
             if scale > 1:
-                trial.around["scale"], begins = scale, f"{begins}, its output times {scale:g}"
-            return {"around": trial.around, "begins": begins}
-    return {"around": trial.around | {"gated": True}, "begins": "a gate of zero, which learns first"}
+                around["scale"], begins = scale, f"{begins}, its output times {scale:g}"
+            return {"around": around, "begins": begins}
+    return {"around": around | {"gated": True}, "begins": "a gate of zero, which learns first"}
 
 
 class Trial:
-    """A block, and a map that it is run on."""
+    """A block, a map, and the output of the block for it."""
 
     def __init__(self, block: nn.Module, x: Tensor) -> None:
-        self.block: nn.Module = block
-        self.x: Tensor = x
-        self.around: dict[str, Any] = {}
-        #: the modules with parameters, as they were run
-        self.order: list[nn.Module] = []
-        holding = [module for module in block.modules() if own_parameters(module)]
-        hooks = [module.register_forward_hook(lambda module, *_: self.order.append(module)) for module in holding]
-        self.y: Tensor = self.try_on_views()
+        """Run the block on a map with channels last in memory; a block that cannot have it gets a copy."""
+        self.block, self.x, self.copied = block, x, False
+        #: modules with parameters, in the order of their calls
+        self.calls: list[nn.Module] = []
+        modules = [module for module in block.modules() if direct_parameters(module)]
+        hooks = [module.register_forward_hook(lambda module, *_: self.calls.append(module)) for module in modules]
+        given = x.clone()
+        try:
+            self.y: Tensor = block(given)
+            self.copied = not torch.equal(given, x)
+        except RuntimeError:
+            self.copied = True
+            self.y = self.run()
         for hook in hooks:
             hook.remove()
 
-    def try_on_views(self) -> Tensor:
-        """The first run, on a map whose channels are last in memory: a block that cannot have that gets a copy."""
-        kept = self.x.clone()
-        try:
-            y = self.run()
-        except RuntimeError:
-            self.around["copied"] = True
-            return self.run()
-        if not torch.equal(kept, self.x):
-            self.around["copied"], self.x = True, kept
-        return y
-
     def run(self) -> Tensor:
-        copied = self.around.get("copied", False)
-        y: Tensor = self.block(self.x.clone(memory_format=torch.contiguous_format) if copied else self.x)
-        return y
+        return run_on_copy(self.block, self.x, self.copied)
 
     @property
-    def share(self) -> float | None:
-        """What part of the map the output is, bit for bit."""
-        if self.y.shape != self.x.shape:
-            return None
-        return next((share for share in SHARES if torch.equal(self.y / share, self.x)), None)
+    def ratio(self) -> float | None:
+        """The ratio of the output to the map if it is one of :data:`RATIOS`, bit for bit."""
+        return next((ratio for ratio in RATIOS if torch.equal(self.y / ratio, self.x)), None)
 
     def zero_last_layers_(self) -> list[str]:
-        """Make the last layers zeros until the output is a part of the map, and name them; none if that cannot be.
+        """Set the last layers to zero until the output is a ratio of the map, and return their names.
 
-        None, too, where the zeros would stay, as those of queries and keys do that are both zero.
+        The block is unchanged and the list empty if that is impossible, or if zeros get no gradient, such as those of
+        queries and keys that are both zero.
         """
-        kept: dict[nn.Module, list[Tensor]] = {}
-        for module in dict.fromkeys(reversed(self.order)):
-            before, values = self.y, [p.clone() for p in own_parameters(module)]
-            self.fill_(module, [torch.zeros_like(p) for p in values])
+        values = {parameter: parameter.clone() for parameter in self.block.parameters()}
+        zeros: list[nn.Module] = []
+        for module in dict.fromkeys(reversed(self.calls)):
+            before = self.y
+            for parameter in direct_parameters(module):
+                parameter.zero_()
+            self.y = self.run()
             if torch.equal(before.nan_to_num(), self.y.nan_to_num()):
-                self.fill_(module, values)
+                for parameter in direct_parameters(module):
+                    parameter.copy_(values[parameter])
+                self.y = before
                 continue
-            kept[module] = values
-            if self.share:
+            zeros.append(module)
+            if self.ratio:
                 break
-        if kept and self.share and self.learns(kept):
+        if zeros and self.ratio and self.learns(zeros):
             names = {module: name for name, module in self.block.named_modules()}
-            return [names[module] or "its own parameters" for module in reversed(kept)]
-        for module, values in kept.items():
-            self.fill_(module, values)
+            return [names[module] or "its own parameters" for module in reversed(zeros)]
+        for parameter, value in values.items():
+            parameter.copy_(value)
         return []
 
-    def fill_(self, module: nn.Module, values: Sequence[Tensor]) -> None:
-        """Give the parameters of a module itself other values, and run the block."""
-        for parameter, value in zip(own_parameters(module), values, strict=True):
-            parameter.copy_(value)
-        self.y = self.run()
-
-    def learns(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether each row of what is zero has a gradient, in its weight or its bias."""
+    def learns(self, zeros: Iterable[nn.Module]) -> bool:
+        """Return True if each row of the layers of zeros has a gradient, in its weight or its bias."""
         with torch.enable_grad():
             y = self.run()
             loss = (torch.randn(y.shape).to(y) * y).sum()
-            for module in modules:
-                slopes = torch.autograd.grad(loss, own_parameters(module), retain_graph=True, allow_unused=True)
+            for module in zeros:
+                grads = torch.autograd.grad(loss, direct_parameters(module), retain_graph=True, allow_unused=True)
                 learning: dict[int, Tensor] = {}  # by the number of rows, which weight and bias have in common
-                for slope in (one for one in slopes if one is not None):
-                    rows = torch.atleast_1d(slope.reshape(*slope.shape[:1], -1).any(-1))
+                for grad in (grad for grad in grads if grad is not None):
+                    rows = torch.atleast_1d(grad.reshape(*grad.shape[:1], -1).any(-1))
                     learning[len(rows)] = rows | learning.get(len(rows), False)
                 if not learning or not all(rows.all() for rows in learning.values()):
                     return False
         return True
 
 
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters of a module itself, without those of its children."""
+def direct_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters of a module, without those of its children."""
     return [p for p in module.parameters(recurse=False) if p.requires_grad and p.is_floating_point()]

@@ -1,8 +1,9 @@
-"""What is trained and at which rate: gates, a backbone that keeps its values, and groups for an optimiser."""
+"""Fine-tuning: gates, a frozen backbone, and parameter groups for an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -11,13 +12,16 @@ from torch import nn
 
 from vision_attn.attention.position import PositionEncoding
 from vision_attn.checks import as_list, check_number
-from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced
+from vision_attn.networks.insertion.attach import inserted_blocks, inserted_keys, replaced_modules
 from vision_attn.networks.insertion.backbone import plain_network
 from vision_attn.networks.insertion.hooks import NORMS
 from vision_attn.text import Report, Table, shorten
 
-#: The attribute in which a module with something frozen keeps the names of its own parameters that were trained.
+#: The attribute in which a module keeps the names of its frozen parameters, and whether its statistics are frozen.
 FROZEN = "_before_freezing"
+
+#: Keys of parameters that do not decay, beside those of one axis.
+NO_DECAY = re.compile(r"(.*\.)?(bias|gate|(gamma|layer_scale)[^.]*)")
 
 
 class Gates(Report, dict[str, nn.Parameter]):
@@ -26,8 +30,7 @@ class Gates(Report, dict[str, nn.Parameter]):
     def parts(self) -> list[Table]:
         rows = [("where", "channels", "mean", "smallest", "largest")]
         for site, gate in self.items():
-            mean, smallest, largest = (f"{value:.4g}" for value in (gate.mean(), gate.min(), gate.max()))
-            rows.append((site, f"{gate.numel()}", mean, smallest, largest))
+            rows.append((site, f"{gate.numel()}", f"{gate.mean():.4g}", f"{gate.min():.4g}", f"{gate.max():.4g}"))
         return [Table(rows)]
 
 
@@ -89,16 +92,27 @@ def freeze_backbone_(model: nn.Module, *, also_train: str | Iterable[str] = ()) 
     True
     """
     model = plain_network(model)
-    live = inserted_keys(model) | trained_keys(model, also_train)
+    live = inserted_keys(model) | select_keys(model, also_train)
     if not live:
         raise ValueError('model has nothing to train when frozen: insert a block, or pass also_train="head"')
     unfreeze_backbone_(model)
     # A tensor that is in a block as well is trained under each of its names.
-    named = dict(model.named_parameters(remove_duplicate=False))
-    tensors = {id(named[key]) for key in live & named.keys()}
+    tensors = {id(p) for key, p in model.named_parameters(remove_duplicate=False) if key in live}
     for name, module in model.named_modules():
-        freeze(module, f"{name}." if name else "", live, tensors)
-    return trainable(model)
+        parameters = dict(module.named_parameters(recurse=False))
+        frozen = [key for key, p in parameters.items() if p.requires_grad and id(p) not in tensors]
+        # Batch and instance norms, torch's and timm's, call them running_mean and running_var.
+        buffers = (key for key, _ in module.named_buffers(prefix=name, recurse=False))
+        statistics = {key for key in buffers if key.rpartition(".")[2].startswith("running_")}
+        fixed = bool(statistics) and not statistics & live
+        vars(module)[FROZEN] = frozen, fixed
+        for key in frozen:
+            parameters[key].requires_grad_(False)
+        if fixed:
+            # A partial of a function is copied and pickled with its module, and graphs see no more than the mode.
+            vars(module)["train"] = partial(train_frozen_norm, module)
+            module.training = False
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def unfreeze_backbone_(model: nn.Module) -> int:
@@ -119,35 +133,30 @@ def unfreeze_backbone_(model: nn.Module) -> int:
     True
     """
     model = plain_network(model)
-    kept = [part for module in replaced(model).values() for part in module.modules()]  # those out of place, too
-    for module in (*model.modules(), *kept):
-        trained: tuple[str, ...] | None = vars(module).pop(FROZEN, None)
-        for name in trained or ():
-            module._parameters[name].requires_grad_()  # type: ignore[union-attr]
-        if trained is not None and vars(module).pop("train", None) is not None:
+    for module in (part for root in (model, *replaced_modules(model).values()) for part in root.modules()):
+        frozen, fixed = vars(module).pop(FROZEN, ((), False))
+        for name in frozen:
+            module.get_parameter(name).requires_grad_()
+        if fixed:
+            del vars(module)["train"]
             module.training = model.training
-    return trainable(model)
-
-
-def trainable(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def trained_keys(model: nn.Module, also_train: str | Iterable[str]) -> set[str]:
-    """Return the keys of the state dict that ``also_train`` selects."""
-    heads = classifiers_of(model)
-    globs = as_list("also_train", also_train, 'globs on keys, or "head"', single=str)
-    globs = [glob for one in globs for glob in ([f"{head}.*" for head in heads] if one == "head" and heads else [one])]
-    known = f'. The classifier of this model is {shorten(map(repr, heads))}; pass also_train="head"' if heads else ""
-    return matching("also_train", globs, model.state_dict(), known)
+def select_keys(model: nn.Module, also_train: str | Iterable[str]) -> set[str]:
+    """Return the keys of the state dict that ``also_train`` selects.
 
-
-def classifiers_of(model: nn.Module) -> list[str]:
-    """Return the paths of a model's classifiers, declared as in timm or under the names of torchvision's models."""
+    Classifiers are declared as in timm, or named as in torchvision's models.
+    """
+    state = model.state_dict()
     declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     names = [declared] if isinstance(declared, str) else [*declared] or ["fc", "classifier", "heads", "head"]
-    modules = dict(model.named_modules())
-    return [name for name in names if name in modules and any(True for _ in modules[name].parameters())]
+    heads = [name for name in names if any(key.startswith(f"{name}.") for key in state)]
+    known = f'. The classifier of this model is {shorten(map(repr, heads))}; pass also_train="head"' if heads else ""
+    named = {"head": [f"{head}.*" for head in heads]} if heads else {}
+    given = as_list("also_train", also_train, 'globs on keys, or "head"', single=str)
+    globs = [glob for one in given for glob in named.get(one, [one])]
+    return match_keys("also_train", globs, state, known)
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -169,24 +178,19 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     >>> report = insert_(model, names="0", num_heads=2, example_input=(1, 3, 16, 16))
     >>> check_optimizer(model, optimizer)
     Traceback (most recent call last):
-    ValueError: optimizer lacks parameters of the blocks at '0': create it after the blocks are inserted
+    ValueError: optimizer lacks parameters of the blocks at '0': create it after inserting the blocks
     >>> check_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
     """
     optimizers = [optimizer] if hasattr(optimizer, "param_groups") else [*optimizer]
     known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    blocks = inserted_blocks(model).items()
-    lacking = [
-        site for site, block in blocks if any(p.requires_grad and id(p) not in known for p in block.parameters())
-    ]
-    if lacking:
-        sites = ", ".join(map(repr, lacking))
-        raise ValueError(
-            f"optimizer lacks parameters of the blocks at {sites}: create it after the blocks are inserted"
-        )
+    blocks = inserted_blocks(model)
+    trained = {site: {id(p) for p in block.parameters() if p.requires_grad} for site, block in blocks.items()}
+    if sites := ", ".join(repr(site) for site in trained if not trained[site] <= known):
+        raise ValueError(f"optimizer lacks parameters of the blocks at {sites}: create it after inserting the blocks")
 
 
-def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
-    """The keys that match any of the globs, each of which must match one."""
+def match_keys(argument: str, globs: str | Iterable[str], keys: Iterable[str], hint: str = "") -> set[str]:
+    """Return the keys that match any of the globs, each of which must match one."""
     keys, found = list(keys), set[str]()
     for glob in as_list(argument, globs, "globs on keys", single=str):
         matches = {key for key in keys if fnmatchcase(key, glob)}
@@ -196,26 +200,8 @@ def matching(argument: str, globs: str | Iterable[str], keys: Iterable[str], hin
     return found
 
 
-def freeze(module: nn.Module, prefix: str, live: Collection[str], tensors: Collection[int]) -> None:
-    """Freeze what a module holds itself, by its path; its children are other modules'."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    trained = tuple(name for name, p in own.items() if p.requires_grad and id(p) not in tensors)
-    # Batch and instance norms, torch's and timm's, call them running_mean and running_var.
-    statistics = {name for name, buffer in module.named_buffers(recurse=False) if name.startswith("running_")}
-    held = bool(statistics) and not any(prefix + name in live for name in statistics)
-    if not (trained or held):
-        return
-    vars(module)[FROZEN] = trained
-    for name in trained:
-        own[name].requires_grad_(False)
-    if held:
-        # A partial of a function is copied and pickled with its module, and graphs see no more than the mode.
-        vars(module)["train"] = partial(stay_in_evaluation, module)
-        module.training = False
-
-
-def stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
-    """What ``train`` is for a frozen norm: its children, the dropout in some norms of timm, take the mode."""
+def train_frozen_norm(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Set the mode of the children of a norm, such as the dropout in some norms of timm, but not its own."""
     type(module).train(module, mode)
     module.training = False
     return module
@@ -290,28 +276,20 @@ def parameter_groups(
 
 
 def keys_without_decay(model: nn.Module) -> set[str]:
-    """Where a decay would draw towards zero what zero is no neutral value of."""
-    named: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    """Return the keys of parameters for which zero is not a neutral value."""
     scales = [name for name, module in model.named_modules() if isinstance(module, (*NORMS, PositionEncoding))]
-    prefixes = tuple(f"{name}." for name in scales)
-    return {
-        key
-        for key, parameter in model.named_parameters()
-        if parameter.dim() <= 1
-        or key.startswith(prefixes)
-        or key.rpartition(".")[2] in ("bias", "gate")
-        or key.rpartition(".")[2].startswith(("gamma", "layer_scale"))
-        or any(fnmatchcase(key, pattern) for pattern in named)
-    }
+    globs = [*getattr(model, "no_weight_decay", tuple)(), *(f"{name}.*" for name in scales)]
+    axes = {key: parameter.dim() for key, parameter in model.named_parameters()}
+    fixed = {key for key in axes if axes[key] <= 1 or NO_DECAY.fullmatch(key)}
+    return fixed.union(key for key in axes if any(fnmatchcase(key, glob) for glob in globs))
 
 
 def layer_depths(model: nn.Module, blocks: set[str]) -> dict[str, int]:
-    """The layer that each parameter of the backbone belongs to, counted from the stem; blocks count for nothing."""
+    """Return the layer of each parameter of the backbone, counted from the stem, without inserted blocks."""
     from timm.models import group_parameters
 
     matcher = getattr(model, "group_matcher", None)
     if matcher is None:
         raise ValueError(f"layer_decay needs layers, which timm's networks declare; {type(model).__name__} has none")
     found = group_parameters(model, matcher(coarse=False), reverse=True)
-    # What hangs on the network itself, such as a class token, enters with its images.
-    return {key: found.get(key, 0) for key, _ in model.named_parameters() if key not in blocks}
+    return {key: layer for key, layer in found.items() if key not in blocks}

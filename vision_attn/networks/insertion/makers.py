@@ -1,12 +1,13 @@
-"""What makes a block: a class, a function, or a name; with or without ``device`` and ``dtype`` among its arguments."""
+"""Classes, functions and names that blocks are built from, with or without the arguments ``device`` and ``dtype``."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +17,171 @@ from torch import nn
 from vision_attn.attention import blocks
 from vision_attn.attention.blocks import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 
-#: What makes a block.
+#: A class or function that builds a block.
 Maker = Callable[..., nn.Module]
 
-#: The default block, by how many axes a map has.
+#: The default block, by the number of axes of a feature map.
 ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 3: AttentionBlock3d}
 #: Arguments of :func:`vision_attn.insert_` that no block has.
 SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
-#: This library's blocks by name.
+#: Blocks of this library by name.
 BLOCKS: dict[str, Maker] = {name: vars(blocks)[name] for name in blocks.__all__ if isinstance(vars(blocks)[name], type)}
-#: The names of timm's ``create_attn``, but ``"ge"``, of which timm can make none.
-OF_TIMM = (
+#: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
+TIMM_BLOCKS = (
     *("se", "ese", "eca", "ecam", "ceca", "gc", "gca", "cbam", "lcbam", "coord", "scoord", "ela", "strip"),
     *("sk", "splat", "lambda", "bottleneck", "halo", "nl", "bat"),
 )
 
+#: Most channels that a default block attends in: eight heads of 64. BoTNet attends in 512 in the last stage of a
+#: ResNet-50, a quarter of its channels, and non-local networks in half of theirs.
+MAX_WIDTH = 512
 
-def maker_of(block: Maker | str | None, axes: int = 2) -> Maker:
-    """What makes the block that is asked for.
+#: Arguments of timm for the bottleneck of squeeze-and-excitation layers, which attention does not have.
+BOTTLENECK_ARGUMENTS = ("act_layer", "rd_channels", "rd_divisor", "rd_ratio")
 
-    >>> maker_of("cbam")(8)(torch.randn(1, 8, 7, 7)).shape
+
+def get_maker(block: Maker | str | None, axes: int = 2) -> Maker:
+    """Return the class or function for a name; a class or function is returned as it is.
+
+    >>> get_maker("cbam")(8)(torch.randn(1, 8, 7, 7)).shape
     torch.Size([1, 8, 7, 7])
     """
     if block is None or block == "attention":
         return ATTENTION_BLOCKS[axes]
     if isinstance(block, str) and block in BLOCKS:
         return BLOCKS[block]
-    if isinstance(block, str) and block in OF_TIMM:
+    if isinstance(block, str) and block in TIMM_BLOCKS:
         from timm.layers import get_attn
 
-        made: Maker = get_attn(block)
-        return made
+        maker: Maker = get_attn(block)
+        return maker
     if isinstance(block, str | nn.Module) or not callable(block):
-        names = ", ".join(("attention", *BLOCKS, *OF_TIMM))
+        names = ", ".join(("attention", *BLOCKS, *TIMM_BLOCKS))
         got = repr(block) if isinstance(block, str) else f"a {type(block).__name__}"
         raise ValueError(f"block must be a class or function that makes modules, or one of {names}; got {got}")
     return block
 
 
-def arguments_of(make: Maker) -> dict[str, inspect.Parameter]:
+def get_arguments(make: Maker) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(make).parameters)
 
 
 def make_block(make: Maker, channels: int, *, device: Any = None, dtype: Any = None, **options: Any) -> nn.Module:
-    """A block of a device and a type, whether or not what makes it takes them."""
-    known = arguments_of(make)
+    """Build a block on a device and of a dtype, whether or not ``make`` takes these arguments."""
+    known = get_arguments(make)
     if "_" in known and (unknown := options.keys() - known.keys()):  # where timm drops what it does not know
         raise TypeError(f"it takes no {', '.join(sorted(unknown))}, only {', '.join(list(known)[1:-1])}")
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
-    where = {"device": device, "dtype": dtype}
-    given = {name: value for name, value in where.items() if name in known or takes_all}
-    if len(given) == len(where):
-        return make(channels, **given, **options)
-    with torch.device(device) if device is not None else nullcontext():
-        block = make(channels, **given, **options)
-    return block.to(**where) if isinstance(block, nn.Module) else block
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    to = {"device": device, "dtype": dtype}
+    options |= {name: value for name, value in to.items() if name in known or takes_all}
+    with torch.device(device) if device is not None and "device" not in options else nullcontext():
+        block = make(channels, **options)
+    return block if to.keys() <= options.keys() or not isinstance(block, nn.Module) else block.to(**to)
+
+
+def default_widths(make: Maker, channels: int, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return heads and widths of a block that the user leaves open and whose own defaults do not fit.
+
+    A default block attends in 512 channels at most, in heads of a multiple of 8. Heads that share all channels divide
+    them.
+
+    >>> default_widths(AttentionBlock2d, 2048, {})
+    {'key_dim': 64, 'value_dim': 64}
+    >>> default_widths(AttentionBlock2d, 185, {})
+    {'num_heads': 5}
+    """
+    default = getattr(get_arguments(make).get("num_heads"), "default", None)
+    num_heads = options.get("num_heads", default)
+    found: dict[str, int] = {}
+    if make in ATTENTION_BLOCKS.values() and channels > MAX_WIDTH and isinstance(num_heads, int) and num_heads > 0:
+        width = MAX_WIDTH // num_heads
+        found = {name: max(width // 8 * 8, width % 8, 1) for name in ("key_dim", "value_dim") if name not in options}
+    shared = any({**options, **found}.get(name) is None for name in ("key_dim", "value_dim"))
+    if shared and "num_heads" not in options and isinstance(default, int) and channels % default:
+        found["num_heads"] = fitting_heads(channels, default)
+    return found
+
+
+def fitting_heads(channels: int, most: int = 8) -> int:
+    """Return the largest number of heads, up to a limit, that divides the channels.
+
+    >>> fitting_heads(64), fitting_heads(20), fitting_heads(185), fitting_heads(64, 5)
+    (8, 5, 5, 4)
+    """
+    return next(count for count in range(min(most, channels), 0, -1) if channels % count == 0)
+
+
+def build_timm_layer(
+    block: Maker, options: Mapping[str, Any], channels: int, *, device: Any = None, dtype: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Build a block from the arguments that timm's networks pass to a layer."""
+    if channels == 8 and kwargs == {"rd_ratio": 1.0}:
+        # timm's EfficientNets test whether a layer takes rd_ratio. Refusing it avoids a block of 8 channels, which not
+        # every number of heads divides.
+        raise TypeError("rd_ratio is for layers with a bottleneck of channels: attention has none")
+    known = get_arguments(block)
+    unused = {*BOTTLENECK_ARGUMENTS, *({"feat_size"} - known.keys())}  # only blocks with tables have a fixed size
+    kwargs = {name: value for name, value in kwargs.items() if name not in unused}
+    if "stride" not in known and (stride := kwargs.pop("stride", 1)) != 1:
+        what = f"block must take stride, as timm_layer(StridedAttention2d, …) does, where timm strides by {stride}"
+        raise ValueError(f"{what}; got {block}")
+    return block(channels, device=device, dtype=dtype, **options, **kwargs)
+
+
+def timm_layer(block: Maker | None = None, **options: Any) -> Maker:
+    """Return a block class as a layer for timm's networks that take an attention layer as an argument.
+
+    ``timm.create_model("resnet50", block_args=dict(attn_layer=timm_layer(num_heads=4)))`` has the block in every
+    residual block, before the addition. The default block is an identity at initialization: the network computes the
+    same as without the layer. ``self_attn_layer`` of timm's BoTNets replaces a convolution with its stride, and takes
+    ``timm_layer(StridedAttention2d)``.
+
+    Such a network has no record of its layers: rebuild it by the same call. Each layer has the defaults of its class,
+    so that checkpoints fit. :class:`AttentionBlock2d` then attends in all channels, which in the last stages of a
+    ResNet-50 are 1,024 and 2,048: ``timm_layer(key_dim=64, value_dim=64)`` attends in 512 of them, like the blocks of
+    :func:`insert_`.
+
+    Args:
+        block: class or function called as ``block(channels, device=…, dtype=…, **options)``, with ``stride`` and
+            ``feat_size`` too where it has such arguments and timm passes them; :class:`vision_attn.AttentionBlock2d`
+            when None.
+        **options: passed to ``block``.
+
+    Returns:
+        A callable that can be copied and pickled where ``block`` can.
+
+    >>> import torch
+    >>> layer = timm_layer(num_heads=4)
+    >>> layer(64)(torch.randn(2, 64, 7, 7)).shape
+    torch.Size([2, 64, 7, 7])
+    """
+    return partial(build_timm_layer, AttentionBlock2d if block is None else block, options)
+
+
+def refuse_misspelled(options: Iterable[str]) -> None:
+    """Raise for a block's option that is close to an argument of :func:`vision_attn.insert_` for sites."""
+    for name in options:
+        for close in difflib.get_close_matches(name, SITE_ARGUMENTS, n=1):
+            raise TypeError(f"insert_() got an unexpected argument {name!r}. Did you mean {close!r}?")
 
 
 def hint(error: BaseException, make: Maker) -> str:
-    """The argument that may have been meant by one that there is not."""
+    """Suggest an argument in place of an unexpected one."""
     _, unknown, name = str(error).rpartition("unexpected keyword argument ")
     if not unknown:
         return ""
-    known = {*arguments_of(make), *SITE_ARGUMENTS}
+    known = {*get_arguments(make), *SITE_ARGUMENTS}
     if make in ATTENTION_BLOCKS.values():
-        known |= arguments_of(blocks.Attention2d).keys()
+        known |= get_arguments(blocks.Attention2d).keys()
     close = difflib.get_close_matches(name.strip("'"), sorted(known), n=1)
     return f": did you mean {close[0]!r}?" if close else ""
 
 
 def reason(error: BaseException) -> str:
-    """What an error says or, where it says nothing, the line of code that raised it, or had it raised by a check."""
+    """Return the message of an error or, if it is empty, the line outside of torch that raised it."""
     if str(error):
-        said = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "
-        return f"{said}{error}"
+        kind = "" if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: "
+        return f"{kind}{error}"
     library = str(Path(torch.__file__).parent)
-    lines = [one.line for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(library)]
+    lines = [x.line for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(library)]
     return f"{type(error).__name__} at {lines[-1]!r}"

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 #: Updates of the other parameters after which a block that has not been updated is reported.
 PATIENCE = 5
 
-#: Blocks that are watched already.
-WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Networks for which the warning has been given.
 WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -23,19 +21,18 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
     The check runs after gradients have been accumulated in the first trainable parameter of the block, for any
     optimizer, compiled or not, until that parameter has been updated. Copies of the network are not watched.
     """
-    parameter = next((p for p in block.parameters() if p.requires_grad), None)
-    if parameter is None or block in WATCHED:
+    watched = next((p for p in block.parameters() if p.requires_grad), None)
+    if watched is None:
         return
-    WATCHED.add(block)
     # Tensors keep their hooks alive outside of the garbage collector's sight: a hook must not refer to them.
-    network, watched = weakref.ref(model), weakref.ref(block)
-    before, updates = list[float](), set[float]()
+    references = weakref.ref(model), weakref.ref(block)
+    values, updates = list[float](), set[float]()
 
     def check(parameter: Tensor) -> None:
-        model, block = network(), watched()
+        model, block = (reference() for reference in references)
         own = list(block.parameters()) if block is not None else []
-        before.append(fingerprint(own))
-        if model is not None and before[-1] == before[0]:
+        values.append(fingerprint(own))
+        if model is not None and values[-1] == values[0]:
             others = {*model.parameters()}.difference(own)
             updates.add(fingerprint(p for p in others if p.requires_grad))
             if len(updates) <= PATIENCE:
@@ -43,14 +40,13 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
             if model not in WARNED:
                 WARNED.add(model)
                 warnings.warn(
-                    f"the block at {site!r} gets gradients and is not updated: the optimizer was created before the "
-                    "block was inserted. Create the optimizer after insertion; va.check_optimizer(model, optimizer) "
-                    "lists the blocks that it lacks",
+                    f"the block at {site!r} gets gradients and is not updated: the optimizer is older than the block. "
+                    "Create it after insertion; va.check_optimizer(model, optimizer) lists the blocks that it lacks",
                     stacklevel=2,
                 )
         handle.remove()
 
-    handle = parameter.register_post_accumulate_grad_hook(check)
+    handle = watched.register_post_accumulate_grad_hook(check)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> float:

@@ -39,7 +39,7 @@ from vision_attn.networks.checkpoints.file_format import gather, plain_key
 from vision_attn.networks.checkpoints.load import load_checkpoint, refuse_without_values
 from vision_attn.networks.checkpoints.specification import get_arguments
 from vision_attn.networks.insertion import inserted_blocks, plain_network, quiet_eval, records, remove_
-from vision_attn.networks.insertion.exact import bare
+from vision_attn.networks.insertion.exact import unwrap
 from vision_attn.networks.insertion.makers import BLOCKS
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import read_file, write_atomically
@@ -282,7 +282,7 @@ def create(config: Mapping[str, Any]) -> nn.Module:
 
 def verify(model: nn.Module, folder: Path, architecture: str) -> None:
     """Raise unless the network in a folder gives the same output for an image as the model."""
-    classes = [type(bare(block)) for block in inserted_blocks(model).values()]
+    classes = [type(unwrap(block)) for block in inserted_blocks(model).values()]
     try:
         copy = load_model(folder, block=next((cls for cls in classes if cls.__name__ not in BLOCKS), None))
         value = next(p for p in model.parameters() if p.is_floating_point())

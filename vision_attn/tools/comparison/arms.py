@@ -129,12 +129,12 @@ def suits(option: str, block: str) -> bool:
     import inspect
 
     from vision_attn.attention.blocks import Attention2d
-    from vision_attn.networks.insertion.makers import arguments_of, maker_of
+    from vision_attn.networks.insertion.makers import get_arguments, get_maker
     from vision_attn.tools.training.network import block_class  # with timm, which the flags of compare do not wait for
 
     def taken(by: str) -> bool:
         hands_on = inspect.signature(Attention2d).parameters if by == "attention" else ()
-        return option in arguments_of(maker_of(block_class(by))) or option in hands_on
+        return option in get_arguments(get_maker(block_class(by))) or option in hands_on
 
     blocks = {arm.get("block", "attention") for arm in ARMS.values() if arm is not None}
     return taken(block) or not any(map(taken, blocks))

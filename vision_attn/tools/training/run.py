@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch import nn
 
 from vision_attn.errors import DataError
-from vision_attn.networks.insertion.makers import maker_of
+from vision_attn.networks.insertion.makers import get_maker
 from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
@@ -147,7 +147,7 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) 
     if path is None:
         network = build_network(settings, source, log)
     else:
-        model = load_model(path, block=maker_of(block_class(settings.block)))
+        model = load_model(path, block=get_maker(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
             has = f"{source.name} has {shorten(source.classes)}"

@@ -1,0 +1,118 @@
+"""The layout of a feature map in a tensor, and the place of the tensor in what a module takes or returns.
+
+Layouts are ``"b c h w"``, ``"b h w c"``, or tokens ``"b (1 + h w) c"``, here after a class token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: An index of a tuple or list, a key of a dictionary, or None where the value is the tensor itself.
+Element = int | str | None
+
+
+class Form(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def read(cls, value: object) -> dict[Element, Form]:
+        """Return the tensors in what a module takes or returns, without their values."""
+        items: list[tuple[Element, object]] = [(None, value)]
+        if isinstance(value, Mapping):
+            items = [(key, item) for key, item in value.items() if isinstance(key, str)]
+        elif isinstance(value, (tuple, list)):
+            items = list(enumerate(value))
+        return {key: cls(tuple(x.shape), x.dtype, x.device) for key, x in items if isinstance(x, Tensor)}
+
+
+class FeatureMap(NamedTuple):
+    """A feature map that a module, its **target**, takes or returns."""
+
+    target: str
+    element: Element
+    form: Form
+    layout: str
+    #: rows and columns; of the largest feature map where the module is called several times
+    size: tuple[int, ...]
+    #: whether the output of the network depends on it
+    read: bool = True
+    #: the tensors of all calls of the module
+    calls: tuple[Form, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch, channels, rows, columns, or as many axes as there are."""
+        return map_shape(self.form.shape, self.layout, self.size)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of the feature map in each call of the module."""
+        return [map_shape(form.shape, self.layout, self.size) for form in self.calls]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Everything that has to be the same in all calls for one block: only a token grid has to keep its size."""
+        return self.element, self.layout, self.shape[1], self.size if "(" in self.layout else None
+
+
+def count_prefix(layout: str) -> int:
+    """Return the number of tokens before the grid: 5 in ``"b (5 + h w) c"``."""
+    first = layout.partition("(")[2].partition(" ")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def map_shape(shape: tuple[int, ...], layout: str, size: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the shape ``(b, c, h, w)`` of the map in a tensor; the size of a grid is not in the tensor's shape."""
+    if layout.startswith("b c"):
+        return shape
+    return (shape[0], shape[-1], *(size if "(" in layout else shape[1:-1]))
+
+
+def to_map(x: Tensor, layout: str, size: tuple[int, ...]) -> Tensor:
+    """Return the feature map ``(b, c, h, w)`` in a tensor."""
+    if layout.startswith("b c"):
+        return x
+    if "(" not in layout:
+        return x.movedim(-1, 1)
+    return x[:, count_prefix(layout) :].transpose(1, 2).unflatten(2, size)
+
+
+def from_map(x: Tensor, y: Tensor, layout: str) -> Tensor:
+    """Return a tensor like ``x`` with the feature map ``y``, ``(b, c, h, w)``, in the place of its own."""
+    if layout.startswith("b c"):
+        return y
+    if "(" not in layout:
+        return y.movedim(1, -1)
+    tokens, prefix = y.flatten(2).transpose(1, 2), count_prefix(layout)
+    return torch.cat([x[:, :prefix], tokens], dim=1) if prefix else tokens
+
+
+def token_grid(tokens: int, rows: int, columns: int) -> tuple[int, int] | None:
+    """Return the rows and columns of a grid of tokens with the aspect ratio of the image; None if there is none."""
+    if tokens < 2:  # one token is a class, or a vector
+        return None
+    height = math.sqrt(tokens * rows / columns)
+    heights = range(max(1, math.floor(height) - 1), math.ceil(height) + 2)
+    grids = ((height, tokens // height) for height in heights if tokens % height == 0)
+    return next((grid for grid in grids if abs(grid[1] - grid[0] * columns / rows) < 1), None)
+
+
+def change(value: Any, element: Element, function: Callable[[Any], Any]) -> Any:
+    """Return a value of the same type with a function applied to one of its elements."""
+    if element is None:
+        return function(value)
+    if isinstance(element, str):
+        changed = value.copy()
+        changed[element] = function(value[element])
+        return changed
+    items = [function(item) if index == element else item for index, item in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
