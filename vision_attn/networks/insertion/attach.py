@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,7 +112,7 @@ def closest_called(model: nn.Module, path: str) -> str:
 def attach_records_(
     model: nn.Module, wanted: Iterable[InsertedBlock], makers: Mapping[str, Callable[..., nn.Module]]
 ) -> tuple[InsertedBlock, ...]:
-    """Make blocks anew and put them where records say they were, without running the network.
+    """Build blocks and attach them where their records say, without running the network.
 
     Args:
         model: a network like the one that the records are of, with nothing inserted.
@@ -133,7 +133,7 @@ def attach_records_(
     >>> attach_records_(model, report.blocks, {"AttentionBlock2d": AttentionBlock2d}) == report.blocks
     True
     """
-    # What replaces a module comes first: no block is held by a module that goes.
+    # Replacements come first: a block must not become a child of a module that is replaced.
     wanted = sorted(wanted, key=lambda record: record.at != "instead")
     with attach_blocks_(model, (build_block(model, record, makers[record.block]) for record in wanted)):
         return tuple(wanted)
@@ -141,22 +141,19 @@ def attach_records_(
 
 @contextmanager
 def attach_blocks_(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Attach blocks, and detach them all where that, or what is done in the ``with`` block, fails."""
-    done: list[nn.Module] = []
-    try:
+    """Attach blocks, and detach them all if this or the body of the ``with`` statement fails."""
+    with ExitStack() as stack:
         for block in blocks:
             attach_(model, block)
-            done.append(block)
+            stack.callback(detach_, model, [block])
             warn_if_untrained(model, block, vars(block)[RECORD].site)
         reset_compiled_graphs()
         yield
-    except BaseException:
-        detach_(model, done)
-        raise
+        stack.pop_all()
 
 
 def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.Module], like: Any = None) -> nn.Module:
-    """A new block with its record, in the mode of the module at its site.
+    """Build a block with its record, in the mode of the module at its site.
 
     Its device and type are those of ``like``, or else of that module or its model.
     """
@@ -172,8 +169,8 @@ def build_block(model: nn.Module, record: InsertedBlock, make: Callable[..., nn.
         block = make_block(make, record.channels, device=like.device, dtype=like.dtype, **own, **record.options)
     except Exception as error:  # a block of the user's may fail in any way
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        what = f"the block at {site!r}, for {record.channels} channels"
-        raise kind(f"{what}: {reason(error)}{hint(error, make)}") from error
+        what = f"the block at {site!r}, for {record.channels} channels: {reason(error)}{hint(error, make)}"
+        raise kind(what) from error
     if not isinstance(block, nn.Module) or RECORD in vars(block):
         raise ValueError(f"block must make a new module for each site; it made {type(block).__name__}")
     block.train(target.training)
@@ -235,7 +232,7 @@ def replace_module_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def inserted_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The inserted blocks of a model by site, those that replaced a module among them.
+    """Return the inserted blocks of a model by site, including those that replaced a module.
 
     Args:
         model: any network.
@@ -265,7 +262,7 @@ def blocks_by_site(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that :func:`replace_` took out of a model, by site, kept for when they come back.
+    """Return the modules that :func:`replace_` took out of a model, by site.
 
     >>> from vision_attn.networks.insertion import replace_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -277,7 +274,7 @@ def replaced_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
-    """Where the inserted blocks of a model are, what they are and what they cost.
+    """Return the records of the inserted blocks of a model: where they are and what they cost.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -290,7 +287,7 @@ def records(model: nn.Module) -> tuple[InsertedBlock, ...]:
 
 
 def inserted_keys(model: nn.Module) -> set[str]:
-    """The keys of a model's state dict that belong to inserted blocks: new by design for any other checkpoint.
+    """Return the keys of a model's state dict that belong to inserted blocks.
 
     >>> from vision_attn.networks.insertion import insert_
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
@@ -302,7 +299,7 @@ def inserted_keys(model: nn.Module) -> set[str]:
 
 
 def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
-    """The keys of a model's state dict that belong to the block of each site.
+    """Return the keys of a model's state dict that belong to the block of each site.
 
     A block that a model has under several names has keys under each.
 
@@ -321,6 +318,6 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
 
 
 def reset_compiled_graphs() -> None:
-    """A model that was compiled runs the graph it had, and does not look whether its hooks are still the same."""
+    """Let compiled models compile again: their graphs do not check whether hooks have changed."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -25,7 +25,7 @@ NO_DECAY = re.compile(r"(.*\.)?(bias|gate|(gamma|layer_scale)[^.]*)")
 
 
 class Gates(Report, dict[str, nn.Parameter]):
-    """Gates by site; prints as a table of how far each is open."""
+    """Gates by site; prints as a table of their values."""
 
     def parts(self) -> list[Table]:
         rows = [("where", "channels", "mean", "smallest", "largest")]
@@ -35,7 +35,7 @@ class Gates(Report, dict[str, nn.Parameter]):
 
 
 def gates(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The gates of a model's inserted blocks by site: the parameters themselves, one value a channel.
+    """Return the gates of a model's inserted blocks by site: the parameters, with one value a channel.
 
     Blocks without a gate, such as a convolution's replacement, have no entry.
 
@@ -43,7 +43,7 @@ def gates(model: nn.Module) -> dict[str, nn.Parameter]:
         model: a model that blocks are inserted in.
 
     Returns:
-        A gate ``(c,)`` for each site. Printed, and in a notebook, it is a table of how far each is open.
+        A gate ``(c,)`` for each site. Printed, and in a notebook, it is a table of their values.
 
     Raises:
         ValueError: no block of the model has a gate.
@@ -207,7 +207,7 @@ def train_frozen_norm(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-# --- groups for an optimiser ------------------------------------------------------------------------------------------
+# --- groups for an optimizer ------------------------------------------------------------------------------------------
 
 
 def parameter_groups(
@@ -218,24 +218,24 @@ def parameter_groups(
     attention_lr: float | None = None,
     layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for any optimiser of torch: inserted blocks and backbone apart, each with its rate and its decay.
+    """Return parameter groups for any optimizer of torch: inserted blocks and backbone, with and without weight decay.
 
     Biases, parameters of one axis, norms, gates, position terms, LayerScale and what the model's ``no_weight_decay()``
-    names do not decay. With ``layer_decay`` the rate of a layer of the backbone is
+    lists do not decay. With ``layer_decay`` the learning rate of a layer of the backbone is
     ``lr · layer_decay^(layers from it to the last)``; inserted blocks have ``attention_lr`` at any depth.
 
     The layers are those of ``group_matcher``, which timm's networks have.
 
     Args:
         model: the network; parameters with ``requires_grad`` False are left out.
-        lr: rate of the backbone, and of its last layer where rates decay.
+        lr: learning rate of the backbone, and of its last layer with ``layer_decay``.
         weight_decay: of the groups that decay.
-        attention_lr: rate of the inserted blocks; ``lr`` when None.
+        attention_lr: learning rate of the inserted blocks; ``lr`` when None.
         layer_decay: factor from one layer to the one before it, above 0; for networks of timm.
 
     Returns:
         Groups with ``name``, ``params``, ``lr`` and ``weight_decay``, from the stem to the head and then the blocks, in
-        the same order for the same model, so that an optimiser's saved state fits.
+        the same order for the same model, so that an optimizer's saved state fits.
 
     Raises:
         ValueError: a rate or factor is not above 0, no parameter is trained, ``attention_lr`` is given and no block is,
