@@ -40,16 +40,15 @@ def test_all_blocks_in_all_networks(network):
     assert all(any_block.check(block, network) for block in any_block.BLOCKS)
 
 
-class Convolutions(nn.Module):
+class Convolutions(nn.Sequential):
     """A residual branch, as most are."""
 
     def __init__(self, channels):
-        super().__init__()
-        self.norm, self.first = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1)
-        self.last = nn.Conv2d(channels, channels, 1)
+        layers = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()
+        super().__init__(*layers, nn.Conv2d(channels, channels, 1))
 
     def forward(self, x):
-        return x + self.last(F.relu(self.first(self.norm(x))))
+        return x + super().forward(x)
 
 
 class QueriesAndKeys(nn.Module):
@@ -101,6 +100,11 @@ class HalfBiased(InPlace):
         return x + F.conv2d(x, self.weight, self.bias * (torch.arange(len(self.bias), device=x.device) % 2))
 
 
+def both(channels, **options):
+    """Two blocks at one site are one module (mmdetection#9786)."""
+    return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
+
+
 GATE = "a gate of zero, which learns first"
 #: block, dtype -> how it begins, and in what
 TRIED = {
@@ -115,7 +119,7 @@ TRIED = {
     (OwnSE, "float32"): ("up zero at first, its output times 2", {"scale": 2.0}),
     (Grouped, "float32"): ("its own parameters zero at first, its output times 2", {"scale": 2.0, "copied": True}),
     (SimAM, "float32"): (GATE, {"gated": True}),
-    (Convolutions, "float32"): ("last zero at first", {}),
+    (Convolutions, "float32"): ("3 zero at first", {}),
     (QueriesAndKeys, "float32"): (GATE, {"gated": True}),
     (LowRank, "float32"): (GATE, {"gated": True}),  # of two factors that are zero, none learns
     (HalfBiased, "float32"): ("its own parameters zero at first", {}),
@@ -123,6 +127,7 @@ TRIED = {
     (va.Attention2d, "float32"): (GATE, {"gated": True}),
     (va.TransformerBlock2d, "float32"): ("attn.proj and fc2 zero at first", {}),
     (va.AttentionBlock2d, "float32"): ("", {}),
+    (both, "float32"): ("", {}),
 }
 
 

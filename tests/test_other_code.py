@@ -71,7 +71,7 @@ def resnet(seed=0):
 
 def with_block(names, at="after", **options):
     model = resnet()
-    va.insert_(model, names=names, at=at, gate_init=1.0, example_input=IMAGE, **options)
+    va.insert_(model, names=names, at=at, example_input=IMAGE, **(options or {"gate_init": 1.0}))
     return model, model(IMAGE)
 
 
@@ -272,18 +272,19 @@ def fusing(*names):
     return lambda model: torch.ao.quantization.fuse_modules(model, [[*names]])
 
 
-@pytest.mark.parametrize(
-    ("names", "convert"),
-    [
-        ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
-        ("bn1", fusing("conv1", "bn1", "relu")),
-        ("conv1", fusing("conv1", "bn1")),
-        ("conv1", fusing("conv1", "bn1", "relu")),
-        ("relu", fusing("conv1", "bn1", "relu")),
-        ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
-        ("layer2.1.conv1", exchanging("layer2", lambda old: torchvision.models.resnet18().layer2)),
-    ],
-)
+#: the site of a block, and a conversion
+REPLACED = [
+    ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
+    ("bn1", fusing("conv1", "bn1", "relu")),
+    ("conv1", fusing("conv1", "bn1")),
+    ("conv1", fusing("conv1", "bn1", "relu")),
+    ("relu", fusing("conv1", "bn1", "relu")),
+    ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
+    ("layer2.1.conv1", exchanging("layer2", lambda old: torchvision.models.resnet18().layer2)),
+]
+
+
+@pytest.mark.parametrize(("names", "convert"), REPLACED)
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(names, convert):
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
@@ -306,24 +307,26 @@ def test_reparameterized_branches_with_a_block_in_them_are_an_error():
         timm.utils.reparameterize_model(model)(IMAGE)
 
 
-@pytest.mark.parametrize("names", ["layer2.1", "relu", "maxpool", "conv1"])
-def test_a_traced_graph_runs_each_block_as_a_node_whatever_is_fused(names):
-    model, before = with_block(names)
+def untraceable(channels):
+    """A block that torch.fx cannot trace."""
+    return Net(lambda net, x: net.conv(x) if x.shape[1] > 1 else x, conv=nn.Conv2d(channels, channels, 1))
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        *((site, {}) for site in ("layer2.1", "relu", "maxpool", "conv1")),
+        ("layer2.1", {"block": untraceable, "exact": False}),
+    ],
+)
+def test_a_traced_graph_runs_each_block_as_a_node_whatever_is_fused(names, options):
+    model, before = with_block(names, **options)
     fused = fuse_graph(model)
     torch.testing.assert_close(fused(IMAGE), before)
     assert keys_of_blocks(fused) == keys_of_blocks(model)
     taps = create_feature_extractor(model, {"layer3": "tap"})(IMAGE)["tap"]
     va.remove_(model)
     assert not torch.equal(create_feature_extractor(model, {"layer3": "tap"})(IMAGE)["tap"], taps)
-
-
-def test_a_block_that_torch_fx_cannot_trace_is_a_node_too():
-    def block(channels):
-        return Net(lambda net, x: net.conv(x) if x.shape[1] > 1 else x, conv=nn.Conv2d(channels, channels, 1))
-
-    model = resnet()
-    va.insert_(model, block, names="layer2.1", exact=False, example_input=IMAGE)
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(IMAGE), model(IMAGE))
 
 
 @pytest.mark.parametrize(("names", "at"), [("layer2.1", "branch"), ("bn1", "after")])
@@ -378,25 +381,20 @@ NORMALIZATIONS = {
 @pytest.mark.parametrize("block", [None, "cbam", "se", "gc"])
 def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(kind, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
-    zeros = [NORMALIZATIONS[kind](layer) for layer in layers if not layer.weight.any()]
-    assert zeros
+    assert [NORMALIZATIONS[kind](layer) for layer in layers if not layer.weight.any()]
     for _ in range(2):
         with pytest.raises(ValueError, match=r"spectral_norm and weight_norm.*gate_init=0"):
             model(IMAGE)
-
-
-@pytest.mark.parametrize("kind", NORMALIZATIONS)
-def test_a_normalized_weight_behind_a_gate_of_zero_is_finite_and_learns(kind):
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())
-    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)
+    va.remove_(model)
+    va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)  # the remedy: the gate opens first
     NORMALIZATIONS[kind](only_block(model).attn.proj)
     model(IMAGE).square().sum().backward()
-    assert only_block(model).gate.grad.isfinite().all()
-    assert only_block(model).gate.grad.any()
+    gate = only_block(model).gate
+    assert gate.grad.isfinite().all()
+    assert gate.grad.any()
 
 
 # --- optimizers that are older than the block ------------------------------------------------------------------------
@@ -565,44 +563,37 @@ def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
     assert torch.equal(model(IMAGE), before)
 
 
-@pytest.mark.parametrize("name", ["nf_regnet_b0", "dm_nfnet_f0", "inception_resnet_v2"])
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [("nf_regnet_b0", "stages.1.0"), ("dm_nfnet_f0", "stages.1.0"), ("inception_resnet_v2", "repeat.0")],
+)
 @pytest.mark.slow
-def test_the_branches_of_timms_scaled_residual_networks_are_found(name):
-    model, image = timm.create_model(name).eval(), torch.rand(1, 3, 96, 96)
+def test_the_branches_of_timms_scaled_residual_networks_are_found(name, site):
+    model, (image,) = timm.create_model(name).eval(), sized(96)
     before = model(image)
-    site = "repeat.0" if "inception" in name else "stages.1.0"
     va.insert_(model, names=site, at="branch", example_input=image)
     assert torch.equal(model(image), before)
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (32, 48)])
-def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(sizes):
-    model = siamese(nn.Sequential(resnet(), nn.Flatten()))
-    images = sized(*sizes)
+@pytest.mark.parametrize(
+    ("make", "site", "sizes"),
+    [
+        (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 32)),
+        (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 48)),
+        (lambda: timm.create_model("test_vit", dynamic_img_size=True), "blocks.0", (64, 64)),
+    ],
+)
+def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(make, site, sizes):
+    model, images = siamese(make()), sized(*sizes)
     before = model(*images)
-    report = va.insert_(model, names="encoder.0.layer2", example_input=images)
+    report = va.insert_(model, names=f"encoder.{site}", num_heads=1, example_input=images)
     assert torch.equal(model(*images), before)
-    once = va.insert_(resnet(), names="layer2", example_input=images[0])
+    once = va.insert_(make(), names=site, num_heads=1, example_input=images[0])
     assert report.multiply_adds >= 2 * once.multiply_adds
-    assert len(va.inspect_model(model, example_input=images).sites) == 5
-    with pytest.raises(ValueError, match=r"batch must be a batch of images"):
+    if "layer2" in site:
+        assert len(va.inspect_model(model, example_input=images).sites) == 5
+    with pytest.raises(ValueError, match="batch must be a batch of images"):
         va.contribution(model, images)
-
-
-def test_a_token_grid_of_a_shared_encoder_has_one_size():
-    model, images = siamese(timm.create_model("test_vit", dynamic_img_size=True)), sized(64, 64)
-    before = model(*images)
-    va.insert_(model, names="encoder.blocks.0", num_heads=1, example_input=images)
-    assert torch.equal(model(*images), before)
-
-
-def test_two_blocks_at_one_place_are_one_class():
-    def both(channels, **options):
-        return nn.Sequential(*(va.AttentionBlock2d(channels, pattern=name, **options) for name in ("full", "rows")))
-
-    model, before = resnet(), resnet()(IMAGE)
-    va.insert_(model, both, names="layer2.1", example_input=IMAGE)
-    assert torch.equal(model(IMAGE), before)
 
 
 # --- smaller ones ----------------------------------------------------------------------------------------------------
