@@ -381,6 +381,7 @@ NORMALIZATIONS = {
 @pytest.mark.parametrize("block", [None, "cbam", "se", "gc"])
 def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(kind, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
