@@ -75,7 +75,7 @@ class LowerBound(nn.Module):
             block(x)
         q, k, v, self.scale, _, bias = recorded[0][:6]
         mask = recorded[0].grouping.build_attn_mask(None, False, bias is not None)[0]
-        if bias is not None and not bias.is_sum_over_axes:
+        if bias is not None and bias.rel_logits(q) is None:
             mask = bias.apply(q, k, self.scale, mask)[3]
         if mask is not None:
             q, k, v, mask = with_four_axes(q, k, v, mask)
@@ -113,7 +113,7 @@ class FoldedPosition(nn.Module):
         self.block = with_position(va.RelPosDecomposed)(x, n)
 
     def forward(self, x):
-        with patch.object(DecomposedBias, "is_sum_over_axes", False):
+        with patch.object(DecomposedBias, "rel_logits", lambda bias, q: None):
             return self.block(x)
 
 

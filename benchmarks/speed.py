@@ -30,7 +30,7 @@ from torch.utils.benchmark import Timer
 from vision_attn.networks.convert.swap import swap_
 from vision_attn.networks.inspection import network_of
 from vision_attn.networks.safe import check_writable, write_atomically
-from vision_attn.text import table
+from vision_attn.text import Table
 from vision_attn.tools import cli
 
 #: The shortest measurement, in seconds. A shorter call is repeated.
@@ -217,7 +217,7 @@ def format_timings(timings):
             milliseconds = 1000 * float(np.median(timing["seconds"][step]))
             row += map(format_number, (milliseconds, speedup(timings, name, step), timing["mebibytes"][step]))
         rows.append(row)
-    return table(rows)
+    return str(Table(rows))
 
 
 def speedup(timings, name, step):

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: how examples are drawn, a small folder of images, and where real data lies."""
+"""Fixtures of several test files: drawn examples, a small folder of images, and the real data."""
 
 import gc
 import importlib
@@ -12,10 +12,9 @@ import torch
 from hypothesis import settings
 from PIL import Image
 
-gc.disable()  # what is imported stays; it is on again when the first test begins
+gc.disable()  # imports stay in memory; enabled again before the first test
 
-#: Examples are the same in every run. Those of tests marked ``thorough`` are drawn anew: a failure says how to draw it
-#: again.
+#: Examples are the same in every run. Tests marked ``thorough`` draw new ones; a failure prints how to reproduce it.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("anew", settings.get_profile("same"), derandomize=False, max_examples=300, print_blob=True)
 settings.load_profile("same")
@@ -23,13 +22,18 @@ settings.load_profile("same")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """The tests' tensors are small: more threads than one are slower, and where cores are shared much slower."""
+    """Tensors of tests are small: several threads are slower, and much slower where cores are shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network():
-    """Nothing is fetched: a connection to another machine fails the test, whoever catches errors around it."""
+    """A connection to another machine fails the test, also where the code catches errors."""
     connect = socket.socket.connect
 
     def connect_here(self, address):
@@ -44,7 +48,7 @@ def no_network():
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_outlive_collection():
-    """What the imports made, a million objects, is not looked through by each of the collections that runs ask for."""
+    """Exclude a million objects of imports from garbage collections."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -54,7 +58,7 @@ def imports_outlive_collection():
 
 @pytest.fixture(scope="session")
 def keras(tmp_path_factory):
-    """Keras on torch, or the test is skipped; the settings that it writes are not written to the home folder."""
+    """Keras on torch, with its settings outside of the home folder; the test is skipped if it is not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", "torch")
         patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
@@ -66,7 +70,7 @@ def keras(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory):
-    """Images of three classes that a small network learns at once: which colour they are, in noise."""
+    """Noisy images of three colors, which a small network learns quickly."""
     root = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 8)):
@@ -82,7 +86,7 @@ def image_folder(tmp_path_factory):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """Drawing takes as long as the runs of tests do."""
+    """Draw no figures, which takes as long as the runs of tests."""
     folder = importlib.import_module("vision_attn.tools.training.folder")
     monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
     monkeypatch.setattr(folder, "curves_figure", lambda rows: None)
@@ -90,7 +94,7 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def real_data():
-    """The folder with CIFAR and zoo checkpoints, which lies beside the repository on some machines."""
+    """The folder with CIFAR and zoo checkpoints beside the repository, on some machines."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not (folder / "zoo").is_dir():
         pytest.skip("the real images and zoo checkpoints are not on this machine")

@@ -1,5 +1,79 @@
-"""Implementations that train on a CPU. FlexAttention does not, and has separate tests."""
+"""Implementations that train on a CPU, and tables of patterns and position encodings that test files share."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 
 import vision_attn as va
+from vision_attn.attention import flex, reference as R
 
+#: FlexAttention has no gradients on a CPU.
 CPU_IMPLS = tuple(impl for impl in va.IMPLS if impl != "flex")
+
+
+class Case(NamedTuple):
+    """A pattern, its relations along each axis, and whether its groups grow with the map along each axis."""
+
+    pattern: object
+    relations: Callable
+    grows: tuple[bool, bool] = (False, False)
+
+
+def same(relation, *sides):
+    """Relations of the same kind along both axes, with a number of positions for each."""
+    return lambda h, w: (relation(h, *sides[0]), relation(w, *sides[-1]))
+
+
+#: By name.
+CASES = {
+    "full": Case("full", lambda h, w: (R.full(h), R.full(w)), (True, True)),
+    "rows": Case("rows", lambda h, w: (R.stripes(h, h), R.full(w)), (False, True)),
+    "columns": Case("columns", lambda h, w: (R.full(h), R.stripes(w, w)), (True, False)),
+    "window": Case(va.Window(3), same(R.window, [3])),
+    "shifted window": Case(va.Window((4, 3), shift=(2, 1)), same(R.window, [4, 2], [3, 1])),
+    "grid": Case(va.Grid((2, 3)), same(R.grid, [2], [3])),
+    "halo": Case(va.Halo((2, 3), (1, 2)), same(R.halo, [2, 1], [3, 2])),
+    "neighborhood": Case(va.Neighborhood(3), same(R.neighborhood, [3])),
+    "even, dilated": Case(va.Neighborhood((4, 3), dilation=(1, 2)), same(R.neighborhood, [4], [3, 2])),
+    "strided": Case(va.Neighborhood((5, 3), (1, 2), stride=(4, 2)), same(R.neighborhood, [5, 1, 4], [3, 2, 2])),
+    "causal": Case(va.Neighborhood(3, 1, (1, 2), (False, True)), same(R.neighborhood, [3], [3, 1, 2, True])),
+    "stripes": Case(
+        va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2), lambda h, w: (R.full(h), R.stripes(w, 2)), (True,) * 2
+    ),
+    "every other row": Case(
+        va.Pattern("b n d (h q) w -> (b w q) n h d", q=2),
+        lambda h, w: (R.stripes(h, 2), R.stripes(w, w)),
+        (True, False),
+    ),
+}
+PATTERNS = [case.pattern for case in CASES.values()]
+#: Encodings, and classes of encodings with tables.
+POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope2d(), va.ConditionalPos(3), va.SinCos())
+
+
+def make_position(position, pattern, size):
+    """Return an encoding; with tables, one for maps of this size, or for the windows of a pattern."""
+    if not isinstance(position, type):
+        return position
+    return position(size if isinstance(pattern, str | va.Pattern) or position is va.AbsPos else None)
+
+
+def dense_flex(q, k, v, *, score_mod, block_mask, scale, enable_gqa):
+    """FlexAttention as torch documents it, with every score in memory."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = scale * q @ k.mT
+    index = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(scores.shape)]
+    if score_mod is not None:
+        scores = score_mod(scores, *index)
+    if block_mask is not None:
+        scores = torch.where(block_mask.mask_mod(*index), scores, -torch.inf)
+    weights = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, 0.0).softmax(-1)
+    return torch.where(scores > -torch.inf, weights, 0.0) @ v
+
+
+def uncompile_flex(patch):
+    """Let ``impl="flex"`` run uncompiled, with everything that it refuses."""
+    patch.setattr(flex, "compiled", lambda *shapes: dense_flex)
+    patch.setattr(flex, "check_flex", lambda *inputs: None)

@@ -67,12 +67,7 @@ class Record:
 
 
 def measure(function, backward: bool = False) -> Record:
-    """Record the second call of a function on meta tensors, which finds warm caches.
-
-    Args:
-        function: a forward pass, called without arguments.
-        backward: record the operations of the backward pass instead.
-    """
+    """Record the second call of a forward pass on meta tensors, with warm caches; or its backward pass."""
     with fake_attention(Record()):
         function()
     record = Record()
@@ -95,14 +90,14 @@ class LaunchCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
-        storages = {storage_of(x) for x in inputs}
-        is_view = not func._schema.is_mutable and all(storage_of(x) in storages for x in outputs)
+        storages = {storage_id(x) for x in inputs}
+        is_view = not func._schema.is_mutable and all(storage_id(x) in storages for x in outputs)
         if is_view or name.startswith(("empty", "new_empty")):
             return result
         launches = max(1, len(args[2])) if name == "roll" and len(args) > 2 else LAUNCHES.get(name, 1)
-        moved = sum(map(bytes_of, inputs + outputs)) * (launches if name == "roll" else 1)
+        moved = sum(map(count_bytes, inputs + outputs)) * (launches if name == "roll" else 1)
         if name in GATHERS:
-            moved = 2 * sum(map(bytes_of, outputs)) + sum(map(bytes_of, inputs[1:]))
+            moved = 2 * sum(map(count_bytes, outputs)) + sum(map(count_bytes, inputs[1:]))
         self.record.operations.append(Operation(name, launches, moved, max(x.numel() for x in outputs)))
         return result
 
@@ -111,11 +106,11 @@ def tensors_in(tree) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def storage_of(x: Tensor) -> int:
+def storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def bytes_of(x: Tensor | None) -> int:
+def count_bytes(x: Tensor | None) -> int:
     """Bytes of a tensor in memory: an expanded axis counts once."""
     if x is None:
         return 0
@@ -174,21 +169,21 @@ class FakeKernel(torch.autograd.Function):
     def backward(ctx, gradient):
         query, key, value, mask = ctx.saved_tensors
         add_kernel(ctx.record, ctx.kernel, query, key, value, mask, backward=True, learned=ctx.needs_input_grad[5])
-        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[5] else None
-        return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
+        mask_gradient = torch.empty_like(mask) if ctx.needs_input_grad[5] else None
+        return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), mask_gradient
 
 
 def add_kernel(record, kernel, query, key, value, mask, backward=False, learned=False):
     batch, heads, queries, _ = query.shape
     logits = batch * heads * queries * key.shape[2]
-    moved = sum(map(bytes_of, (query, key, value))) + batch * heads * queries * value.shape[3] * query.element_size()
+    moved = sum(map(count_bytes, (query, key, value))) + batch * heads * queries * value.shape[3] * query.element_size()
     launches, largest = 1, query.numel()
     if kernel == "math":
         launches, largest, moved = 6, logits, moved + 4 * 4 * logits
     if backward:
         launches, moved = (8 if kernel == "math" else 3) + learned, int(2.2 * moved)
     name = f"attention_{kernel}" + "_backward" * backward
-    record.operations.append(Operation(name, launches, moved + bytes_of(mask), largest))
+    record.operations.append(Operation(name, launches, moved + count_bytes(mask), largest))
 
 
 # --- Which kernel torch selects on a GPU of compute capability 8.0 or later -------------------------------------------
@@ -211,47 +206,42 @@ def refusals(call: AttentionCall) -> dict[str, list[str]]:
     query, key, value, mask = call[:4]
     if {query.dim(), key.dim(), value.dim()} != {4}:  # check_tensor_shapes
         return {kernel: ["query, key and value do not have four axes"] for kernel in ("flash", "efficient")}
-    widths = query.shape[3], key.shape[3], value.shape[3]
-    dtypes = {query.dtype, key.dtype, value.dtype}
+    widths, multiple = (query.shape[3], key.shape[3], value.shape[3]), alignment(query)
+    same_dtype = len({query.dtype, key.dtype, value.dtype}) == 1
     heads = [x.shape[1] for x in (query, key, value)]
     strided = any(x.stride(-1) != 1 for x in (query, key, value))
-    shared = []
-    if len({x.shape[0] for x in (query, key, value)}) > 1:  # check_batch_size_and_num_heads_dense
-        shared.append("batch sizes differ")
-    if 0 in (query.shape[2], key.shape[2]):  # check_nonzero_sequence_lengths_dense
-        shared.append("there are no tokens")
-    if mask is not None and mask.stride(-1) != 1:  # check_last_dim_stride_equals_1_dense
-        shared.append(f"the mask has stride {mask.stride(-1)} along keys")
-
-    flash = list(shared)
     grouped = call.enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0  # check_grouped_query_attention
-    if len(set(heads)) > 1 and not grouped:
-        flash.append(f"numbers of heads {heads} differ")
-    if len(dtypes) > 1 or query.dtype not in HALF:  # check_dtypes_low_precision
-        flash.append(f"{query.dtype} is not a half-precision type")
-    if mask is not None:  # check_for_attn_mask
-        flash.append("there is a mask")
-    if len(set(widths)) > 1 or widths[0] > 256:  # check_head_dim_size_flash
-        flash.append(f"widths {widths} are not equal and at most 256")
-    if call.is_causal and query.shape[2] != key.shape[2]:  # check_flash_causal_non_square_seqlens
-        flash.append("is_causal with different numbers of queries and keys")
-    if strided and widths[0] != 1:  # check_last_dim_stride_equals_1_dense<ignore_singleton_dim=true>
-        flash.append("query, key or value has a stride other than 1 along its width")
-
-    efficient, multiple = list(shared), alignment(query)
-    if len(set(heads)) > 1:  # stricter than torch 2.14, which takes grouped heads here and broadcasts a single one
-        efficient.append(f"numbers of heads {heads} differ")
-    if len(dtypes) > 1 or query.dtype not in (*HALF, torch.float32):  # can_use_mem_efficient_attention
-        efficient.append(f"{query.dtype} is not a half-precision type or float32")
-    # check_head_dim_size_mem_efficient
-    if widths[0] != widths[1] or widths[0] % multiple or widths[2] % multiple or 0 in widths:
-        efficient.append(f"widths {widths} are not multiples of {multiple}")
-    # check_data_ptr_alignment_mem_efficient
-    if any(x.storage_offset() % multiple for x in (query, key, value) if x.numel()):
-        efficient.append(f"the storage offset of query, key or value is not a multiple of {multiple}")
-    if strided:
-        efficient.append("query, key or value has a stride other than 1 along its width")
-    return {"flash": flash, "efficient": efficient}
+    multiples = widths[0] == widths[1] and not widths[0] % multiple and not widths[2] % multiple and 0 not in widths
+    # check_batch_size_and_num_heads_dense, check_nonzero_sequence_lengths_dense, check_last_dim_stride_equals_1_dense
+    shared = {
+        "batch sizes differ": len({x.shape[0] for x in (query, key, value)}) > 1,
+        "there are no tokens": 0 in (query.shape[2], key.shape[2]),
+        "the mask has a stride other than 1 along keys": mask is not None and mask.stride(-1) != 1,
+    }
+    # check_dtypes_low_precision, check_for_attn_mask, check_head_dim_size_flash, check_flash_causal_non_square_seqlens,
+    # check_last_dim_stride_equals_1_dense<ignore_singleton_dim=true>
+    flash = shared | {
+        f"numbers of heads {heads} differ": len(set(heads)) > 1 and not grouped,
+        f"{query.dtype} is not a half-precision type": not same_dtype or query.dtype not in HALF,
+        "there is a mask": mask is not None,
+        f"widths {widths} are not equal and at most 256": len(set(widths)) > 1 or widths[0] > 256,
+        "is_causal with other numbers of queries and keys": call.is_causal and query.shape[2] != key.shape[2],
+        "query, key or value has a stride other than 1 along its width": strided and widths[0] != 1,
+    }
+    # Stricter than torch 2.14, which takes grouped heads here and broadcasts a single one; then
+    # can_use_mem_efficient_attention, check_head_dim_size_mem_efficient and check_data_ptr_alignment_mem_efficient.
+    unaligned = any(x.storage_offset() % multiple for x in (query, key, value) if x.numel())
+    efficient = shared | {
+        f"numbers of heads {heads} differ": len(set(heads)) > 1,
+        f"{query.dtype} is not half precision or float32": not same_dtype or query.dtype not in (*HALF, torch.float32),
+        f"widths {widths} are not multiples of {multiple}": not multiples,
+        f"a storage offset is not a multiple of {multiple}": unaligned,
+        "query, key or value has a stride other than 1 along its width": strided,
+    }
+    return {
+        "flash": [text for text in flash if flash[text]],
+        "efficient": [text for text in efficient if efficient[text]],
+    }
 
 
 def alignment(x: Tensor) -> int:
@@ -261,27 +251,23 @@ def alignment(x: Tensor) -> int:
 
 def launch_errors(call: AttentionCall) -> list[str]:
     """Errors that the selected kernel raises, because torch does not check for them before it selects a kernel."""
-    kernel, query, mask, errors = selected_kernel(call), call.query, call.mask, []
+    kernel, query, mask = selected_kernel(call), call.query, call.mask
     batch, heads = query.shape[:2]
-    if kernel == "math":
-        return errors
     # The grid is (query blocks, batch, heads) in flash_fwd_launch_template.h (run_flash_fwd) and (query blocks, heads,
     # batch) in mem_eff_attention/kernel_forward.h (getBlocksGrid); see pytorch/pytorch#142228 and #146704.
-    if heads > MAX_GRID:
-        errors.append(f"{heads} heads exceed {MAX_GRID}: invalid configuration argument")
-    if kernel == "flash" and batch > MAX_GRID:
-        errors.append(f"a batch of {batch} exceeds {MAX_GRID}: invalid configuration argument")
+    errors = {
+        f"{heads} heads exceed {MAX_GRID}: invalid configuration argument": kernel != "math" and heads > MAX_GRID,
+        f"a batch of {batch} exceeds {MAX_GRID}: invalid configuration": kernel == "flash" and batch > MAX_GRID,
+    }
     if kernel == "efficient":
         # _scaled_dot_product_efficient_attention_cuda in cuda/attention.cu runs a large batch in chunks, but raises
-        # with dropout, as its backward in attention_backward.cu does.
-        if batch > MAX_GRID and call.dropout_p > 0:
-            errors.append(f"a batch of {batch} exceeds {MAX_GRID} with dropout: no valid seed and offset outputs")
-        # check_supported in kernel_forward.h
+        # with dropout, as its backward in attention_backward.cu does; check_supported in kernel_forward.h.
+        errors[f"a batch of {batch} exceeds {MAX_GRID} with dropout"] = batch > MAX_GRID and call.dropout_p > 0
         for name, x in (("query", query), ("key", call.key), ("value", call.value)):
-            if x.stride(2) % alignment(x) or (heads > 1 and x.stride(1) % alignment(x)):
-                errors.append(f"{name} has strides {x.stride()}: no kernel found to launch")
-        if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-            errors.append(f"the mask is {mask.dtype} and the query {query.dtype}: invalid dtype for bias")
-        if mask is not None and mask.dtype != torch.bool and mask.storage_offset() % alignment(query):
-            errors.append("the storage offset of the mask is not aligned")
-    return errors
+            unaligned = x.stride(2) % alignment(x) or (heads > 1 and x.stride(1) % alignment(x))
+            errors[f"{name} has strides {x.stride()}: no kernel found to launch"] = unaligned
+        if mask is not None:
+            errors[f"invalid dtype for bias: {mask.dtype}"] = mask.dtype not in (torch.bool, query.dtype)
+            offset = mask.dtype != torch.bool and mask.storage_offset() % alignment(query)
+            errors["the storage offset of the mask is not aligned"] = offset
+    return [text for text in errors if errors[text]]

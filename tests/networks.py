@@ -24,3 +24,16 @@ def assert_same(state, other):
     """Two state dicts have the same keys in the same order and bitwise identical values."""
     assert list(state) == list(other)
     assert all(torch.equal(value, other[key]) for key, value in state.items())
+
+
+def assert_same_function(ours, theirs, *maps, atol=1e-12):
+    """Two functions of maps have the same output, and the same gradients of the maps."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in maps]
+        y = function(*leaves)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+        results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)))
+    for found, expected in zip(*results, strict=True):
+        assert expected.abs().max() > 0.1  # not a comparison of zeros
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)

@@ -1,4 +1,4 @@
-"""What of torch works with a block, by implementation (a table in the docs), and with a network that has blocks."""
+"""Features of torch that work with a block, by implementation (a table in the docs), and with a network with blocks."""
 
 import copy
 import io
@@ -18,8 +18,7 @@ import vision_attn as va
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/implementations.md").read_text()
 
-
-#: Of the compiler, the exporter, vmap and pickle about themselves, and of ours that a map is small.
+#: Of the compiler, the exporter, vmap and pickle, and the warning about small maps.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -46,44 +45,44 @@ def output_and_gradient(function):
     return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
+@torch.no_grad()
 def compiles(block):
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(block)(example()), block(example()))
+    torch.testing.assert_close(compiled(block)(example()), block(example()))
 
 
 def compiles_with_its_backward_pass(block):
     torch.testing.assert_close(output_and_gradient(compiled(block)), output_and_gradient(block))
 
 
+@torch.no_grad()
 def compiles_once_for_all_sizes(block):
     graphs = []
     run = compiled(block, lambda graph, inputs: graphs.append(graph) or graph.forward, dynamic=True)
-    with torch.no_grad():
-        for size in ((2, 7, 9), (3, 14, 21), (2, 21, 14), (4, 28, 35)):
-            torch.testing.assert_close(run(example(*size)), block(example(*size)))
+    for size in ((2, 7, 9), (3, 14, 21), (2, 21, 14), (4, 28, 35)):
+        torch.testing.assert_close(run(example(*size)), block(example(*size)))
     assert len(graphs) == 1
 
 
+@torch.no_grad()
 def exports(block):
-    with torch.no_grad():
-        exported = torch.export.export(block, (example(),)).module()
-        torch.testing.assert_close(exported(example()), block(example()))
+    exported = torch.export.export(block, (example(),)).module()
+    torch.testing.assert_close(exported(example()), block(example()))
 
 
+@torch.no_grad()
 def exports_with_any_batch_and_size(block, sizes=((7, 9), (3, 4), (24, 28))):
     # From a map of the size that tables are for, to smaller ones and to more tokens than have a dense bias.
     torch.compiler.reset()
     shapes = {"x": dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)}
-    with torch.no_grad():
-        exported = torch.export.export(block, (example(2, *sizes[0]),), dynamic_shapes=shapes).module()
-        for batch, size in enumerate(sizes, 2):
-            torch.testing.assert_close(exported(example(batch, *size)), block(example(batch, *size)))
+    exported = torch.export.export(block, (example(2, *sizes[0]),), dynamic_shapes=shapes).module()
+    for batch, size in enumerate(sizes, 2):
+        torch.testing.assert_close(exported(example(batch, *size)), block(example(batch, *size)))
 
 
+@torch.no_grad()
 def maps_over_a_further_axis(block):
     x = torch.stack([example(), -example(), 2 * example()])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(one) for one in x]))
+    torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(one) for one in x]))
 
 
 def gives_gradients_by_sample(block):
@@ -146,8 +145,8 @@ CAPABILITIES = {
 }
 
 
-def table_of_the_page():
-    """What the table says works: ``{(capability, impl): bool}``."""
+def read_table():
+    """Read the table in the docs: ``{(capability, impl): bool}``."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:2] == "| "]
     heads = next(row[1:] for row in rows if row[:2] == ["", "`einx`"])
     cells = {
@@ -160,7 +159,7 @@ def table_of_the_page():
     return {key: cell == "yes" for key, cell in cells.items()}
 
 
-#: Where the table says no: what torch or einx refuses with. Nothing else will do.
+#: The error of torch, einx or ours where the table has a no.
 REFUSALS = {
     ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
     ("`torch.export`, any batch and size", "einx"): (TypeError, r"unhashable type: .*SymInt"),
@@ -175,7 +174,7 @@ REFUSALS = {
 }
 
 
-#: What is not tried where more than it is: a graph with gradients, or for any size.
+#: Capabilities that are not tried where a stronger one is.
 IMPLIED = {
     "`torch.compile(fullgraph=True)`": "… and its gradients on the CPU",
     "`torch.export`, one size": "`torch.export`, any batch and size",
@@ -189,7 +188,7 @@ IMPLIED = {
         *(pytest.param(name, ("flex",), marks=pytest.mark.slow) for name in CAPABILITIES),
     ],
 )
-def test_the_table_is_so(name, impls):
+def test_capabilities_are_those_of_the_table(name, impls):
     for impl in impls:
         if (name, impl) in REFUSALS:
             kind, words = REFUSALS[name, impl]
@@ -199,9 +198,9 @@ def test_the_table_is_so(name, impls):
             CAPABILITIES[name](make(impl))
 
 
-def test_the_table_is_whole():
+def test_the_table_has_every_capability():
     expected = {(name, impl): (name, impl) not in REFUSALS for name in CAPABILITIES for impl in va.IMPLS}
-    assert table_of_the_page() == expected
+    assert read_table() == expected
 
 
 OPTIONS = {
@@ -217,6 +216,7 @@ OPTIONS = {
 
 BLOCKS = (va.AttentionBlock2d, va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)
 OTHERS = {block.__name__: block for block in BLOCKS}
+NAMES = (*OPTIONS, *OTHERS)
 #: Compiled and exported in every run of the tests; the others before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
@@ -225,26 +225,18 @@ def by_name(name):
     return make("auto", **OPTIONS[name]) if name in OPTIONS else OTHERS[name](16, 2).eval()
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *OTHERS])
-def test_the_default_implementation_does_it_with_every_pattern_and_term_and_so_do_other_blocks(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
     for capability in (maps_over_a_further_axis, is_traced_by_fx):
         capability(by_name(name))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.thorough) for name in (*OPTIONS, *OTHERS)]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.thorough) for n in NAMES])
 def test_every_block_is_compiled_and_exported_with_any_size(name):
     block = by_name(name)
     compiles_with_its_backward_pass(block)
-    whole = re.match("shift|neigh|str", name)  # windows: whether there is padding is a fact of the graph
+    whole = re.match("shift|neigh|str", name)  # a graph of windows has padding, or none
     exports_with_any_batch_and_size(block, ((21, 28), (42, 14), (28, 35)) if whole else ((7, 9), (3, 4), (24, 28)))
-
-
-def test_a_window_and_a_table_are_compiled_and_exported():
-    block = make("auto", **OPTIONS["shifted window, table"])
-    compiles_with_its_backward_pass(block)
-    exports(block)
 
 
 @pytest.mark.thorough
@@ -265,7 +257,7 @@ def test_the_exporter_by_traces_writes_what_the_block_computes(options):
     torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
 
 
-# --- a network with blocks -----------------------------------------------------------------------------
+# --- a network with blocks --------------------------------------------------------------------------------------------
 
 
 def network(family):
@@ -275,16 +267,17 @@ def network(family):
     return model, torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
+def gradients(model, x, run):
+    model.zero_grad()
+    y = run(x)
+    y.sum().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
 def test_a_network_is_compiled_and_exported():
-    """The smallest there is; the test of export has one as ONNX."""
+    """The smallest one; the tests of export have it as ONNX."""
     model, x = network("tiny")
-    results = []
-    for function in (compiled(model), model):
-        model.zero_grad()
-        y = function(x)
-        y.sum().backward()
-        results.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-    for found, expected in zip(*results, strict=True):
+    for found, expected in zip(gradients(model, x, compiled(model)), gradients(model, x, model), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
     with torch.no_grad():
@@ -294,11 +287,7 @@ def test_a_network_is_compiled_and_exported():
 
 def test_timms_gradient_checkpointing():
     model, x = network("test_convnext")
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(x).sum().backward()
-        gradients.append([p.grad.clone() for block in va.inserted_blocks(model).values() for p in block.parameters()])
-    torch.testing.assert_close(*gradients)
-    assert all(gradient.any() for gradient in gradients[1])
+    expected = gradients(model, x, model)
+    model.set_grad_checkpointing(True)
+    torch.testing.assert_close(gradients(model, x, model), expected)
+    assert all(p.grad.any() for block in va.inserted_blocks(model).values() for p in block.parameters())

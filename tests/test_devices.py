@@ -1,6 +1,6 @@
-"""Without a GPU to hand: forwards on tensors that only say they are on one, and backwards on tensors without values.
+"""Devices without a GPU: forward passes on fake CUDA tensors, forward and backward passes on meta tensors.
 
-No value can be looked at there, which would let the program wait for the GPU, and nothing may come from another device.
+No value can be read there, which would let a program wait for the GPU, and no operation may mix devices.
 """
 
 from contextlib import nullcontext
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
-from impls import CPU_IMPLS
+from impls import CPU_IMPLS, PATTERNS, POSITIONS, make_position
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,10 +17,7 @@ from torch.utils._pytree import tree_leaves
 import vision_attn as va
 
 SIZE = (6, 7)
-GLOBAL = ("full", "rows")
-PATTERNS = (*GLOBAL, va.Window(3), va.Window(4, shift=2), va.Grid(3), va.Halo(3, 1), va.Neighborhood(3))
-POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos, va.Rope2d(), va.ConditionalPos(3), va.SinCos())
-#: Blocks, their options, and the shapes of what their forward takes besides the map.
+#: Blocks, their options, and the shapes of further inputs.
 BLOCKS = (
     (va.Attention2d, {"num_kv_heads": 1, "qk_norm": True}, {}),
     (va.Attention2d, {"qk_norm": "cosine", "output_gate": True}, {}),
@@ -41,8 +38,8 @@ def on(device):
     return FakeTensorMode() if device == "cuda" else nullcontext()
 
 
-class Apart(TorchDispatchMode):
-    """Refuses operations on tensors of another device than the one that is meant."""
+class OneDevice(TorchDispatchMode):
+    """Refuse operations on tensors of another device."""
 
     def __init__(self, device):
         super().__init__()
@@ -58,21 +55,17 @@ class Apart(TorchDispatchMode):
 @pytest.mark.parametrize("device", ["cuda", "meta"])
 @pytest.mark.parametrize("impl", ["auto", *CPU_IMPLS])
 def test_blocks_keep_to_one_device(device, impl):
-    crossed = [(pattern, position) for pattern in PATTERNS for position in POSITIONS]
-    if impl != "auto":  # each pattern and each position once
-        crossed = [*((pattern, None) for pattern in PATTERNS), *(("full", position) for position in POSITIONS)]
-    cases = list(BLOCKS)
-    for pattern, position in crossed:
-        if isinstance(position, type):  # a table for the map, or for the window that it is told by
-            position = position(SIZE if pattern in GLOBAL or position is va.AbsPos else None)
-        cases.append((va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}))
-    for block, options, further in cases:
+    some = PATTERNS[::3] if impl == "auto" else ["full"]
+    crossed = [*((pattern, None) for pattern in PATTERNS), *((one, position) for one in some for position in POSITIONS)]
+    cases = [(pattern, make_position(position, pattern, SIZE)) for pattern, position in crossed]
+    blocks = [(va.AttentionBlock2d, {"pattern": pattern, "position": position}, {}) for pattern, position in cases]
+    for block, options, further in (*BLOCKS, *blocks):
         with on(device):
             made = block(16, num_heads=2, impl=impl, device=device, **options)
             rank = {va.AttentionBlock1d: 1, va.AttentionBlock3d: 3}.get(block, 2)
             x = torch.empty(2, 16, *(4, *SIZE)[-rank:], device=device, requires_grad=True)
             more = {name: torch.ones(shape, device=device) for name, shape in further.items()}
-            with Apart(device):
+            with OneDevice(device):
                 y = made(x, **more)
                 if device == "meta":  # a GPU that is not there has no stream for backwards
                     y.sum().backward()
@@ -99,7 +92,7 @@ def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
         for queries, heads, reduce in ((None, None, None), ([(0, 0), (3, 4)], [0, 2], None), ([(1, 1)], [3, 0], "max")):
-            with va.capture(model, queries, heads=heads, reduce=reduce) as maps, torch.no_grad(), Apart("cuda"):
+            with va.capture(model, queries, heads=heads, reduce=reduce) as maps, torch.no_grad(), OneDevice("cuda"):
                 model(x)
             count = 1 if reduce else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

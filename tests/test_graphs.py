@@ -7,24 +7,18 @@ import weakref
 import onnx
 import pytest
 import torch
+from impls import PATTERNS, POSITIONS, make_position
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vision_attn as va
-
-PATTERNS = (
-    *("full", "rows", "columns", va.Window(4), va.Window(4, shift=2), va.Window(5), va.Grid(4), va.Halo(4, 1)),
-    *(va.Neighborhood(3), va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)),
-)
-POSITIONS = (None, va.RelPosDecomposed, va.RelPosTable, va.AbsPos(8), va.Rope2d(), va.ConditionalPos(3), va.SinCos())
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporter, the tracer and the compiler
 
 
 def layer(pattern, position=None, **options):
     torch.manual_seed(0)
-    if isinstance(position, type):
-        position = position(None if isinstance(pattern, va.Window | va.Grid | va.Halo | va.Neighborhood) else (8, 8))
+    position = make_position(position, pattern, (8, 8))
     return va.AttentionBlock2d(16, 4, pattern=pattern, position=position, gate_init=1.0, **options).eval()
 
 
@@ -32,26 +26,19 @@ def images(batch, side=8):
     return torch.randn(batch, 16, side, side, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_export_with_a_dynamic_batch(pattern):
-    """Gradients are enabled, as they are by default, and no branch may depend on the batch."""
+@pytest.mark.parametrize("pattern", [*PATTERNS, va.Window(4)], ids=str)
+def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_converters_know(pattern):
+    """Gradients are enabled, as by default. Trace converters know permute but not movedim, logical_and but not &."""
     block = layer(pattern)
     exported = torch.export.export(block, (images(2),), dynamic_shapes={"x": {0: torch.export.Dim("b")}}).module()
+    traced = [(block, torch.jit.trace(block, images(2)))]
+    traced.append((relative := layer(pattern, va.RelPosDecomposed), torch.jit.trace(relative, images(2))))
     with torch.no_grad():
         for batch in (1, 3, 9):
-            torch.testing.assert_close(exported(images(batch)), block(images(batch)))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_a_trace_runs_at_other_batch_sizes_and_has_operations_that_converters_know(pattern):
-    """coremltools' trace front end and pnnx know permute but not movedim, and logical_and but not the operator &."""
-    for position in (None, va.RelPosDecomposed):
-        block = layer(pattern, position)
-        traced = torch.jit.trace(block, images(2))
-        with torch.no_grad():
-            torch.testing.assert_close(traced(images(5)), block(images(5)))
-        operations = {node.kind() for node in traced.inlined_graph.nodes()}
-        assert not operations & {"aten::movedim", "aten::__and__"}, position
+            for eager, graph in ((block, exported), *traced):
+                torch.testing.assert_close(graph(images(batch)), eager(images(batch)))
+    for _, graph in traced:
+        assert not {node.kind() for node in graph.inlined_graph.nodes()} & {"aten::movedim", "aten::__and__"}
 
 
 @pytest.mark.parametrize("impl", ["bmm", "einsum", "einx"])
@@ -62,32 +49,21 @@ def test_a_traced_onnx_file_has_no_dropout(impl):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_every_pattern_is_one_graph_with_every_position(pattern):
+@pytest.mark.parametrize("pattern", [*PATTERNS, va.Window(4)], ids=str)
+def test_every_pattern_is_one_graph_with_every_position_and_for_every_size_without_padding(pattern):
     for position in POSITIONS:
-        block = layer(pattern, position)
-        torch.compiler.reset()
-        compiled = torch.compile(block, fullgraph=True, backend="eager")
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(images(2)), block(images(2)), msg=str(position))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("position", POSITIONS, ids=str)
-def test_one_graph_for_every_size_of_a_pattern_without_padding(position):
-    for pattern in ("full", va.Window(4)):
-        block, graphs = layer(pattern, position), []
+        block, graphs, whole = layer(pattern, position), [], pattern in ("full", va.Window(4))
         torch.compiler.reset()
         compiled = torch.compile(
-            block, fullgraph=True, dynamic=True, backend=lambda graph, _, graphs=graphs: graphs.append(1) or graph
+            block, fullgraph=True, dynamic=whole, backend=lambda graph, _, graphs=graphs: graphs.append(1) or graph
         )
         with torch.no_grad():
-            for batch, side in ((2, 8), (3, 12), (4, 16)):
-                torch.testing.assert_close(compiled(images(batch, side)), block(images(batch, side)))
-        assert len(graphs) == 1, pattern
+            for batch, side in ((2, 8), (3, 12), (4, 16)) if whole else ((2, 8),):
+                torch.testing.assert_close(compiled(images(batch, side)), block(images(batch, side)), msg=str(position))
+        assert len(graphs) == 1, position
 
 
-class Read(TorchDispatchMode):
+class ReadMemory(TorchDispatchMode):
     """Record the memory that operations read."""
 
     def __init__(self):
@@ -100,47 +76,49 @@ class Read(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def capture(patch):
+    """Let torch report that a CUDA graph is captured."""
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        patch.setattr(torch.cuda, name, lambda: True)
+
+
 @pytest.mark.parametrize(
     ("pattern", "position"),
     [(va.Window(4, shift=2), va.RelPosTable), (va.Neighborhood(3), None), ("full", va.Rope2d()), ("rows", None)],
 )
+@torch.no_grad()
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
     """A replay reads the memory that was read while the graph was captured, whatever sizes came since."""
     block, x = layer(pattern, position, causal=pattern == "rows"), images(1)
     owned = {x.untyped_storage().data_ptr() for x in (x, *block.parameters())}
-    with torch.no_grad():
+    block(x)
+    kept = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    with monkeypatch.context() as patch, ReadMemory() as read:
+        capture(patch)
         block(x)
-        kept = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-        with monkeypatch.context() as patch, Read() as read:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            block(x)
-        pointers = read.pointers - owned
-        references = [weakref.ref(one) for one in kept if one.untyped_storage().data_ptr() in pointers]
-        del kept
-        assert references
-        for side in range(9, 20):
-            block(images(1, side))
-        gc.collect()
+    pointers = read.pointers - owned
+    references = [weakref.ref(one) for one in kept if one.untyped_storage().data_ptr() in pointers]
+    del kept
+    assert references
+    for side in range(9, 20):
+        block(images(1, side))
+    gc.collect()
     assert all(reference() is not None for reference in references)
     assert len(block.attn.groupings.kept) <= 4
-
-
-def test_a_grouping_that_is_made_while_a_cuda_graph_is_captured_is_not_kept(monkeypatch):
-    block = layer(va.Window(4, shift=2))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with torch.no_grad():
-        block(images(1))
-    assert not block.attn.groupings.kept
-    assert not block.attn.groupings.captured
+    other = layer(pattern, position)
+    capture(monkeypatch)
+    other(x)  # a grouping made while a graph is captured lies in the memory of that graph
+    assert not other.attn.groupings.kept
+    assert not other.attn.groupings.captured
 
 
 @pytest.mark.parametrize("position", POSITIONS, ids=str)
+@torch.no_grad()
 def test_vmap_with_every_position(position):
     """``auto`` runs the fused kernel under vmap, whose bias is a mask without the mapped axis."""
     for impl in ("auto", "sdpa"):
         block, x = layer("full", position, impl=impl), torch.stack([images(2), images(3)[:2]])
-        with torch.no_grad():
-            torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(one) for one in x]))
+        torch.testing.assert_close(torch.func.vmap(block)(x), torch.stack([block(one) for one in x]))
 
 
 @pytest.mark.parametrize("impl", ["auto", "sdpa"])
@@ -159,21 +137,14 @@ def test_a_gradient_penalty_names_the_implementation_that_has_second_derivatives
     assert x.grad.isfinite().all()
 
 
-def test_second_derivatives_of_matching_are_finite_where_the_map_has_one_position():
+def test_matching_has_finite_second_derivatives_for_one_position_and_an_initialization_in_half_precision():
     block = va.Attention2d(8, 2, qk_norm="match", impl="bmm", dtype=torch.float64)
     x = torch.randn(1, 8, 1, 1, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
-    assert all(
-        one.isfinite().all()
-        for one in torch.autograd.grad(gradient.sum(), [x, *block.parameters()], allow_unused=True)
-        if one is not None
-    )
-    assert gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_matching_is_initialized_in_half_precision(dtype):
-    block = va.Attention2d(16, 2, qk_norm="match", dtype=dtype)
-    rows = block.qkv.weight[:8].flatten(1).float()
-    torch.testing.assert_close(rows @ rows.mT, torch.eye(8), rtol=0, atol=0.03)
-    torch.testing.assert_close(block.qkv.weight[:16], block.qkv.weight[16:32])
+    second = torch.autograd.grad(gradient.sum(), [x, *block.parameters()], allow_unused=True)
+    assert all(one.isfinite().all() for one in (gradient, *second) if one is not None)
+    for dtype in (torch.bfloat16, torch.float16):
+        block = va.Attention2d(16, 2, qk_norm="match", dtype=dtype)
+        rows = block.qkv.weight[:8].flatten(1).float()
+        torch.testing.assert_close(rows @ rows.mT, torch.eye(8), rtol=0, atol=0.03)
+        torch.testing.assert_close(block.qkv.weight[:16], block.qkv.weight[16:32])

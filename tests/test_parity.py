@@ -1,8 +1,8 @@
-"""The block against attention that nobody here wrote: torch and timm, with weights copied over.
+"""The block against attention of torch and timm, with weights copied over: cases that no converter has.
 
-Here is what no converter makes: masks, contexts, strides, positions; layers that are converted whole are compared in
-the tests of the converters. Every parameter is random, maps are not square where the other side allows it, and all is
-in float64. timm computes the angles of sines and rotary positions in float32, whatever type is asked for.
+They are masks, contexts, strides and positions; the tests of the converters compare complete layers. Parameters are
+random, maps are not square where the other library allows it, and everything is in float64, but for the angles of sines
+and rotary positions, which timm computes in float32.
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import timm.layers
 import torch
+from networks import assert_same_function
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.pos_embed_sincos import build_rotary_pos_embed, build_sincos2d_pos_embed, freq_bands
 from torch import nn
@@ -17,16 +18,8 @@ from torch import nn
 import vision_attn as va
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-# --- what all comparisons share ---------------------------------------------------------------------------------------
-
-
 def randomized(module):
-    """A module in float64, with no parameter left at its initial zeros or ones."""
+    """Return a module in float64, with no parameter at its initial zeros or ones."""
     module = module.double()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -38,8 +31,8 @@ def random_map(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def block_with(state, *arguments, block=va.Attention2d, **options):
-    """Our block in float64 with the weights in `state`, which must be all that it has; those of linear layers fit."""
+def make_block(state, *arguments, block=va.Attention2d, **options):
+    """Return our block in float64 with all weights from `state`; those of linear layers become convolutions."""
     block = block(*arguments, dtype=torch.float64, **options)
     shapes = {key: value.shape for key, value in block.state_dict().items()}
     state = {
@@ -50,38 +43,17 @@ def block_with(state, *arguments, block=va.Attention2d, **options):
     return block
 
 
-def check(ours, theirs, *maps, tolerance=1e-12):
-    """That two functions of maps give the same, and the same gradients of the maps."""
-    results = []
-    for function in (ours, theirs):
-        leaves = [x.clone().requires_grad_() for x in maps]
-        y = function(*leaves)
-        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-        results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)))
-    for found, expected in zip(*results, strict=True):
-        assert expected.abs().max() > 0.1  # the comparison is of something
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-
-
-def tokens_of(x):
+def to_tokens(x):
     return x.flatten(2).mT
 
 
-def map_of(tokens, size):
+def to_map(tokens, size):
     return tokens.mT.unflatten(2, size)
-
-
-def on_tokens(layer):
-    """A layer for tokens, `(b, tokens, c)`, as one for maps."""
-    return lambda x: map_of(layer(tokens_of(x)), x.shape[2:])
-
-
-# --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
 
 
 def random_mask(kind, shape):
     allowed, added = torch.rand(shape) < 0.6, torch.randn(shape, dtype=torch.float64)
-    allowed[..., 0] = True  # a query that sees nothing is NaN in torch
+    allowed[..., 0] = True  # a query without keys is NaN in torch
     kinds = {"bool": allowed[:1, :1], "bool by head": allowed, "additive": added[:1, :1]}
     return {**kinds, "none": None, "additive by head": added.masked_fill(~allowed, -torch.inf)}[kind]
 
@@ -93,45 +65,39 @@ def test_torchs_multihead_attention_and_its_weights(context_channels, mask):
     theirs = randomized(nn.MultiheadAttention(24, 3, kdim=width, vdim=width, batch_first=True))
     bias, proj = theirs.in_proj_bias, {f"proj.{key}": value for key, value in theirs.out_proj.state_dict().items()}
     if width == 24:
-        block = block_with({"qkv.weight": theirs.in_proj_weight, "qkv.bias": bias, **proj}, 24, 3)
+        block = make_block({"qkv.weight": theirs.in_proj_weight, "qkv.bias": bias, **proj}, 24, 3)
     else:  # where keys have another width than queries, torch has three weights but still one bias
         kv = {"kv.weight": torch.cat([theirs.k_proj_weight, theirs.v_proj_weight]), "kv.bias": bias[24:]}
         q = {"q.weight": theirs.q_proj_weight, "q.bias": bias[:24]}
-        block = block_with({**q, **kv, **proj}, 24, 3, context_channels=width)
+        block = make_block({**q, **kv, **proj}, 24, 3, context_channels=width)
     maps = [random_map(2, 24, 3, 5)] + ([] if context_channels is None else [random_map(2, width, 4, 2)])
     mask = random_mask(mask, (2, 3, 15, maps[-1][0, 0].numel()))
-    # Bool says who is blocked there, and masks by head are batch-major in one axis.
+    # In torch, True is not allowed, and masks by head are batch-major in one axis.
     their_mask = ~mask if mask is not None and mask.dtype == torch.bool else mask
     if mask is not None:
         their_mask = their_mask[0, 0] if mask.shape[0] == 1 else their_mask.flatten(0, 1)
 
     def attend(x, context=None, **options):
-        source = tokens_of(x if context is None else context)
-        return theirs(tokens_of(x), source, source, attn_mask=their_mask, **options)
+        source = to_tokens(x if context is None else context)
+        return theirs(to_tokens(x), source, source, attn_mask=their_mask, **options)
 
     def ours(x, context=None):
         return block(x, mask, context)
 
-    check(ours, lambda *maps: map_of(attend(*maps, need_weights=False)[0], (3, 5)), *maps)
+    assert_same_function(ours, lambda *maps: to_map(attend(*maps, need_weights=False)[0], (3, 5)), *maps)
     found = block.attention_weights(maps[0], mask, context=None if context_channels is None else maps[1])
     torch.testing.assert_close(found, attend(*maps, average_attn_weights=False)[1], rtol=0, atol=1e-12)
 
 
-# --- timm: a bottleneck, rotary positions, sines ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [(4, 4), (2, 6)])  # even: at the border timm's average leaves out what we do not
+@pytest.mark.parametrize("size", [(4, 4), (2, 6)])  # even: at the border timm's average ends earlier
 def test_timms_bottleneck_attention_with_a_stride(size):
     theirs = randomized(BottleneckAttn(24, feat_size=size, stride=2, num_heads=3, qkv_bias=True))
     tables = {f"position.{name}_rel": getattr(theirs.pos_embed, f"{name}_rel") for name in ("height", "width")}
     state = {"qkv.weight": theirs.qkv.weight, "qkv.bias": theirs.qkv.bias, **tables}
     state["proj.weight"] = torch.eye(24, dtype=torch.float64)  # theirs has none
     state = {f"attn.{key}": value for key, value in state.items()}
-    block = block_with(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
-    check(block, theirs, random_map(2, 24, *size))
-
-
-# --- timm: attention on tokens, causal, rotary positions --------------------------------------------------------------
+    block = make_block(state, 24, 3, block=va.StridedAttention2d, stride=2, feat_size=size, proj_bias=False)
+    assert_same_function(block, theirs, random_map(2, 24, *size))
 
 
 # Bands between 16^0 and 16^(-3/4) are powers of two, which timm's float32 holds; it does not hold those of 10000. Sides
@@ -142,17 +108,17 @@ def test_timms_bottleneck_attention_with_a_stride(size):
 def test_timms_rotary_positions(pattern, feat_size, temperature, tolerance):
     theirs = randomized(timm.layers.AttentionRope(48, 3, num_prefix_tokens=0))
     position = va.Rope2d(temperature, feat_size=feat_size)
-    block = block_with(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
+    block = make_block(theirs.state_dict(), 48, 3, position=position, pattern=pattern)
     bands = freq_bands(4, temperature=temperature, step=1).double()  # in float32 they are right to seven digits
     options = {"in_pixels": False, "ref_feat_shape": feat_size and list(feat_size), "dtype": torch.float64}
     rope = torch.cat(build_rotary_pos_embed([4, 8], bands=bands, **options), dim=-1)
     row = torch.arange(32) // 8
     layer = partial(theirs, rope=rope, attn_mask=None if pattern == "full" else row[:, None] == row)
-    check(block, on_tokens(layer), random_map(2, 48, 4, 8), tolerance=tolerance)
+    assert_same_function(block, lambda x: to_map(layer(to_tokens(x)), (4, 8)), random_map(2, 48, 4, 8), atol=tolerance)
 
 
 def test_timms_sines_and_cosines():
     plain = randomized(va.Attention2d(16, 4))
-    block = block_with(plain.state_dict(), 16, 4, position=va.SinCos(20.0))
-    embedding = map_of(build_sincos2d_pos_embed([3, 7], dim=16, temperature=20.0).double()[None], (3, 7))
-    check(block, lambda x: plain(x + embedding), random_map(2, 16, 3, 7), tolerance=1e-6)
+    block = make_block(plain.state_dict(), 16, 4, position=va.SinCos(20.0))
+    embedding = to_map(build_sincos2d_pos_embed([3, 7], dim=16, temperature=20.0).double()[None], (3, 7))
+    assert_same_function(block, lambda x: plain(x + embedding), random_map(2, 16, 3, 7), atol=1e-6)

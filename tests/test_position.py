@@ -16,48 +16,29 @@ from vision_attn.attention.position.relative_table import resize_by_offset
 
 #: The names that the printed code of a position encoding may use.
 PUBLIC = {name: getattr(va, name) for name in va.__all__}
-
-ENCODINGS = {
-    "decomposed": va.RelPosDecomposed(feat_size=(3, 4)),
-    "table": va.RelPosTable(feat_size=(3, 4)),
-    "rotary": va.Rope2d(),
-    "convolution": va.ConditionalPos(3),
-    "waves": va.SinCos(),
-}
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
+DOUBLE = {"dtype": torch.float64}
+RELATIVE, TABLE_POS = va.RelPosDecomposed((3, 4)), va.RelPosTable((3, 4))
 TABLE = "relative_position_bias_table"
 PARAMETERS = [
-    (2, {"position": ENCODINGS["decomposed"]}, {"height_rel": (5, 8), "width_rel": (7, 8)}),
-    (2, {"pattern": "rows", "position": ENCODINGS["decomposed"]}, {"width_rel": (7, 8)}),
+    (2, {"position": RELATIVE}, {"height_rel": (5, 8), "width_rel": (7, 8)}),
+    (2, {"pattern": "rows", "position": RELATIVE}, {"width_rel": (7, 8)}),
     (3, {"position": va.RelPosDecomposed((2, 3, 4))}, {"depth_rel": (3, 8), "height_rel": (5, 8), "width_rel": (7, 8)}),
-    (2, {"position": ENCODINGS["table"]}, {TABLE: (35, 2)}),
+    (2, {"position": TABLE_POS}, {TABLE: (35, 2)}),
     (2, {"pattern": va.Window((2, 3)), "position": va.RelPosTable()}, {TABLE: (15, 2)}),
     (2, {"position": va.AbsPos((3, 4))}, {"height": (3, 8), "width": (4, 8)}),
-    (2, {"position": ENCODINGS["rotary"]}, {}),
-    (2, {"position": ENCODINGS["waves"]}, {}),
-    (2, {"position": ENCODINGS["convolution"]}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
+    *((2, {"position": position}, {}) for position in (va.Rope2d(), va.SinCos())),
+    (2, {"position": va.ConditionalPos(3)}, {"conv.weight": (16, 1, 3, 3), "conv.bias": (16,)}),
 ]
 
 
 @pytest.mark.parametrize(("rank", "options", "shapes"), PARAMETERS)
-def test_the_names_and_shapes_of_parameters_are_the_contract(rank, options, shapes):
-    state = getattr(va, f"Attention{rank}d")(16, 2, **options).state_dict()
+def test_parameters_have_documented_names_and_a_configuration_prints_as_code(rank, options, shapes):
+    block, position = getattr(va, f"Attention{rank}d")(16, 2, **options), options["position"]
+    state = block.state_dict()
     assert {k.removeprefix("position."): tuple(v.shape) for k, v in state.items() if "position" in k} == shapes
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_a_configuration_prints_as_code_compares_and_pickles(name):
-    position = ENCODINGS[name]
-    assert eval(repr(position), PUBLIC) == position
     assert pickle.loads(pickle.dumps(position)) == position
     assert len({position, eval(repr(position), PUBLIC)}) == 1
-    assert repr(position) in repr(va.Attention2d(16, 2, position=position))
+    assert repr(position) in repr(block)
 
 
 # --- the decomposed bias: one mask, chunks of queries, and folded -----------------------------------------------------
@@ -84,50 +65,38 @@ def spy_on_kernel(monkeypatch, impl):
 
 @pytest.mark.parametrize("impl", ["bmm", "sdpa"])
 @pytest.mark.parametrize(
-    ("options", "feat_size"),
+    "options",
     [
-        ({"num_kv_heads": 1, "qk_norm": True, "scale": 0.3, "causal": True}, (3, 4)),
-        ({"pattern": "rows"}, (3, 4)),
-        ({"pattern": va.Window(3, shift=1), "num_kv_heads": 1}, None),
-        ({"pattern": va.Grid((2, 3))}, None),
-        ({"pattern": va.Neighborhood((4, 3), dilation=(1, 2)), "value_dim": 3}, None),
-        ({"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)}, (3, 4)),
+        {"position": RELATIVE, "num_kv_heads": 1, "qk_norm": True, "scale": 0.3, "causal": True},
+        {"position": RELATIVE, "pattern": "rows"},
+        {"pattern": va.Window(3, shift=1), "num_kv_heads": 1},
+        {"pattern": va.Grid((2, 3))},
+        {"pattern": va.Neighborhood((4, 3), dilation=(1, 2)), "value_dim": 3},
+        {"position": RELATIVE, "pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2)},
     ],
     ids=str,
 )
-def test_one_mask_chunks_of_queries_and_the_folded_form_are_equal(options, feat_size, impl, monkeypatch):
-    position = va.RelPosDecomposed(feat_size)
-    block = va.Attention2d(16, 2, position=position, impl=impl, dtype=torch.float64, **options)
-    x, mask = torch.randn(2, 16, 5, 7, dtype=torch.float64), torch.rand(35, 35) < 0.8
+def test_one_mask_chunks_of_queries_and_the_folded_form_are_equal(options, impl, monkeypatch):
+    block = va.Attention2d(16, 2, impl=impl, **{"position": va.RelPosDecomposed(), **options}, **DOUBLE)
+    x, mask = torch.randn(2, 16, 5, 7, **DOUBLE), torch.rand(35, 35) < 0.8
     calls, results, queries = spy_on_kernel(monkeypatch, impl), [], {}
     for name, values in FORMS.items():
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "MIN_CHUNK_QUERIES", 2)
-            for attribute, value in values.items():
+            for attribute, value in {"MIN_CHUNK_QUERIES": 2, **values}.items():
                 patch.setattr(dispatch, attribute, value)
             leaf = x.clone().requires_grad_()
             y = block(leaf, mask)
             results.append((y, *torch.autograd.grad(y.sin().sum(), [leaf, *block.parameters()])))
         queries[name] = [q.shape[2] for q, *_ in calls]
     for other in results[1:]:
-        for one, same in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, same, rtol=0, atol=1e-11)
+        torch.testing.assert_close(results[0], other, rtol=0, atol=1e-11)
     assert results[0][-1].abs().max() > 0
     (count,) = queries["one mask"]
     assert queries["folded"] == [count]
     assert max(queries["chunks"]) == 2
     assert sum(queries["chunks"]) == 2 * count  # of two images, one after the other
     assert sum(queries["recomputed chunks"]) == 2 * sum(queries["chunks"])
-
-
-def test_a_conditional_position_is_convolved_once_a_map():
-    for options, maps in (({}, 1), ({"kv_stride": 2}, 1), ({"context_channels": 8}, 2)):
-        block, seen = va.Attention2d(8, 2, position=va.ConditionalPos(3), **options), []
-        block.position.conv.register_forward_hook(lambda *call, seen=seen: seen.append(call))
-        x = torch.randn(1, 8, 4, 4)
-        block(x, context=x if "context_channels" in options else None)
-        assert len(seen) == maps
 
 
 @pytest.mark.parametrize("size", [(2, 2), (16, 16), (13, 20)])  # the fewest and many keys
@@ -142,16 +111,6 @@ def test_the_bias_is_a_mask_of_a_chunk_on_a_cpu_and_folded_elsewhere(size, monke
     torch.testing.assert_close(torch.func.vmap(lambda one: block(one[None])[0])(x), expected)
     block.to("meta")(x.to("meta"))
     assert [(q.shape[3], k.shape[3], mask) for q, k, mask in calls] == [(folded, folded, None)] * 2
-
-
-def test_attention_is_computed_in_chunks_only_of_plain_tensors_on_a_cpu():
-    q = torch.randn(2, 2, 300, 4)
-    assert dispatch.can_chunk(q)
-    assert not dispatch.can_chunk(q.to("meta"))
-    assert not dispatch.can_chunk(nn.Parameter(q))
-    assert torch.func.vmap(lambda one: torch.tensor(not dispatch.can_chunk(one)))(q).all()
-    compiled = torch.compile(lambda q: q.new_tensor(dispatch.can_chunk(q)), backend="eager", fullgraph=True)
-    assert not compiled(q)
 
 
 # --- maps of another size ---------------------------------------------------------------------------------------------
@@ -197,23 +156,43 @@ def test_tables_of_another_size_are_resized_on_load_and_the_report_names_them(
 
 
 def test_keys_of_a_coarser_map_are_rotated_by_their_position_on_the_queries_map():
-    block = va.Attention2d(16, 2, position=va.Rope2d(temperature=10.0), kv_stride=2, dtype=torch.float64)
-    x = torch.randn(1, 16, 4, 6, dtype=torch.float64)
+    block = va.Attention2d(16, 2, position=va.Rope2d(temperature=10.0), kv_stride=2, **DOUBLE)
+    x = torch.randn(1, 16, 4, 6, **DOUBLE)
     q, k, v = (y.unflatten(1, (2, 8)) for y in block.qkv(x).chunk(3, 1))
     k, v = (F.avg_pool2d(y.flatten(1, 2), 2).unflatten(1, (2, 8)) for y in (k, v))
 
-    def rotated(y, rows, columns):
-        speed = 10.0 ** -(torch.arange(2, dtype=torch.float64) / 2)
-        angles = [speed[:, None, None] * rows[:, None], speed[:, None, None] * columns]
+    def rotate(y, rows, columns):
+        frequency = 10.0 ** -(torch.arange(2, **DOUBLE) / 2)
+        angles = [frequency[:, None, None] * rows[:, None], frequency[:, None, None] * columns]
         angle = torch.cat([angle.expand(-1, len(rows), len(columns)) for angle in angles])
         pairs = torch.view_as_complex(y.unflatten(2, (4, 2)).movedim(3, -1).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).movedim(-1, 3).flatten(2, 3)
 
-    positions = [torch.arange(n, dtype=torch.float64) for n in (4, 6)]
-    k = rotated(k, *(position.view(-1, 2).mean(1) for position in positions))
-    tokens = [y.flatten(3).mT for y in (rotated(q, *positions), k, v)]
+    positions = [torch.arange(n, **DOUBLE) for n in (4, 6)]
+    k = rotate(k, *(position.view(-1, 2).mean(1) for position in positions))
+    tokens = [y.flatten(3).mT for y in (rotate(q, *positions), k, v)]
     expected = block.proj(F.scaled_dot_product_attention(*tokens).mT.reshape(1, 16, 4, 6))
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"), [("full", (5, 6)), ("rows", (3, 4)), (va.Window((2, 3)), (3, 4))], ids=str
+)
+def test_absolute_positions_are_products_of_the_query_and_the_position_of_the_key(pattern, size):
+    options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, **DOUBLE}
+    block, plain = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options), va.Attention2d(8, 2, **options)
+    plain.load_state_dict(block.state_dict(), strict=False)
+    x = torch.randn(2, 8, *size, **DOUBLE)
+    height, width = (
+        F.interpolate(table.T[None], size=length, mode="linear")[0].T
+        for table, length in zip((block.position.height, block.position.width), size, strict=True)
+    )
+    q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
+    expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
+    for impl in CPU_IMPLS:
+        with va.use_impl(block, impl):
+            torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-11)
+    assert (plain(x) - expected).abs().max() > 1e-3
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -253,24 +232,3 @@ def test_the_sides_of_a_table_with_any_number_of_rows_are_found_in_few_steps():
     """A few numbers in a file can be expanded to a table of any shape."""
     encoding = va.Attention2d(8, 2, position=va.RelPosTable(feat_size=(4, 4))).position
     assert encoding.resize_pos_embed(TABLE, torch.zeros(1, 2).expand(10**12, -1)) is None
-
-
-@pytest.mark.parametrize(
-    ("pattern", "size"), [("full", (5, 6)), ("rows", (3, 4)), (va.Window((2, 3)), (3, 4))], ids=str
-)
-def test_absolute_positions_are_products_of_the_query_and_the_position_of_the_key(pattern, size):
-    options = {"pattern": pattern, "num_kv_heads": 1, "scale": 0.7, "dtype": torch.float64}
-    block = va.Attention2d(8, 2, position=va.AbsPos((3, 4)), **options)
-    plain = va.Attention2d(8, 2, **options)
-    plain.load_state_dict(block.state_dict(), strict=False)
-    x = torch.randn(2, 8, *size, dtype=torch.float64)
-    height, width = (
-        F.interpolate(table.T[None], size=length, mode="linear")[0].T
-        for table, length in zip((block.position.height, block.position.width), size, strict=True)
-    )
-    q = block.qkv(x)[:, :8].unflatten(1, (2, 4)).flatten(3)
-    expected = plain(x, mask=0.7 * q.mT @ (height[:, None] + width).flatten(0, 1).T)
-    for impl in CPU_IMPLS:
-        with va.use_impl(block, impl):
-            torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-11)
-    assert (plain(x) - expected).abs().max() > 1e-3

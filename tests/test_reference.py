@@ -1,17 +1,24 @@
 """The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from impls import CPU_IMPLS
+from impls import CASES, CPU_IMPLS, uncompile_flex
 from torch.nn import functional as F
 
 import vision_attn as va
 from vision_attn.attention import reference
+
+IMPLS = (*CPU_IMPLS, "flex")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncompiled_flex():
+    with pytest.MonkeyPatch.context() as patch:
+        uncompile_flex(patch)
+        yield
+
 
 # --- the definition itself --------------------------------------------------------------------------------------------
 
@@ -33,54 +40,18 @@ def test_the_definition_is_torchs():
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    """A pattern as one asks for it, what it means along each axis, and along which its groups grow with the map."""
-
-    pattern: object
-    relations: Callable
-    grows: tuple[bool, bool] = (False, False)
-
-
-R = reference
-PATTERNS = {
-    "full": Case("full", lambda h, w: (R.along(h), R.along(w)), (True, True)),
-    "rows": Case("rows", lambda h, w: (R.alike(h), R.along(w)), (False, True)),
-    "columns": Case("columns", lambda h, w: (R.along(h), R.alike(w)), (True, False)),
-    "window": Case(va.Window(3), lambda h, w: (R.window(h, 3), R.window(w, 3))),
-    "shifted window": Case(va.Window((4, 3), shift=(2, 1)), lambda h, w: (R.window(h, 4, 2), R.window(w, 3, 1))),
-    "grid": Case(va.Grid((2, 3)), lambda h, w: (R.grid(h, 2), R.grid(w, 3))),
-    "halo": Case(va.Halo((2, 3), (1, 2)), lambda h, w: (R.halo(h, 2, 1), R.halo(w, 3, 2))),
-    "neighborhood": Case(va.Neighborhood(3), lambda h, w: (R.neighborhood(h, 3), R.neighborhood(w, 3))),
-    "even, dilated neighborhood": Case(
-        va.Neighborhood((4, 3), dilation=(1, 2)), lambda h, w: (R.neighborhood(h, 4), R.neighborhood(w, 3, 2))
-    ),
-    "strided neighborhood": Case(
-        va.Neighborhood((5, 3), (1, 2), stride=(4, 2)),
-        lambda h, w: (R.neighborhood(h, 5, stride=4), R.neighborhood(w, 3, 2, stride=2)),
-    ),
-    "causal neighborhood": Case(
-        va.Neighborhood(3, stride=(1, 2), causal=(False, True)),
-        lambda h, w: (R.neighborhood(h, 3), R.neighborhood(w, 3, stride=2, causal=True)),
-    ),
-    "stripes": Case(
-        va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=2), lambda h, w: (R.along(h), R.alike(w, every=2)), (True,) * 2
-    ),
-    "every other row": Case(
-        va.Pattern("b n d (h q) w -> (b w q) n h d", q=2), lambda h, w: (R.alike(h, every=2), R.alike(w)), (True, False)
-    ),
-}
 POSITIONS = {
     None: lambda feat_size: None,
     "decomposed": va.RelPosDecomposed,
     "table": va.RelPosTable,
     "rotary": lambda feat_size: va.Rope2d(temperature=100.0, feat_size=feat_size),
-    "waves": lambda feat_size: va.SinCos(temperature=100.0),
+    "sines": lambda feat_size: va.SinCos(temperature=100.0),
     "convolution": lambda feat_size: va.ConditionalPos(3),
 }
 MASKS = ("none", "bool", "additive", "fully masked rows", "causal")
-CASES = st.fixed_dictionaries(
+DRAWN_CASES = st.fixed_dictionaries(
     {
-        "pattern": st.sampled_from(sorted(PATTERNS)),
+        "pattern": st.sampled_from(sorted(CASES)),
         "mask": st.sampled_from(MASKS),
         "size": st.tuples(st.integers(1, 8), st.integers(1, 8)),
         "batch": st.sampled_from([None, 1, 2]),  # None: one map without an axis for the batch
@@ -92,35 +63,23 @@ FLAGS = ("qk_norm", "output_gate", "qkv_bias", "proj_bias")
 OPTIONS = st.fixed_dictionaries({**dict.fromkeys(FLAGS, st.booleans()), "scale": st.sampled_from([None, 0.0, -0.7])})
 
 
-def make(case, position, **options):
-    """A block with random parameters, norms and tables among them, and what the definition needs to know of it."""
+def make(case, position, channels=8, **options):
+    """Return a block with random parameters, norms and tables among them, and the arguments of the definition."""
     torch.manual_seed(case["seed"])
-    pattern, size = PATTERNS[case["pattern"]], case["size"]
-    # The tables are for a map that is not the one they meet, and are stretched to it.
+    pattern, size = CASES[case["pattern"]], case["size"]
+    # The tables are for another map than the given one, and are resized.
     asked = tuple(length % 4 + 1 for length in size) if any(pattern.grows) else None
     table = asked and tuple(n if grows else 1 for n, grows in zip(asked, pattern.grows, strict=True))
-    (num_heads, num_kv_heads), own = case["heads"], isinstance(pattern.pattern, va.Neighborhood)
-    causal = case["mask"] == "causal" and not own  # which has an order of its own along each axis
+    num_heads, num_kv_heads = case["heads"]
+    causal = case["mask"] == "causal" and not isinstance(pattern.pattern, va.Neighborhood)  # which has its own order
     options = {"num_kv_heads": num_kv_heads, "causal": causal, "dtype": torch.float64, **options}
-    channels = options.pop("channels", 8)
     block = va.Attention2d(channels, num_heads, pattern=pattern.pattern, position=POSITIONS[position](asked), **options)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    known = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "key_dim": block.key_dim,
-        "value_dim": block.value_dim,
-        "causal": causal,
-        "scale": block.scale,
-        "pattern": pattern.relations(*size),
-        "position": position,
-        "feat_size": {"table": table, "rotary": asked}.get(position),
-        "temperature": 100.0,
-        "mask": make_mask(case),
-    }
-    return block, known
+    known = {name: getattr(block, name) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "scale")}
+    known |= {"causal": causal, "pattern": pattern.relations(*size), "mask": make_mask(case), "temperature": 100.0}
+    return block, {**known, "position": position, "feat_size": {"table": table, "rotary": asked}.get(position)}
 
 
 def make_mask(case):
@@ -139,17 +98,17 @@ def make_map(case, channels, dtype=torch.float64, channels_last=False):
     return x.movedim(-3, -1).contiguous().movedim(-1, -3) if channels_last else x
 
 
-def defined(x, state, known):
-    """What the definition gives for arrays, with a batch or without."""
-    y = reference.attention_map(x if x.ndim == 4 else x[None], state, **known)
+def define(x, block, known, state=None):
+    """Return the output that the definition gives for arrays, with a batch or without."""
+    y = reference.attention_map(x if x.ndim == 4 else x[None], get_arrays(block) if state is None else state, **known)
     return y if x.ndim == 4 else y[0]
 
 
-def arrays_of(block):
+def get_arrays(block):
     return {key: value.numpy() for key, value in block.state_dict().items()}
 
 
-# --- the three families -----------------------------------------------------------------------------------------------
+# --- attention, its weights and linear attention ----------------------------------------------------------------------
 
 
 WIDTHS = ((4, 4), (8, 3), (4, 6))
@@ -160,10 +119,10 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last)
     """One block against the definition, forward and, in float64, backward."""
     options = {**options, "key_dim": widths[0], "value_dim": widths[1], "out_channels": 5}
     block, known = make(case, position, impl=impl, dtype=dtype, **options)
-    x, state = make_map(case, 8, dtype, channels_last), arrays_of(block)
+    x, state = make_map(case, 8, dtype, channels_last), get_arrays(block)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
     mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-    expected = defined(x.numpy(), state, known)
+    expected = define(x.numpy(), block, known)
     tolerance = (1e-11 if dtype == torch.float64 else 2e-5) * max(1.0, abs(expected).max())
     leaf = x.clone().requires_grad_()
     found = block(leaf, mask)
@@ -181,7 +140,7 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last)
 
     def objective(by):
         moved = {key: value + by * step[key] for key, value in state.items()}
-        return float((defined(x.numpy() + by * step["x"], moved, known) * cotangent).sum())
+        return float((define(x.numpy() + by * step["x"], block, known, moved) * cotangent).sum())
 
     named = {"x": leaf, **dict(block.named_parameters())}
     gradients = torch.autograd.grad(
@@ -195,11 +154,11 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last)
     assert slope == pytest.approx((objective(1e-6) - objective(-1e-6)) / 2e-6, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", CASES)
 def test_every_pair_of_pattern_position_and_implementation_equals_the_definition(pattern):
-    first = list(PATTERNS).index(pattern)
+    first = list(CASES).index(pattern)
     for number, position in enumerate(POSITIONS):
-        turn = first + number  # each implementation meets each pattern, position and mask, and each mask these
+        turn = first + number  # each implementation runs with each pattern, position and mask
         case = {
             "pattern": pattern,
             "mask": MASKS[(turn + number) % len(MASKS)],
@@ -209,18 +168,18 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
             "seed": turn,
         }
         options = {name: bool(turn >> bit & 1) for bit, name in enumerate(FLAGS)}
-        impl, widths = CPU_IMPLS[turn % len(CPU_IMPLS)], WIDTHS[turn % len(WIDTHS)]
+        impl, widths = IMPLS[turn % len(IMPLS)], WIDTHS[turn % len(WIDTHS)]
         check_attention(case, impl, position, widths, {**options, "scale": None}, torch.float64, bool(turn % 3))
         check_weights(case, impl, position, options["qk_norm"], dtypes=DTYPES[:1])
 
 
 def check_weights(case, impl, position, qk_norm, dtypes):
-    """What a block says of its weights, and what is captured of its forward, against the definition."""
-    # With the one-hot vectors of places as values, and nothing after them, what comes out are the weights.
+    """Compare the weights that a block returns, and those captured in its forward pass, with the definition."""
+    # With the one-hot vectors of positions as values, and no projection, the output is the weights.
     case = {**case, "batch": case["batch"] or 1}
     height, width = case["size"]
     tokens, (heads, kv_heads) = height * width, case["heads"]
-    channels = 8 + tokens + -tokens % 4  # sines take fours of channels
+    channels = 8 + tokens + -tokens % 4  # sines need a multiple of four
     widths = {"channels": channels, "key_dim": 4, "value_dim": tokens, "out_channels": heads * tokens}
     block, known = make(case, position, impl=impl, qkv_bias=False, proj_bias=False, qk_norm=qk_norm, **widths)
     x = torch.zeros(case["batch"], channels, height, width, dtype=torch.float64)
@@ -232,12 +191,12 @@ def check_weights(case, impl, position, qk_norm, dtypes):
         block.proj.weight.copy_(torch.eye(heads * tokens)[:, :, None, None])
         if position == "convolution":
             block.position.conv.weight[8:], block.position.conv.bias[8:] = 0, 0
-        if position == "waves":  # which are added again
+        if position == "sines":  # which are added again
             places = np.indices(case["size"]).reshape(2, -1)
-            x[:, 8:] -= torch.from_numpy(reference.waves(channels, places, 100.0)[8:]).view(-1, height, width)
-    expected = defined(x.numpy(), arrays_of(block), known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
+            x[:, 8:] -= torch.from_numpy(reference.sin_cos(channels, places, 100.0)[8:]).view(-1, height, width)
+    expected = define(x.numpy(), block, known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
-    corners = [(height - 1, width - 1), (0, 0)]  # an image as large as the map: its points are cells
+    corners = [(height - 1, width - 1), (0, 0)]  # an image of the size of the map
     for dtype in dtypes:
         atol = 1e-11 if dtype == torch.float64 else 1e-6
         mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
@@ -254,8 +213,8 @@ def check_weights(case, impl, position, qk_norm, dtypes):
             continue
         sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
         np.testing.assert_allclose(found.sum(3).double().numpy(), sums, rtol=0, atol=10 * atol)
-    tokens_of = torch.tensor([tokens - 1, 0])
-    torch.testing.assert_close(block.attention_weights(x.to(dtype), mask, tokens_of), found[:, :, tokens_of])
+    last_and_first = torch.tensor([tokens - 1, 0])
+    torch.testing.assert_close(block.attention_weights(x.to(dtype), mask, last_and_first), found[:, :, last_and_first])
 
 
 def check_linear_attention(case, impl, dtype):
@@ -263,7 +222,7 @@ def check_linear_attention(case, impl, dtype):
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
     block, x = va.LinearAttention2d(8, n, impl=impl, dtype=dtype), make_map(case, 8, dtype)
     mask = torch.rand(case["batch"] or 1, n, 1, tokens) < 0.6 if case["mask"] in ("bool", "fully masked rows") else None
-    state = {key: value.astype(np.float64) for key, value in arrays_of(block).items()}
+    state = {key: value.astype(np.float64) for key, value in get_arrays(block).items()}
     expected = []
     for index, one in enumerate(x.numpy().astype(np.float64).reshape(-1, *x.shape[-3:])):
         rows = reference.conv1x1(one, state["qkv.weight"], state["qkv.bias"])
@@ -281,7 +240,7 @@ def check_linear_attention(case, impl, dtype):
 
 # --- drawn, and in many draws -----------------------------------------------------------------------------------------
 
-DRAWN = {"case": CASES, "impl": st.sampled_from(CPU_IMPLS), "position": st.sampled_from(list(POSITIONS))}
+DRAWN = {"case": DRAWN_CASES, "impl": st.sampled_from(IMPLS), "position": st.sampled_from(list(POSITIONS))}
 attention_drawn = given(
     **DRAWN,
     widths=st.sampled_from(WIDTHS),
@@ -290,7 +249,7 @@ attention_drawn = given(
     channels_last=st.booleans(),
 )
 weights_drawn = given(**DRAWN, qk_norm=st.booleans(), dtypes=st.just(DTYPES))
-linear_drawn = given(case=CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
+linear_drawn = given(case=DRAWN_CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
 few, many = settings(max_examples=8), settings.get_profile("anew")
 
 test_attention_equals_the_definition_forward_and_backward = few(attention_drawn(check_attention))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: The largest size, count or number of threads that torch takes.
+#: The largest size, count or number of threads in torch.
 MOST = 2**31 - 1
 
 
@@ -33,10 +33,8 @@ def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         # A file may name a very large number: the search for its divisors ends early.
         divisors = [n for n in range(1, min(whole, 10_000) + 1) if whole % n == 0]
-        raise ValueError(
-            f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}: "
-            f"choose {name} from {', '.join(map(str, divisors))}{', …' * (whole > 10_000)}"
-        )
+        choice = f"Choose {name} from {', '.join(map(str, divisors))}{', …' * (whole > 10_000)}"
+        raise ValueError(f"{name} must divide {whole_name}; got {whole_name}={whole} and {name}={value}. {choice}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -59,20 +57,25 @@ def check_number(name: str, value: float, above: float = -math.inf) -> None:
         raise ValueError(f"{name} must be a finite number{least}; got {value!r}")
 
 
+def check_choice(name: str, value: object, choices: Iterable[str], context: str = "") -> None:
+    """Raise unless the value is one of these names."""
+    names = list(choices)
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}{context}; got {value!r}")
+
+
 def check_new(device: Any, dtype: Any, **sizes: int) -> None:
     """Raise unless the sizes are counts, the dtype is a floating-point type and the device exists."""
     for name, value in sizes.items():
         check_count(name, value)
-    check_type("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype, or None")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating-point type; got {dtype}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype, or None; got {dtype!r}")
     try:
         torch.empty(0, device=device)
     except (AssertionError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         why = str(error).partition("\n")[0][:120]
-        raise ValueError(
-            f"device must be available on this machine, such as 'cpu'; got {reprlib.repr(device)}: {why}"
-        ) from error
+        given = reprlib.repr(device)
+        raise ValueError(f"device must be available on this machine, such as 'cpu'; got {given}: {why}") from error
 
 
 def check_type(name: str, value: object, kinds: Any, what: str) -> None:
@@ -82,7 +85,7 @@ def check_type(name: str, value: object, kinds: Any, what: str) -> None:
 
 
 def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...] = ()) -> list[Any]:
-    """An argument as a list; a single value becomes a list of one."""
+    """Return an argument as a list; a single value becomes a list of one."""
     if isinstance(value, single):
         return [value]
     try:
@@ -92,7 +95,7 @@ def as_list(name: str, value: Any, what: str, *, single: type | tuple[type, ...]
 
 
 def product(factors: Iterable[int]) -> int:
-    """The product of sizes; unlike ``math.prod`` it takes symbolic sizes while a graph is compiled."""
+    """Return the product of sizes; unlike ``math.prod`` it takes symbolic sizes while a graph is compiled."""
     result = 1
     for factor in factors:
         result = result * factor

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from vision_attn.text import escaped
 
-__all__ = [
-    "CheckpointError",
-    "ConversionError",
-    "DataError",
-    "ExportError",
-    "Interrupted",
-    "SiteError",
-    "TrainingError",
-    "VisionAttnError",
-]
-
 
 class VisionAttnError(Exception):
     """The base of this library's errors; a wrong argument is a plain ``ValueError``.
@@ -81,11 +70,11 @@ class DataError(VisionAttnError, RuntimeError):
 
 
 class TrainingError(VisionAttnError, RuntimeError):
-    """Training cannot go on; what was saved before is intact."""
+    """Training cannot continue; files that were saved before are intact."""
 
 
 class ExportError(VisionAttnError, RuntimeError):
-    """The exported network could not be made, or does not compute the same; no file is left behind."""
+    """The network cannot be exported, or the exported network gives another output; no file is left behind."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -7,31 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 
-def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Rows of cells, the header first, as lines with aligned columns.
-
-    Args:
-        rows: of as many cells each.
-        left: the columns aligned to the left; the others are aligned to the right, as numbers are.
-
-    >>> print(table([("where", "map", "tokens"), ("layer3.1", "14×14", "196"), ("layer4.1", "7×7", "49")]))
-    where       map  tokens
-    layer3.1  14×14     196
-    layer4.1    7×7      49
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """The same rows as a table of Markdown.
+    """Format rows of cells, the header first, as a table of Markdown; see :class:`Table`.
 
     >>> print(markdown([("where", "map"), ("layer4", "7×7")]))
     | where | map |
@@ -43,22 +20,33 @@ def markdown(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
 
 
 class Table(NamedTuple):
-    """Rows of cells, the header first: :func:`table` as text, and a table of HTML in a notebook.
+    """Rows of cells, the header first, as lines with aligned columns; in a notebook, a table of HTML.
 
-    >>> print(Table([("where", "map"), ("layer4", "7×7")]))
-    where   map
-    layer4  7×7
+    Args:
+        rows: with the same number of cells each.
+        left: the columns aligned to the left; the others are aligned to the right, as numbers are.
+
+    >>> print(Table([("where", "map", "tokens"), ("layer3.1", "14×14", "196"), ("layer4.1", "7×7", "49")]))
+    where       map  tokens
+    layer3.1  14×14     196
+    layer4.1    7×7      49
     """
 
     rows: Sequence[Sequence[str]]
     left: Collection[int] = (0,)
 
     def __str__(self) -> str:
-        return table(self.rows, self.left)
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+
+        def align(cell: str, column: int) -> str:
+            return cell.ljust(widths[column]) if column in self.left else cell.rjust(widths[column])
+
+        return "\n".join("  ".join(map(align, row, range(len(row)))).rstrip() for row in self.rows)
 
     def _repr_html_(self) -> str:
+        sides = ["left" if column in self.left else "right" for column in range(len(self.rows[0]))]
+
         def row(cells: Sequence[str], tag: str) -> str:
-            sides = ("left" if column in self.left else "right" for column in range(len(cells)))
             parts = zip(cells, sides, strict=True)
             return "".join(f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>' for cell, side in parts)
 
@@ -68,7 +56,7 @@ class Table(NamedTuple):
 
 
 class Report:
-    """A report that prints as text and tables, and shows the same as HTML in a notebook.
+    """A report that prints as text and tables, and is displayed as HTML in a notebook.
 
     >>> class Sizes(Report):
     ...     def parts(self):
@@ -82,7 +70,7 @@ class Report:
     """
 
     def parts(self) -> Iterable[str | Table]:
-        """Its texts and tables, in order."""
+        """Return its texts and tables, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -92,16 +80,14 @@ class Report:
         return str(self)  # an interactive session shows it
 
     def _repr_html_(self) -> str:
-        return "".join(
-            part._repr_html_()
-            if isinstance(part, Table)
-            else f'<div style="white-space: pre-wrap">{html.escape(part)}</div>'
-            for part in self.parts()
-        )
+        def paragraph(text: str) -> str:
+            return f'<div style="white-space: pre-wrap">{html.escape(text)}</div>'
+
+        return "".join(part._repr_html_() if isinstance(part, Table) else paragraph(part) for part in self.parts())
 
 
 def escaped(text: object) -> str:
-    r"""Text from a file, with control characters written out.
+    r"""Escape control characters in text from a file.
 
     >>> escaped("conv1\x1b[2J.weight")
     'conv1\\x1b[2J.weight'
@@ -110,7 +96,7 @@ def escaped(text: object) -> str:
 
 
 def shorten(keys: Iterable[str], limit: int = 6) -> str:
-    """The first keys, escaped, and how many more there are, as text.
+    """Join the first keys, escaped, and the number of the others.
 
     >>> shorten(["conv1", "bn1", "layer1", "layer2"], limit=2)
     'conv1, bn1, … (2 more)'

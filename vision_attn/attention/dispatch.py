@@ -6,18 +6,17 @@ The choices were measured on two processors at least; docs/speed.md has the tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vision_attn.attention.kernels import Kernel, attend_bmm, attend_sdpa
-from vision_attn.attention.masks import Mask, combine_masks, zero_fully_masked_rows
+from vision_attn.attention.masks import Mask, combine_masks, split_mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
 
 #: Logits that are computed at once on a CPU: they stay in its caches.
@@ -29,28 +28,23 @@ RECOMPUTE_ABOVE = 2**25
 
 
 class PositionBias:
-    """What a position encoding adds to the logits."""
-
-    #: whether it is a sum over the axes of the map, of which :meth:`rel_logits` returns the terms
-    is_sum_over_axes: ClassVar[bool] = False
+    """The bias that a position encoding adds to the logits."""
 
     def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
         """Return queries, keys, scale and mask of the attention that includes the bias."""
         raise NotImplementedError
 
-    def rel_logits(self, q: Tensor) -> list[Tensor]:
-        """Return the logits by axis, ``(b·groups, n, i, <keys along the axis; 1 along the others>)``."""
-        raise NotImplementedError
+    def rel_logits(self, q: Tensor) -> list[Tensor] | None:
+        """Return the terms of a sum over axes, ``(b·groups, n, i, <keys along the axis; 1 along the others>)``."""
+        return None
 
     def scores(self, q: Tensor) -> Callable[..., Tensor]:
         """Return the bias as a function of batch, head, query, and the coordinates of query and key, for flex."""
-        raise ValueError(
-            f"impl='flex' does not support {type(self).__name__}. Use another implementation, as impl='sdpa'"
-        )
+        raise ValueError(f"impl='flex' does not support {type(self).__name__}. Use another implementation: impl='sdpa'")
 
 
 class AttentionInputs(NamedTuple):
-    """What a kernel is given: attention in the groups of a pattern."""
+    """The inputs of a kernel: attention in the groups of a pattern."""
 
     q: Tensor  # (b·groups, n, i, d)
     k: Tensor  # (b·groups, m, j, d)
@@ -72,8 +66,9 @@ def attend_in_groups(kernel: Kernel, inputs: AttentionInputs, dropout: float) ->
             k, v = repeat_kv(q, k), repeat_kv(q, v)
             inputs = inputs._replace(k=k, v=v)
         mask, row_has_key, causal = grouping.build_attn_mask(inputs.mask, inputs.causal, bias is not None)
-        if bias is not None and bias.is_sum_over_axes and can_chunk(q):
-            y = attend_chunked(kernel, inputs, bias, mask, dropout)
+        logits = bias.rel_logits(q) if bias is not None and can_chunk(q) else None
+        if logits is not None:
+            y = attend_chunked(kernel, inputs, logits, mask, dropout)
         else:
             if bias is not None:
                 q, k, scale, mask = bias.apply(q, k, scale, mask)
@@ -110,9 +105,8 @@ def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
     size = groups * batch_chunk(q, k.shape[2], groups) if can_chunk(q) else q.shape[0]
     if size >= q.shape[0]:
         return attend_bmm(q, k, v, mask=mask, **options)
-    chunks: Any = zip(
-        split_mask(mask, size // groups, axis=0), q.split(size), k.split(size), v.split(size), strict=False
-    )
+    masks = split_mask(mask, size // groups, axis=0)
+    chunks: Any = zip(masks, q.split(size), k.split(size), v.split(size), strict=False)
     return torch.cat([attend_bmm(*chunk, mask=part, **options) for part, *chunk in chunks])
 
 
@@ -152,7 +146,7 @@ def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
     return max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * keys))
 
 
-def attend_chunked(kernel: Kernel, inputs: AttentionInputs, bias: PositionBias, mask: Mask, dropout: float) -> Tensor:
+def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor], mask: Mask, dropout: float) -> Tensor:
     """Attend on a CPU, whose kernels read any mask, with a bias that is made for a chunk of queries at a time.
 
     Of many queries it is made again for the gradients.
@@ -170,7 +164,7 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, bias: PositionBias, 
     run: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
         run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=dropout > 0)
-    by_image: Any = [x.split(images * groups) for x in (q, k, v, *bias.rel_logits(q))]
+    by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
     done = []
     for image_mask, queries, keys_, values, *logits in zip(split_mask(mask, images, axis=0), *by_image, strict=False):
         by_row: Any = [x.split(rows, dim=2) for x in (queries, *logits)]
@@ -181,8 +175,3 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, bias: PositionBias, 
 
 def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def split_mask(mask: Mask, size: int, axis: int) -> Iterable[Mask]:
-    """Return the mask of each chunk of that size; the same mask for every chunk where it broadcasts along the axis."""
-    return repeat(mask) if mask is None or mask.shape[axis] == 1 else mask.split(size, dim=axis)

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.scopes import outside_scopes
-
-if TYPE_CHECKING:  # FlexAttention takes as long to import as a third of torch
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from vision_attn.attention.dispatch import AttentionInputs
 
 #: Devices that FlexAttention has kernels for.
 DEVICES = ("cpu", "cuda", "hpu", "xpu")
@@ -38,7 +34,10 @@ def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
     block_mask = None
     if grouping.masks_map or causal:
         block_mask = grouping.cached(("block_mask", causal), lambda: pattern_mask(grouping, causal))
-    score_mods = [] if bias is None else [bias_score_mod(bias, grouping, q)]
+    score_mods = []
+    if bias is not None:
+        query_size, key_size, add = grouping.query_layout.group_size, grouping.key_layout.group_size, bias.scores(q)
+        score_mods.append(lambda s, b, h, i, j: s + add(b, h, i, unravel(i, query_size), unravel(j, key_size)))
     if mask is not None:
         score_mods.append(mask_score_mod(broadcast_mask(mask), grouping.key_layout.index()[0]))
     return run_flex(q, k, v, scale, score_mods, block_mask, dropout)
@@ -55,15 +54,10 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 
 
 def run_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    score_mods: Sequence[ScoreMod],
-    block_mask: BlockMask | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, score_mods: Sequence[ScoreMod], block_mask: Any, dropout: float
 ) -> Tensor:
     """Call FlexAttention, compiled; raise where torch does not support it."""
+    # It takes as long to import as a third of torch.
     from torch.nn.attention.flex_attention import flex_attention
 
     check_flex(q, k, v, dropout)
@@ -124,8 +118,8 @@ def unravel(index: Tensor, size: Sequence[int]) -> list[Tensor]:
     return coords[::-1]
 
 
-def pattern_mask(grouping: Grouping, causal: bool) -> BlockMask:
-    """Build the mask of a pattern on the whole map: the blocks of 128 queries and keys that are not empty."""
+def pattern_mask(grouping: Grouping, causal: bool) -> Any:
+    """Build the ``BlockMask`` of a pattern on the map: blocks of 128 queries and keys that are not empty."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     tables = [None if axis.allowed is None else axis.allowed[0] for axis in grouping.axes]
@@ -141,17 +135,6 @@ def pattern_mask(grouping: Grouping, causal: bool) -> BlockMask:
         return allowed
 
     return create_block_mask(mask_mod, None, None, queries.tokens, keys.tokens, device=str(positions.device))
-
-
-def bias_score_mod(bias: Any, grouping: Grouping, q: Tensor) -> ScoreMod:
-    """Add the bias of a position encoding, which looks a score up by the coordinates of query and key."""
-    add = bias.scores(q)
-    query_size, key_size = grouping.query_layout.group_size, grouping.key_layout.group_size
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + add(b, h, i, unravel(i, query_size), unravel(j, key_size))
-
-    return score_mod
 
 
 def mask_score_mod(mask: Tensor, positions: Tensor) -> ScoreMod:

@@ -12,7 +12,7 @@ from vision_attn.attention import masks
 from vision_attn.attention.dispatch import attend_auto, repeat_kv, without_autocast
 from vision_attn.attention.flex import attend_flex, attend_inputs_flex
 from vision_attn.attention.kernels import BMM, EINX, Kernel, attend_einsum, attend_sdpa, with_four_axes
-from vision_attn.checks import check_flags, check_number, check_probability, check_type
+from vision_attn.checks import check_choice, check_flags, check_number, check_probability, check_type
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     "einx": EINX,
@@ -50,9 +50,7 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     try:
         inspect.signature(function).bind(None, None, None, scale=1.0, mask=None, causal=False, dropout=0.0)
     except TypeError as error:
-        raise ValueError(
-            f"function must take (q, k, v, *, scale, mask, causal, dropout); got {function!r}: {error}"
-        ) from None
+        raise ValueError(f"function must take (q, k, v, *, scale, mask, causal, dropout); got {function!r}") from error
 
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
         if mask is None:
@@ -70,8 +68,7 @@ def check_impl(impl: str) -> None:
     Traceback (most recent call last):
     ValueError: impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex', 'auto'...; got 'cudnn'
     """
-    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
+    check_choice("impl", impl, IMPLEMENTATIONS)
 
 
 def attend(
@@ -120,10 +117,8 @@ def attend(
         check_type(name, x, Tensor, "a tensor (batch, heads, tokens, width)")
         same = {"k": (0, 3), "v": (0, 1, 2)}.get(name, ())
         if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
-            raise ValueError(
-                f"{name} must be of floating point and (batch, heads, tokens, width), with the batch of q, k of its "
-                f"width and v of k's heads and tokens; got {x.dtype} {tuple(x.shape)} beside {tuple(like.shape)}"
-            )
+            expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
+            raise ValueError(f"{name} must be of floating point and {expected}; got {x.dtype} {tuple(x.shape)}")
     if mask is not None:
         masks.check_mask(mask, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
     if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # not every implementation supports them

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vision_attn.attention.masks import Mask, add_mask, upcast
+from vision_attn.attention.masks import Mask, add_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.line import AXES, BoundRearrangement
 
@@ -47,7 +46,7 @@ class Kernel:
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
-    #: attention from the pattern and the bias themselves, in the place of a mask made of them
+    #: attention from the pattern and the bias themselves, instead of a mask made from them
     attend_inputs: Callable[..., Tensor] | None = None
 
 
@@ -90,7 +89,7 @@ def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
 def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return channels_first(einx.id(f"{bound.line.map_text} -> {bound.line.groups_text}", x, **bound.sizes))
+    return channels_first(einx.id(f"{bound.map_text} -> {bound.groups_text}", x, **bound.sizes))
 
 
 def split_heads_einx(x: Tensor, n: int) -> Tensor:
@@ -120,7 +119,7 @@ def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
 def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     import einx
 
-    return einx.id(f"{bound.line.groups_text} -> {bound.line.map_text}", channels_last(y), **bound.sizes)
+    return einx.id(f"{bound.groups_text} -> {bound.map_text}", channels_last(y), **bound.sizes)
 
 
 # --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
     c = x.shape[1]
     x = channels_last(x).reshape(-1, *bound.split_size, c)
-    return channels_first(x.permute(bound.line.forward_perm).reshape(-1, *bound.group_size, c))
+    return channels_first(x.permute(bound.forward_perm).reshape(-1, *bound.group_size, c))
 
 
 def split_heads_torch(x: Tensor, n: int) -> Tensor:
@@ -154,7 +153,7 @@ def merge_heads_torch(y: Tensor, size: Sequence[int]) -> Tensor:
 def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
     c = y.shape[1]
     y = channels_last(y).reshape(-1, *bound.grouped_size, c)
-    return channels_first(y.permute(bound.line.inverse_perm).reshape(-1, *bound.size, c))
+    return channels_first(y.permute(bound.inverse_perm).reshape(-1, *bound.size, c))
 
 
 def drop(weights: Tensor, dropout: float) -> Tensor:
@@ -212,8 +211,7 @@ def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: 
     with nullcontext() if attn_mask is None or not q.is_cuda else sdpa_kernel(backends):
         if torch.compiler.is_compiling() or q.shape[0] <= MAX_BATCH:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
-        is_one = attn_mask is None or attn_mask.shape[0] == 1
-        masks: Any = repeat(attn_mask) if attn_mask is None or is_one else attn_mask.split(MAX_BATCH)
+        masks = split_mask(attn_mask, MAX_BATCH, axis=0)
         chunks = zip(*(x.split(MAX_BATCH) for x in (q, k, v)), masks, strict=False)
         return torch.cat([F.scaled_dot_product_attention(*chunk, **options) for chunk in chunks])
 
@@ -275,26 +273,19 @@ def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype)
 
 
-class NoSecondDerivative(torch.autograd.Function):
-    """The identity on gradients of a fused kernel, which have no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise NotImplementedError(
-            "torch's fused attention has no second derivative, which gradient penalties need. Use another "
-            "implementation: with va.use_impl(model, 'bmm')"
-        )
+def refuse_second_derivative(gradient: Tensor) -> None:
+    raise NotImplementedError("torch's fused attention has no second derivative. Use va.use_impl(model, 'bmm')")
 
 
 def name_missing_derivative(y: Tensor, *inputs: Tensor) -> None:
     """Let gradients of gradients raise an error that names ``impl="bmm"``, where autograd runs as usual."""
+
+    def add_error(gradient: Tensor) -> None:
+        if gradient.requires_grad:  # as with create_graph=True
+            gradient.register_hook(refuse_second_derivative)
+
     usual = not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(y)
-    if not usual or "ScaledDotProduct" not in type(y.grad_fn).__name__:
-        return
-    for x in inputs:
-        if x.requires_grad and not x.is_leaf:
-            x.register_hook(lambda gradient: NoSecondDerivative.apply(gradient) if torch.is_grad_enabled() else None)
+    if usual and "ScaledDotProduct" in type(y.grad_fn).__name__:
+        for x in inputs:
+            if x.requires_grad and not x.is_leaf:
+                x.register_hook(add_error)

@@ -6,7 +6,8 @@ float. In the groups of a pattern it has five axes, ``(b or 1, groups or 1, n or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ def broadcast_mask(mask: Tensor) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
+def split_mask(mask: Mask, size: int, axis: int) -> Iterable[Mask]:
+    """Return the mask of each chunk of that size; the same mask for every chunk where it broadcasts along the axis."""
+    return repeat(mask) if mask is None or mask.shape[axis] == 1 else mask.split(size, dim=axis)
+
+
 def unmask_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return a mask in which every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
 
@@ -97,12 +103,8 @@ def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_s
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor or None, got {type(mask).__name__}. Convert it with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"mask must be bool (True = may attend) or an additive float, got {mask.dtype}. Convert it with mask.bool()"
-        )
+        raise ValueError(f"mask must be bool or an additive float; got {mask.dtype}. Convert it with mask.bool()")
     shape = (batch, heads, product(size), product(keys_size))
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     if not 1 <= mask.dim() <= 4 or any(length not in (1, full) for length, full in sizes):
-        raise ValueError(
-            f"mask must broadcast to (batch, heads, query tokens, key tokens) = {shape}; got {tuple(mask.shape)}"
-        )
+        raise ValueError(f"mask must broadcast to (batch, heads, queries, keys) = {shape}; got {tuple(mask.shape)}")

@@ -1,7 +1,8 @@
-"""What the block computes, written once in NumPy: the definition that every implementation is tested against.
+"""The function of the block, written once in NumPy: the definition that every implementation is tested against.
 
-It imports nothing of ours, works in float64, and is slow on purpose: one image, one head and every pair of positions at
-a time. A pattern is a relation for each axis of the map; a pair of positions is in it if every axis says so.
+It imports nothing else of the package, works in float64, and is slow on purpose: one image, one head and every pair of
+positions at a time. A pattern is a relation for each axis of the map; a query attends to a key if it does along every
+axis.
 """
 
 from __future__ import annotations
@@ -15,15 +16,9 @@ import numpy as np
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """The softmax over the last axis; a row of nothing but ``-inf`` gives zeros.
+    """The softmax over the last axis of ``(…, j)``; a row with only ``-inf`` gives zeros.
 
     ``softmax(l)_j = exp(l_j - max l) / sum_j' exp(l_j' - max l)``
-
-    Args:
-        logits: ``(…, j)``.
-
-    Returns:
-        The weights, ``(…, j)``.
 
     >>> softmax(np.zeros((3, 4))).shape
     (3, 4)
@@ -56,86 +51,65 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: n
     return softmax(logits) @ v
 
 
-# --- patterns: for each axis, which places see each other and how far apart they are ----------------------------------
+# --- patterns: for each axis, which positions attend to each other and how far apart they are -------------------------
 
 
 class Relation(NamedTuple):
     """Along one axis of the map.
 
-    >>> along(3).offset.shape
+    >>> full(3).offset.shape
     (3, 3)
     """
 
-    allowed: np.ndarray  #: ``(query, key)``: whether they see each other
-    offset: np.ndarray  #: ``(query, key)``: key less query, in steps of the pattern
-    extent: int  #: how many places a group has
+    allowed: np.ndarray  #: ``(query, key)``: whether the query attends to the key
+    offset: np.ndarray  #: ``(query, key)``: key minus query, in steps of the pattern
+    extent: int  #: the positions of a group
     zeros: tuple[int, int] = (0, 0)  #: keys of zeros before and after the axis
 
 
-def along(length: int) -> Relation:
-    """The relation in which every place sees every place of the axis.
+def full(length: int) -> Relation:
+    """The relation in which every position attends to every position of the axis.
 
-    Args:
-        length: of the axis, in positions.
-
-    >>> along(3).offset[0].tolist()
+    >>> full(3).offset[0].tolist()
     [0, 1, 2]
     """
-    place = np.arange(length)
-    return Relation(np.ones((length, length), bool), place[None, :] - place[:, None], length)
-
-
-def alike(length: int, every: int | None = None) -> Relation:
-    """The relation in which a place sees itself only or, with ``every``, the places that leave the same remainder.
-
-    Args:
-        length: of the axis, in positions.
-        every: what the places are divided by.
-
-    >>> alike(4, every=2).allowed[0].tolist()
-    [True, False, True, False]
-    """
-    place = np.arange(length)
-    kind, step = (place, place * 0) if every is None else (place % every, place // every)
-    return Relation(kind[None, :] == kind[:, None], step[None, :] - step[:, None], int(step.max()) + 1)
+    return window(length, length)
 
 
 def window(length: int, side: int, shift: int = 0) -> Relation:
-    """The relation of windows of ``side`` places, the first whole one at ``shift``.
+    """The relation of windows of ``side`` positions, the first whole one at ``shift``.
 
     There is no shift where one window holds the axis.
-
-    Args:
-        length: of the axis, in positions.
-        side: of a window, in positions.
-        shift: where the first whole window begins, in positions.
 
     >>> window(5, 2, shift=1).allowed[1].tolist()
     [False, True, True, False, False]
     """
-    place = np.arange(length)
-    number = (place - (shift if length > side else 0)) // side
-    return Relation(number[None, :] == number[:, None], place[None, :] - place[:, None], side)
+    position = np.arange(length)
+    number = (position - (shift if length > side else 0)) // side
+    return Relation(number[None, :] == number[:, None], position[None, :] - position[:, None], side)
+
+
+def stripes(length: int, every: int) -> Relation:
+    """The relation of positions that are a multiple of ``every`` apart; of each with itself if that is the length.
+
+    >>> stripes(4, every=2).allowed[0].tolist()
+    [True, False, True, False]
+    """
+    remainder, step = np.arange(length) % every, np.arange(length) // every
+    return Relation(remainder[None, :] == remainder[:, None], step[None, :] - step[:, None], int(step[-1]) + 1)
 
 
 def grid(length: int, side: int) -> Relation:
-    """The relation of places that lie apart by as many steps as make ``side`` of them fill the axis.
-
-    Args:
-        length: of the axis, in positions.
-        side: of a grid, in places.
+    """The relation of positions that are as far apart as lets ``side`` of them fill the axis.
 
     >>> grid(6, 2).allowed[1].tolist()
     [False, True, False, False, True, False]
     """
-    steps = -(-length // side)
-    place = np.arange(length)
-    remainder, number = place % steps, place // steps
-    return Relation(remainder[None, :] == remainder[:, None], number[None, :] - number[:, None], side)
+    return stripes(length, -(-length // side))._replace(extent=side)
 
 
 def halo(length: int, block: int, halo: int) -> Relation:
-    """The relation of blocks of ``block`` places to the keys in them and in ``halo`` places around them.
+    """The relation of blocks of ``block`` positions to the keys in them and in ``halo`` positions around them.
 
     Keys beyond the axis are zeros after normalization and rotation, and are attended to.
 
@@ -151,18 +125,18 @@ def halo(length: int, block: int, halo: int) -> Relation:
     query, key = np.arange(length)[:, None], np.arange(-halo, length + after)[None, :]
     start = query // block * block
     allowed = (key >= start - halo) & (key < start + block + halo)
-    return Relation(allowed, key - query, block + halo, (halo, after))
+    return Relation(allowed, key - query, block + halo, zeros=(halo, after))
 
 
 def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, causal: bool = False) -> Relation:
-    """The relation to the ``kernel`` places around each, shifted at the ends so that they lie on the axis.
+    """The relation to the ``kernel`` positions around each, shifted at the ends so that they lie on the axis.
 
     Args:
         length: of the axis, in positions.
-        kernel: how many places each one sees.
+        kernel: how many positions each one attends to.
         dilation: positions from one of them to the next.
-        stride: how many in a row see what the one in their middle sees; the last of them, if it is causal.
-        causal: whether each sees the places before it only, and itself.
+        stride: how many in a row attend to the keys of the one in their middle; of the last of them, if it is causal.
+        causal: whether each attends only to the positions before it, and to itself.
 
     >>> neighborhood(5, 3).allowed[0].tolist()
     [True, True, True, False, False]
@@ -172,31 +146,33 @@ def neighborhood(length: int, kernel: int, dilation: int = 1, stride: int = 1, c
         keys = np.arange(query % dilation, length, dilation)
         group = query // dilation // stride * stride
         leader = min(group + (stride - 1 if causal else stride // 2), len(keys) - 1)
-        if causal:
-            seen = keys[max(leader - kernel + 1, 0) : query // dilation + 1]
-        else:
-            first = min(max(leader - kernel // 2, 0), max(len(keys) - kernel, 0))
-            seen = keys[first : first + kernel]
-        allowed[query, seen] = True
-    place = np.arange(length) // dilation
-    return Relation(allowed, place[None, :] - place[:, None], kernel)
+        first = max(leader - kernel + 1, 0) if causal else min(max(leader - kernel // 2, 0), max(len(keys) - kernel, 0))
+        allowed[query, keys[first : query // dilation + 1 if causal else first + kernel]] = True
+    step = np.arange(length) // dilation
+    return Relation(allowed, step[None, :] - step[:, None], kernel)
 
 
-# --- position terms ---------------------------------------------------------------------------------------------------
+def with_zeros(x: np.ndarray, size: Sequence[int], pattern: Sequence[Relation]) -> np.ndarray:
+    """Tokens ``(…, j)`` of a map of this size, and those of the zeros around it."""
+    padded = np.pad(x.reshape(*x.shape[:-1], *size), [(0, 0)] * (x.ndim - 1) + [axis.zeros for axis in pattern])
+    return padded.reshape(*x.shape[:-1], -1)
 
 
-def stretched(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
+# --- position encodings -----------------------------------------------------------------------------------------------
+
+
+def resize_table(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
     """A table by offset, for groups of another extent: its ends and its middle stay, what is between is linear.
 
     Args:
         table: ``2s - 1`` long along ``axis``, by offset from ``1 - s`` to ``s - 1``.
-        extent: how many places a group has.
+        extent: the positions of a group.
         axis: which axis.
 
     Returns:
         The table, ``2·extent - 1`` long along ``axis``.
 
-    >>> stretched(np.array([0.0, 2.0, 4.0]), 3).tolist()
+    >>> resize_table(np.array([0.0, 2.0, 4.0]), 3).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
     reach = (table.shape[axis] - 1) / 2
@@ -204,33 +180,33 @@ def stretched(table: np.ndarray, extent: int, axis: int = 0) -> np.ndarray:
     return np.apply_along_axis(lambda values: np.interp(offsets, np.arange(len(values)) - reach, values), axis, table)
 
 
-def turned(q: np.ndarray, places: np.ndarray, temperature: float) -> np.ndarray:
-    """Rotary positions: pairs of ``(i, d)`` as complex numbers, turned by the place ``(axes, i)`` of each token."""
+def axial_angles(count: int, positions: np.ndarray, temperature: float) -> np.ndarray:
+    """The angles of ``count`` waves along each axis at every position ``(axes, i)``, ``(axes·count, i)``."""
+    frequency = temperature ** -(np.arange(count) / count)
+    return np.concatenate([frequency[:, None] * position for position in positions])
+
+
+def rotate(q: np.ndarray, positions: np.ndarray, temperature: float) -> np.ndarray:
+    """Rotary positions: pairs of ``(i, d)`` as complex numbers, rotated by the position ``(axes, i)`` of each token."""
     pairs = q[:, 0::2] + 1j * q[:, 1::2]
-    each = pairs.shape[1] // len(places)
-    speed = temperature ** -(np.arange(each) / each)
-    angles = np.concatenate([place[:, None] * speed for place in places], axis=1)
-    pairs = pairs * np.exp(1j * angles)
+    pairs = pairs * np.exp(1j * axial_angles(pairs.shape[1] // len(positions), positions, temperature).T)
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(q.shape)
 
 
-def waves(channels: int, places: np.ndarray, temperature: float) -> np.ndarray:
-    """Sines and cosines of every place ``(axes, i)``, ``(channels, i)``."""
-    each = channels // (2 * len(places))
-    speed = temperature ** -(np.arange(each) / each)
-    angles = np.concatenate([speed[:, None] * place for place in places])
+def sin_cos(channels: int, positions: np.ndarray, temperature: float) -> np.ndarray:
+    """Sines and cosines of every position ``(axes, i)``, ``(channels, i)``."""
+    angles = axial_angles(channels // (2 * len(positions)), positions, temperature)
     return np.concatenate([np.sin(angles), np.cos(angles)])
 
 
 def depthwise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """A convolution of each channel of a map by itself, with zeros around the map."""
-    reach = [side // 2 for side in weight.shape[2:]]
-    padded = np.pad(x, [(0, 0), *((by, by) for by in reach)])
-    y = np.zeros_like(x)
+    """A convolution of each channel of a map separately, with zeros around the map."""
+    padded = np.pad(x, [(0, 0), *((side // 2,) * 2 for side in weight.shape[2:])])
+    y = np.zeros_like(x) + bias.reshape(-1, *(1,) * (x.ndim - 1))
     for tap in np.ndindex(*weight.shape[2:]):
         part = padded[(slice(None), *(slice(at, at + length) for at, length in zip(tap, x.shape[1:], strict=True)))]
-        y += weight[(slice(None), 0, *tap)].reshape(-1, *(1,) * len(reach)) * part
-    return y + bias.reshape(-1, *(1,) * len(reach))
+        y += weight[(slice(None), 0, *tap)].reshape(-1, *(1,) * len(tap)) * part
+    return y
 
 
 # --- the block --------------------------------------------------------------------------------------------------------
@@ -282,12 +258,12 @@ def attention_map(
         num_kv_heads: number of heads of keys and values; ``num_heads`` when None.
         scale: factor on the logits; ``key_dim ** -0.5`` when None.
         mask: broadcastable to ``(b, heads, tokens, tokens)``; bool (True = may attend) or additive.
-        causal: whether a position sees no later one.
-        pattern: a relation for each axis; every position sees every other when None.
-        position: ``"decomposed"``, ``"table"``, ``"rotary"``, ``"waves"``, ``"convolution"`` or None.
-        feat_size: for each axis, how many places a table of relative positions is for, or over how many rotary
-            positions are measured; as many as there are when None.
-        temperature: of rotary positions and of waves.
+        causal: whether a position attends to no later one.
+        pattern: a relation for each axis; :func:`full` when None.
+        position: ``"decomposed"``, ``"table"``, ``"rotary"``, ``"sines"``, ``"convolution"`` or None.
+        feat_size: for each axis, the size that a table of relative positions is for, or that rotary positions are
+            scaled to; that of the map when None.
+        temperature: of rotary positions and of sines.
 
     Returns:
         ``(b, out, h, w)`` in float64.
@@ -299,31 +275,23 @@ def attention_map(
     x = x.astype(np.float64)
     state = {key: value.astype(np.float64) for key, value in state.items()}
     b, c, *size = x.shape
-    n, m = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-    d, e = c // n if key_dim is None else key_dim, c // n if value_dim is None else value_dim
+    n, m, d, e = num_heads, num_kv_heads or num_heads, key_dim or c // num_heads, value_dim or c // num_heads
     scale = d**-0.5 if scale is None else scale
-    places = np.indices(size).reshape(len(size), -1)
-    tokens = places.shape[1]
-    pattern = [along(length) for length in size] if pattern is None else pattern
+    positions = np.indices(size).reshape(len(size), -1)
+    tokens = positions.shape[1]
+    pattern = [full(length) for length in size] if pattern is None else pattern
     # Keys are the positions of the map and, where a pattern has them, zeros around it.
-    keys = np.indices([length + sum(axis.zeros) for axis, length in zip(pattern, size, strict=True)])
-    keys = keys.reshape(len(size), -1)
-    before = np.array([axis.zeros[0] for axis in pattern])[:, None]
-    on_map = np.all((keys >= before) & (keys < before + np.array(size)[:, None]), axis=0)
+    key_positions = np.indices([axis.allowed.shape[1] for axis in pattern]).reshape(len(size), -1)
     # One entry for each pair of a query and a key, (axes, query, key) and (query, key).
-    pairs = list(zip(pattern, places, keys, strict=True))
-    offsets = np.stack([axis.offset[query][:, key] for axis, query, key in pairs])
+    pairs = list(zip(pattern, positions, key_positions, strict=True))
+    offsets = [axis.offset[query][:, key] for axis, query, key in pairs]
     allowed = np.all([axis.allowed[query][:, key] for axis, query, key in pairs], axis=0)
-    if causal:
-        allowed[:, on_map] &= np.tri(tokens, dtype=bool)
-    if mask is not None:
-        mask = np.broadcast_to(mask, (b, n, tokens, tokens))
-
-    def with_zeros(tokens_of_head: np.ndarray) -> np.ndarray:
-        """The keys or values of a head, with the zeros around the map."""
-        y = np.zeros((len(on_map), tokens_of_head.shape[1]))
-        y[on_map] = tokens_of_head
-        return y
+    mask = np.zeros(()) if mask is None else np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask
+    mask = mask + np.where(np.tri(tokens, dtype=bool), 0.0, -np.inf if causal else 0.0)
+    mask = with_zeros(np.broadcast_to(mask, (b, n, tokens, tokens)), size, pattern)
+    # The row of a table for each pair: keys of a tile that are farther away than any in a group are masked.
+    extents = [axis.extent for axis in pattern]
+    rows = [np.clip(by, 1 - extent, extent - 1) + extent - 1 for by, extent in zip(offsets, extents, strict=True)]
 
     def norm(tokens_of_head: np.ndarray, name: str) -> np.ndarray:
         if f"{name}.weight" not in state:
@@ -332,31 +300,25 @@ def attention_map(
         y = y / np.sqrt((y**2).mean(1, keepdims=True) + 1e-5)
         return y * state[f"{name}.weight"] + state[f"{name}.bias"]
 
-    def bias_of(q: np.ndarray, head: int) -> np.ndarray:
-        """What the term of positions adds to the logits of a head."""
+    def position_bias(q: np.ndarray, head: int) -> np.ndarray:
+        """The relative position bias that is added to the logits of a head."""
         bias = np.zeros(allowed.shape)
-        if position == "decomposed":
-            for axis, name in enumerate(("depth", "height", "width")[-len(size) :]):
-                if f"position.{name}_rel" in state:
-                    extent = pattern[axis].extent
-                    table = stretched(state[f"position.{name}_rel"], extent)
-                    row = np.clip(offsets[axis], 1 - extent, extent - 1) + extent - 1
-                    bias += np.take_along_axis(q @ table.T, row, axis=1)
-        if position == "table":
+        for extent, row, name in zip(extents, rows, ("depth", "height", "width")[-len(size) :], strict=True):
+            if f"position.{name}_rel" in state:
+                bias += np.take_along_axis(q @ resize_table(state[f"position.{name}_rel"], extent).T, row, axis=1)
+        if position == "table":  # by query minus key
             table = state["position.relative_position_bias_table"][:, head]
-            extents = [axis.extent for axis in pattern]
-            table = table.reshape([2 * extent - 1 for extent in (extents if feat_size is None else feat_size)])
+            table = np.flip(table.reshape([2 * length - 1 for length in feat_size or extents]))
             for axis, extent in enumerate(extents):
-                table = stretched(table, extent, axis)
-            row = [np.clip(-o, 1 - extent, extent - 1) + extent - 1 for o, extent in zip(offsets, extents, strict=True)]
-            bias += table[tuple(row)]
+                table = resize_table(table, extent, axis)
+            bias += table[tuple(rows)]
         return bias
 
     out = []
     for image in range(b):
         one = x[image]
-        if position == "waves":
-            one = one + waves(c, places, temperature).reshape(one.shape)
+        if position == "sines":
+            one = one + sin_cos(c, positions, temperature).reshape(one.shape)
         if position == "convolution":
             one = one + depthwise(one, state["position.conv.weight"], state["position.conv.bias"])
         # The channels of the projection are ordered [heads·d, kv_heads·d, kv_heads·e], the tokens row by row.
@@ -370,15 +332,11 @@ def attention_map(
             shared = head // (n // m)
             q, k = norm(queries[head], "q_norm"), norm(keys[shared], "k_norm")
             if position == "rotary":
-                measured = places * (np.ones(len(size)) if feat_size is None else np.divide(feat_size, size))[:, None]
-                q, k = turned(q, measured, temperature), turned(k, measured, temperature)
-            bias = bias_of(q, head)
-            if mask is not None:
-                given = mask[image, head]
-                masked = bias[:, on_map]
-                bias[:, on_map] = np.where(given, masked, -np.inf) if given.dtype == bool else masked + given
-            y = attention(q, with_zeros(k), with_zeros(values[shared]), scale, np.where(allowed, bias, -np.inf))
-            heads.append(y.T)
+                scaled = positions * np.divide(feat_size or size, size)[:, None]
+                q, k = rotate(q, scaled, temperature), rotate(k, scaled, temperature)
+            k, v = (with_zeros(part.T, size, pattern).T for part in (k, values[shared]))
+            bias = position_bias(q, head) + mask[image, head]
+            heads.append(attention(q, k, v, scale, np.where(allowed, bias, -np.inf)).T)
         y = np.concatenate(heads).reshape(n * e, *size)
         if "gate.weight" in state:
             y = y / (1 + np.exp(-conv1x1(x[image], state["gate.weight"], state.get("gate.bias"))))

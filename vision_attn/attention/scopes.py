@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: The attribute in which a copy that runs in the place of a module keeps that module.
+#: The attribute of a copy, which runs instead of a module, that holds this module.
 ORIGINAL = "original"
 
 #: The ``with`` blocks that this thread or task is inside of, the innermost last: values by kind and module.

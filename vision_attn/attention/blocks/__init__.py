@@ -7,20 +7,3 @@ from vision_attn.attention.blocks.config import set_impl_, use_impl
 from vision_attn.attention.blocks.gated_residual import AttentionBlock1d, AttentionBlock2d, AttentionBlock3d
 from vision_attn.attention.blocks.linear import LinearAttention2d
 from vision_attn.attention.blocks.transformer_block import TransformerBlock2d
-
-__all__ = [
-    "Attention",
-    "Attention1d",
-    "Attention2d",
-    "Attention3d",
-    "AttentionBlock1d",
-    "AttentionBlock2d",
-    "AttentionBlock3d",
-    "AugmentedConv2d",
-    "LinearAttention2d",
-    "StridedAttention2d",
-    "TransformerBlock2d",
-    "attention_modules",
-    "set_impl_",
-    "use_impl",
-]

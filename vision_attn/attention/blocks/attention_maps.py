@@ -27,7 +27,6 @@ def weights_on_map(
     inputs: AttentionInputs,
     queries: Tensor | None = None,
     heads: Tensor | None = None,
-    *,
     grouping: Grouping | None = None,
 ) -> Tensor:
     """Return the weights of the keys on the map, ``(b, n, i, j)``, with zeros outside of the group of a query.
@@ -35,64 +34,47 @@ def weights_on_map(
     Only chosen queries (indices of tokens) and heads need memory. ``grouping`` is given for inputs whose batch are the
     groups of larger maps.
     """
-    q, k, _, scale, own, bias, mask, causal = inputs
+    q, k, _, scale, inner, bias, mask, causal = inputs
     k = repeat_kv(q, k)
     with without_autocast(q):
-        mask, row_has_key, causal = own.build_attn_mask(mask, causal, bias is not None)
+        mask, row_has_key, causal = inner.build_attn_mask(mask, causal, bias is not None)
         if bias is not None:
             q, k, scale, mask = bias.apply(masks.upcast(q), masks.upcast(k), scale, mask)
-    if grouping is not None:  # the batch of these masks is that of the groups
-        groups = grouping.groups
-        mask, row_has_key = (
-            x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, (-1, groups)) for x in (mask, row_has_key)
-        )
-    grouping = own if grouping is None else grouping
-    if heads is not None:
-        q, k = q[:, heads], k[:, heads]
-        mask, row_has_key = (x if x is None or x.shape[2] == 1 else x[:, :, heads] for x in (mask, row_has_key))
-    if queries is not None and causal:
-        mask, causal = masks.combine_masks(masks.causal_mask(q.shape[2], k.shape[2], q.device), mask), False
-    if grouping.query_layout.is_whole:
-        if queries is not None:
-            q = q[:, :, queries]
-            mask, row_has_key = (
-                x if x is None or x.shape[3] == 1 else x[:, :, :, queries] for x in (mask, row_has_key)
-            )
-        weights = attention_weights(q, k, scale, mask, row_has_key, causal)
-        group = torch.zeros(weights.shape[2], dtype=torch.long, device=q.device)
-        return weights if grouping.key_layout.is_whole else grouping.scatter_to_map(weights, group)
-    group, row = grouping.locate(queries)
-    if queries is None:
-        weights = attention_weights(q, k, scale, mask, row_has_key, causal)
-        weights = weights.unflatten(0, (-1, grouping.groups))[:, group, :, row].movedim(0, 2)
-    else:  # each query is a separate group
-        q = q.unflatten(0, (-1, grouping.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
-        k = k.unflatten(0, (-1, grouping.groups))[:, group].flatten(0, 1)
-        tokens = grouping.query_layout.tokens
-        mask, row_has_key = (
-            x
-            if x is None
-            else x.expand(-1, grouping.groups, -1, tokens, -1)[:, group, :, row].movedim(0, 1)[:, :, :, None]
-            for x in (mask, row_has_key)
-        )
-        weights = attention_weights(q, k, scale, mask, row_has_key, causal)
-        weights = weights[:, :, 0].unflatten(0, (-1, len(queries))).transpose(1, 2)
-    return grouping.scatter_to_map(weights, group)
+        if queries is not None and causal:
+            mask, causal = masks.combine_masks(masks.causal_mask(q.shape[2], k.shape[2], q.device), mask), False
+        both = [mask, row_has_key]
+        if grouping is None:
+            grouping = inner
+        else:  # the batch of these masks is that of the groups
+            groups = (-1, grouping.groups)
+            both = [x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in both]
+        if heads is not None:
+            q, k, both = q[:, heads], k[:, heads], [select(x, 2, heads) for x in both]
+        layout, is_whole = grouping.query_layout, grouping.query_layout.is_whole
+        group, row = grouping.locate(queries)
+        if queries is not None and is_whole:
+            q, both = q[:, :, queries], [select(x, 3, queries) for x in both]
+        elif queries is not None:  # each query is a separate group
+            q = q.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
+            k = k.unflatten(0, (-1, layout.groups))[:, group].flatten(0, 1)
+            shape = (-1, layout.groups, -1, layout.tokens, -1)
+            both = [x if x is None else x.expand(shape)[:, group, :, row].movedim(0, 1)[:, :, :, None] for x in both]
+        logits = masks.add_mask(scale * masks.upcast(q) @ masks.upcast(k).mT, both[0], causal)
+        weights = masks.zero_fully_masked_rows(logits.softmax(-1), both[1])  # (b·groups, n, i, j)
+    if queries is None and not is_whole:
+        weights = weights.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 2)
+    elif not is_whole:
+        weights = weights[:, :, 0].unflatten(0, (-1, len(row))).transpose(1, 2)
+    return weights if grouping.key_layout.is_whole else grouping.scatter_to_map(weights, group)
 
 
-def attention_weights(
-    q: Tensor, k: Tensor, scale: float, mask: masks.Mask, row_has_key: masks.Mask, causal: bool
-) -> Tensor:
-    """Return the weights ``softmax(scale q kᵀ + mask)`` of every implementation, ``(b·groups, n, i, j)``."""
-    with without_autocast(q):
-        weights = torch.softmax(masks.add_mask(scale * masks.upcast(q) @ masks.upcast(k).mT, mask, causal), dim=-1)
-    return masks.zero_fully_masked_rows(weights, row_has_key)
+def select(mask: masks.Mask, axis: int, index: Tensor) -> masks.Mask:
+    """Select heads or queries of a mask, if it does not broadcast along that axis."""
+    return mask if mask is None or mask.shape[axis] == 1 else mask.index_select(axis, index)
 
 
-def check_queries(queries: Tensor | None, size: Sequence[int]) -> None:
-    """Raise unless queries are indices ``(i,)`` of the tokens of a map of this size, or None for all."""
-    if queries is None:
-        return
+def check_queries(queries: Tensor, size: Sequence[int]) -> None:
+    """Raise unless queries are indices ``(i,)`` of the tokens of a map of this size."""
     tokens = product(size)
     integers = isinstance(queries, Tensor) and queries.dim() == 1 and queries.dtype in (torch.int32, torch.int64)
     if not integers or not ((queries >= 0) & (queries < tokens)).all():

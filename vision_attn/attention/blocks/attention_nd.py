@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention_maps import check_queries, weights_on_map
 from vision_attn.attention.blocks.config import ConfigurableImpl
-from vision_attn.attention.blocks.projection import POINTWISE, not_a_map, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.projection import POINTWISE, Conv, not_a_map, on_feature_maps, to_memory_format_of
 from vision_attn.attention.blocks.qk_norm import CosineNorm, center, init_qk_tied_, qk_norms
 from vision_attn.attention.blocks.rules import check_arguments
 from vision_attn.attention.dispatch import AttentionInputs, attend_in_groups
@@ -26,22 +24,11 @@ from vision_attn.attention.position import AnyPosition, AttentionShape, Position
 from vision_attn.attention.scopes import SCOPES, in_scope, scoped_values
 from vision_attn.checks import product
 
-#: Average pooling of feature maps with one, two and three axes.
-AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-#: Arguments that a state dict's metadata holds where they differ from their defaults.
-CONFIG = (
-    *("key_dim", "value_dim", "num_kv_heads", "out_channels", "context_channels", "groups"),
-    *("scale", "kv_stride", "causal", "attn_drop"),
-)
-
 
 class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
 
     def __init__(
         self,
@@ -93,18 +80,16 @@ class Attention(ConfigurableImpl):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
         if groups > 1:  # of the map three times, so that the rows are ordered (qkv, heads, head_dim)
-            self.qkv: nn.modules.conv._ConvNd = conv(
-                3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory
-            )
+            self.qkv: Conv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
         elif context_channels is None:
             self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
         else:
-            self.q: nn.modules.conv._ConvNd = conv(channels, n * d, 1, bias=qkv_bias, **factory)
-            self.kv: nn.modules.conv._ConvNd = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
-        self.proj: nn.modules.conv._ConvNd = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
+            self.q: Conv = conv(channels, n * d, 1, bias=qkv_bias, **factory)
+            self.kv: Conv = conv(context_channels, m * (d + e), 1, bias=qkv_bias, **factory)
+        self.proj: Conv = conv(n * e, self.out_channels, 1, groups=groups, bias=proj_bias, **factory)
         self.q_norm, self.k_norm = qk_norms(qk_norm, d, n, **factory)
         self.scale: float = self.default_scale if scale is None else scale
-        self.gate: nn.modules.conv._ConvNd | None = conv(channels, n * e, 1, **factory) if output_gate else None
+        self.gate: Conv | None = conv(channels, n * e, 1, **factory) if output_gate else None
         is_cross = kv_stride > 1 or context_channels is not None
         shape = AttentionShape(channels, n, d, self.resolved_pattern, is_cross, context_channels)
         self.position: PositionEncoding | None = None if position is None else new_encoding(position, shape, **factory)
@@ -114,11 +99,8 @@ class Attention(ConfigurableImpl):
     def init_match(self) -> None:
         """Initialize queries and keys as one isometric projection, for ``qk_norm="match"``."""
         if self.qk_norm == "match":
-            heads = self.num_heads, self.num_kv_heads, self.key_dim
-            if self.context_channels is None:
-                init_qk_tied_(self.qkv, self.qkv, *heads, heads_before=self.num_heads)
-            else:
-                init_qk_tied_(self.q, self.kv, *heads, heads_before=0)
+            tied = (self.qkv, self.qkv) if self.context_channels is None else (self.q, self.kv)
+            init_qk_tied_(*tied, self.num_heads, self.num_kv_heads, self.key_dim)
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
@@ -136,7 +118,7 @@ class Attention(ConfigurableImpl):
             of ``proj``.
 
         Raises:
-            ValueError: ``x``, ``context`` or ``mask`` has another shape or type; the message says what was expected.
+            ValueError: ``x``, ``context`` or ``mask`` has another shape or type; the message names the expected one.
         """
         plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
         keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
@@ -203,7 +185,7 @@ class Attention(ConfigurableImpl):
         squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
         # On a CPU, torch has no average of volumes in half precision.
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
-        return AVERAGE[self.rank](exact, squares, ceil_mode=True).to(y.dtype)
+        return getattr(F, f"avg_pool{self.rank}d")(exact, squares, ceil_mode=True).to(y.dtype)
 
     def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
         """Raise for a mask or context that :meth:`forward` does not take; return the size of the map of the keys."""
@@ -218,10 +200,8 @@ class Attention(ConfigurableImpl):
             is_relative = self.position is not None and self.position.is_relative
             needs_size = not self.resolved_pattern.is_global or self.causal or is_relative
             if needs_size and context.shape[2:] != x.shape[2:]:
-                raise ValueError(
-                    f"context must have the size of x, {tuple(x.shape[2:])}, with a pattern other than 'full', with a "
-                    f"causal mask or with relative positions; got {tuple(context.shape[2:])}"
-                )
+                cause = "with a pattern other than 'full', causal=True or relative positions"
+                raise ValueError(f"context must have the size of x {cause}; got {context.shape[2:]} and {x.shape[2:]}")
         keys_size = self.keys_size(x, context)
         if mask is not None:
             check_mask(mask, x.shape[0], self.num_heads, x.shape[2:], keys_size)
@@ -229,17 +209,11 @@ class Attention(ConfigurableImpl):
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
         """Return the size of the map of the keys, in positions."""
-        size = tuple((x if context is None else context).shape[-self.rank :])
-        return (
-            size if self.kv_stride == 1 else tuple((length + self.kv_stride - 1) // self.kv_stride for length in size)
-        )
+        size, stride = (x if context is None else context).shape[-self.rank :], self.kv_stride
+        return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
 
     def attention_weights(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        queries: Tensor | None = None,
-        context: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
         """Return how much every query attends to every key, for the inputs of :meth:`forward`.
 
@@ -264,7 +238,8 @@ class Attention(ConfigurableImpl):
         if not isinstance(x, Tensor) or x.dim() != 2 + self.rank or x.shape[1] != self.channels:
             raise not_a_map("x", x, self.channels, self.rank)
         keys_size = self.check_inputs(x, mask, context)
-        check_queries(queries, x.shape[2:])
+        if queries is not None:
+            check_queries(queries, x.shape[2:])
         if 0 in x.shape:
             tokens = x.shape[2:].numel() if queries is None else len(queries)
             return x.new_zeros(x.shape[0], self.num_heads, tokens, product(keys_size))
@@ -278,12 +253,10 @@ class Attention(ConfigurableImpl):
     def non_default_config(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults."""
         width = self.channels // self.num_heads
-        defaults: dict[str, object] = {
-            name: parameter.default for name, parameter in signature(Attention).parameters.items()
-        }
-        defaults |= {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
-        defaults |= {"out_channels": self.channels, "scale": self.default_scale}
-        found = {name: getattr(self, name) for name in CONFIG if getattr(self, name) != defaults[name]}
+        defaults: dict[str, object] = {"key_dim": width, "value_dim": width, "num_kv_heads": self.num_heads}
+        defaults |= {"out_channels": self.channels, "context_channels": None, "groups": 1, "scale": self.default_scale}
+        defaults |= {"kv_stride": 1, "causal": False, "attn_drop": 0.0}
+        found = {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
         return {**found, "qk_norm": "match"} if self.qk_norm == "match" else found
 
     def extra_repr(self) -> str:

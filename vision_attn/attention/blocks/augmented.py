@@ -1,4 +1,4 @@
-"""Attention in the place of a convolution, and beside one."""
+"""Attention as a replacement of a convolution, and beside a convolution."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from vision_attn.checks import check_count, check_counts, check_divides, check_n
 class AugmentedConv2d(Configurable):
     """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
 
-    It takes the place of ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
-    stride, attention sees the map averaged over squares of that side.
+    It replaces ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
+    stride, attention runs on the map averaged over squares of that side.
 
     Args:
         in_channels: channels of the map.
-        out_channels: channels of the result, of which ``value_channels`` are attention's.
+        out_channels: channels of the result, ``value_channels`` of them from attention.
         kernel_size: side of the convolution's kernel, in positions; odd.
         stride: positions from one output to the next.
         num_heads: number of heads.
         key_channels: channels of queries, and of keys, in all heads; divisible by ``num_heads``.
-        value_channels: channels of attention in the result; divisible by ``num_heads``, fewer than ``out_channels``.
+        value_channels: channels from attention in the result; divisible by ``num_heads``, fewer than ``out_channels``.
         bias: whether the convolution has a bias.
-        device: where the parameters live.
-        dtype: type of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`; the paper has ``position=RelPosDecomposed(…)``.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range; the message names it, with the expected and the given value.
 
     Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
 
@@ -63,24 +63,18 @@ class AugmentedConv2d(Configurable):
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
-        for name in ("key_dim", "value_dim", "out_channels", "context_channels"):
-            if name in attention:
-                raise ValueError(f"{name} must be left out of AugmentedConv2d: key_channels and value_channels say it")
+        for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
+            raise ValueError(f"{name} must be left out of AugmentedConv2d, which has key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
         if value_channels >= out_channels:
-            raise ValueError(
-                f"value_channels must be fewer than out_channels={out_channels}, which the convolution shares; got "
-                f"{value_channels}: without a convolution it is Attention2d(…, out_channels={out_channels})"
-            )
+            raise ValueError(f"value_channels must be fewer than out_channels={out_channels}; got {value_channels}")
         self.stride = stride
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_channels, padding = out_channels - value_channels, kernel_size // 2
         self.conv: nn.Conv2d = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, padding, bias=bias, **factory)
-        attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads}
-        self.attn: Attention2d = Attention2d(
-            in_channels, num_heads, out_channels=value_channels, **factory, **attention
-        )
+        attention |= {"key_dim": key_channels // num_heads, "value_dim": value_channels // num_heads, **factory}
+        self.attn: Attention2d = Attention2d(in_channels, num_heads, out_channels=value_channels, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve and attend.
@@ -95,18 +89,18 @@ class AugmentedConv2d(Configurable):
         Raises:
             ValueError: ``mask`` does not fit.
         """
-        seen = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
-        return torch.cat([self.conv(x), self.attn(seen, mask)], dim=-3)
+        pooled = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
+        return torch.cat([self.conv(x), self.attn(pooled, mask)], dim=-3)
 
     def get_config(self) -> dict[str, object]:
         return {"stride": self.stride}
 
 
 class StridedAttention2d(Configurable):
-    """``average(attention(x))``: attention in the place of ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
+    """``average(attention(x))``: attention that replaces ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
 
-    Attention sees the whole map; with a stride, what it gives is averaged over squares of that side. A square that
-    reaches over the border is averaged over the positions that there are. The state dict is ``attn.*``.
+    Attention runs on the complete map; with a stride, its output is averaged over squares of that side. A square over
+    the border is averaged over the positions in it that are on the map. The state dict is ``attn.*``.
 
     Args:
         channels: channels of the map.
@@ -115,12 +109,12 @@ class StridedAttention2d(Configurable):
         out_channels: channels of the result; ``channels`` when None.
         feat_size: size of the map, in positions before the stride: ``position`` is ``RelPosDecomposed(feat_size)``
             where it is not given.
-        device: where the parameters live.
-        dtype: type of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range; the message names it, with the expected and the given value.
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, section 3, https://arxiv.org/abs/2101.11605
 
@@ -145,9 +139,8 @@ class StridedAttention2d(Configurable):
         if feat_size is not None and attention.get("position") is None:
             attention["position"] = RelPosDecomposed(feat_size)
         self.stride = stride
-        self.attn: Attention2d = Attention2d(
-            channels, num_heads, out_channels=out_channels, device=device, dtype=dtype, **attention
-        )
+        attention |= {"out_channels": out_channels, "device": device, "dtype": dtype}
+        self.attn: Attention2d = Attention2d(channels, num_heads, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         """Attend, then average.

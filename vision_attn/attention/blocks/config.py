@@ -56,7 +56,7 @@ class ConfigurableImpl(Configurable):
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
     """Return every block of a model that has a choice of implementation, by its path.
 
-    A module that runs a block in its own place, which is not a child of it, has it as ``running_block``.
+    A module that runs a block which is not its child has it as ``running_block``.
     """
     check_type("model", model, nn.Module, "a network, an nn.Module")
     blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}

@@ -12,56 +12,43 @@ from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Att
 from vision_attn.attention.blocks.attention_nd import Attention
 from vision_attn.attention.blocks.projection import LAYER_NORMS, on_feature_maps
 from vision_attn.attention.scopes import scoped_output
-from vision_attn.checks import check_count, check_new, check_number
+from vision_attn.checks import check_new, check_number
 
 #: Parameters of layers that the hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` normalize.
-NORMALIZED = ("weight_orig", "weight_g")
-
-
-def refuse_other_channels(owner: str, channels: int, attention: dict[str, Any]) -> None:
-    """A residual block gives back the channels that it takes."""
-    if attention.get("out_channels") not in (None, channels):
-        raise ValueError(
-            f"out_channels must be left out of {owner}, which adds to a map of {channels} channels; "
-            f"got {attention['out_channels']!r}"
-        )
-
-
-#: Layers with a normalized weight that has been seen to be finite.
+NORMALIZED = {"weight_orig", "weight_g"}
+#: Layers with a normalized weight that is known to be finite.
 FINITE: WeakSet[nn.Module] = WeakSet()
+
+
+def check_same_channels(channels: int, out_channels: int | None = None, **attention: Any) -> None:
+    """Raise for other ``out_channels`` than those of the feature map that a residual block adds to."""
+    if out_channels not in (None, channels):
+        raise ValueError(f"out_channels must be left out of a residual block, got {out_channels!r} beside {channels}")
 
 
 def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
     """Raise if spectral or weight normalization has divided a weight of zeros by its norm."""
-    normalized = "parametrizations" in layer._modules or any(name in layer._parameters for name in NORMALIZED)
+    normalized = "parametrizations" in layer._modules or NORMALIZED & layer._parameters.keys()
     if not normalized or torch.compiler.is_compiling() or layer in FINITE:
         return
     if isinstance(weight := getattr(layer, "weight", None), Tensor) and not weight.isfinite().all():
         name = next(name for name, module in owner.named_modules() if module is layer)
-        raise ValueError(
-            f"{name!r} of {type(owner).__name__} has a weight of zeros at initialization, which spectral_norm and "
-            "weight_norm turn into NaN. Create the block with gate_init=0, or another block with exact=False"
-        )
+        cause = f"{name!r} of {type(owner).__name__} has a weight of zeros, NaN after spectral_norm and weight_norm"
+        raise ValueError(f"{cause}. Create the block with gate_init=0, or another block with exact=False")
     FINITE.add(layer)
 
 
 class GatedResidual(nn.Module):
     """``x + gate · branch(norm(x))``, with one gate a channel, for maps with ``rank`` axes.
 
-    A branch of zeros or a gate of zero leaves ``x`` as it is, bit for bit. Begun at a gate of zero, a block learns far
-    behind its network: what is behind the gate gets no gradient until it opens, and it opens by one number a channel.
+    A branch of zeros or a gate of zero leaves ``x`` bitwise identical. With a gate of zero at initialization a block
+    learns later than its network: parameters behind the gate get no gradient until it opens, by one number a channel.
     Behind an open gate, an output projection of zeros is trained as fast as any other matrix of the network.
     """
 
     rank = 2
 
-    def __init__(
-        self,
-        channels: int,
-        gate_init: float | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, channels: int, gate_init: float | None, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         check_new(device, dtype, channels=channels)
         gate = 1.0 if gate_init is None else gate_init
@@ -71,38 +58,38 @@ class GatedResidual(nn.Module):
         self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
 
     def last_projection(self) -> nn.Module:
-        """What the branch ends in."""
+        """Return the last layer of the branch."""
         raise NotImplementedError
 
     def zero_init_last(self) -> None:
-        """Begin with a branch of zeros, if the gate is open.
+        """Initialize the branch as zeros, if the gate is open.
 
-        timm gives every convolution of a new network its first weights, and then calls a method of this name, in some
-        families ``init_weights``.
+        timm initializes every convolution of a new network, and then calls a method of this name, in some families
+        ``init_weights``.
         """
         if self.zero_init:
             for parameter in self.last_projection().parameters():
                 nn.init.zeros_(parameter)
 
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """As :meth:`zero_init_last`, for timm's families that call this one; with False the branch is left as it is."""
+        """Call :meth:`zero_init_last`, for timm's families that call this method; with False, do nothing."""
         if zero_init_last:
             self.zero_init_last()
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
-        """The map ``x + gate · branch``, ``(b, c, h, w)``, in the type of ``x``."""
+        """Return ``x + gate · branch``, ``(b, c, h, w)``, in the dtype of ``x``."""
         if self.zero_init:
             refuse_normalized_zeros(self, self.last_projection())
-        # Under autocast the normalisation gives float32: the map keeps the type that the backbone gave it.
+        # Under autocast the normalization gives float32: the map keeps the dtype that the backbone gave it.
         return scoped_output(self, x, x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype))
 
 
-#: By how many axes a map has.
+#: The block for feature maps with one, two and three axes.
 ATTENTION: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
 
 
 class AttentionBlock(GatedResidual):
-    """What :class:`AttentionBlock1d`, :class:`AttentionBlock2d` and :class:`AttentionBlock3d` are."""
+    """Attention in a gated residual branch; :class:`AttentionBlock2d` documents the arguments."""
 
     def __init__(
         self,
@@ -114,8 +101,7 @@ class AttentionBlock(GatedResidual):
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
-        check_count("channels", channels)
-        refuse_other_channels(type(self).__name__, channels, attention)
+        check_same_channels(channels, **attention)
         super().__init__(channels, gate_init, device, dtype)
         self.channels = channels
         self.attn: Attention = ATTENTION[self.rank](channels, num_heads, device=device, dtype=dtype, **attention)
@@ -159,22 +145,22 @@ class AttentionBlock1d(AttentionBlock):
 
 
 class AttentionBlock2d(AttentionBlock):
-    """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalised over channels, gated by channel.
+    """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalized over channels, gated by channel.
 
-    At first the output projection is zero and the block is the identity, bit for bit, so that a pretrained network with
-    the block inserted computes what it computed before. The projection learns first; the attention before it follows.
+    At initialization the output projection is zero and the block is an identity, bit for bit: inserting it leaves the
+    output of a pretrained network unchanged. The projection learns first; the attention before it follows.
 
     Args:
         channels: channels of the map; divisible by ``num_heads``.
         num_heads: number of heads.
         gate_init: None for a gate of one and an output projection of zeros; a number for that gate in every channel and
             the output projection of :class:`Attention2d`.
-        device: where the parameters live.
-        dtype: type of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range; the message names it, with the expected and the given value.
 
     Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
     https://arxiv.org/abs/2103.17239; a projection of zeros ends a new branch in Zhang et al., *Adding Conditional

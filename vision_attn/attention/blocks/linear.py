@@ -1,6 +1,6 @@
-"""Linear (efficient) attention, in two forms: ``φ(q) (ψ(k)ᵀ v)``, keys and values first; and its block.
+"""Linear (efficient) attention, in einx and in torch: ``φ(q) (ψ(k)ᵀ v)``, keys and values first; and its block.
 
-``φ`` and ``ψ`` are a feature map: softmax over the width and over the keys, ``elu + 1`` of both, or nothing.
+``φ`` and ``ψ`` are a feature map: softmax over the width and over the keys, ``elu + 1`` of both, or none.
 
 No matrix of queries by keys exists: the product of keys and values is ``(d, e)`` in each head, whatever the number of
 tokens. The rows of ``φ(q) ψ(k)ᵀ`` are weights, except without a feature map: they are positive and sum to one.
@@ -22,11 +22,12 @@ from vision_attn.attention.blocks.config import ConfigurableImpl
 from vision_attn.attention.blocks.projection import Pointwise2d, on_feature_maps, to_memory_format_of
 from vision_attn.attention.dispatch import without_autocast
 from vision_attn.attention.kernels import BMM, EINX
-from vision_attn.attention.masks import unmask_empty_rows, upcast
-from vision_attn.checks import check_divides, check_flags, check_new, check_probability, product
+from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
+from vision_attn.checks import check_choice, check_divides, check_flags, check_new, check_probability
 
-#: By name.
+#: Names of the feature maps.
 FEATURE_MAPS = ("softmax", "elu", "none")
+FOR_LINEAR = " for linear attention"
 
 
 def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
@@ -57,7 +58,7 @@ def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def features(q: Tensor, k: Tensor, mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
-    """Queries and keys as ``elu + 1``, queries divided by what their weights sum to; or as they are."""
+    """Return queries and keys as ``elu + 1``, queries divided by the sum of their weights; or as they are."""
     q, k = upcast(q), upcast(k)
     if feature_map == "elu":
         q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -71,14 +72,14 @@ def features(q: Tensor, k: Tensor, mask: Tensor | None, feature_map: str) -> tup
     return q, k
 
 
-#: The forms of linear attention.
+#: The implementations of linear attention.
 LINEAR_IMPLS = {"einx": replace(EINX, attend=linear_einx), "bmm": replace(BMM, attend=linear_bmm)}
 
 
 def attend_linear(
     q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: Tensor | None = None, feature_map: str = "softmax"
 ) -> Tensor:
-    """Linear attention ``φ(q) (ψ(k)ᵀ v)`` by the form of a name.
+    """Linear attention ``φ(q) (ψ(k)ᵀ v)`` by a named implementation.
 
     Args:
         q: queries, ``(b, n, i, d)``.
@@ -103,8 +104,8 @@ def attend_linear(
     >>> attend_linear(q, k, v).shape
     torch.Size([2, 4, 49, 8])
     """
-    check_linear_impl(impl)
-    check_feature_map(feature_map)
+    check_choice("impl", impl, LINEAR_IMPLS, FOR_LINEAR)
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
     row_has_key = None
     if mask is not None:
         rows, row_has_key = unmask_empty_rows(mask.mT)  # of keys: there is one row for all queries
@@ -112,18 +113,6 @@ def attend_linear(
     with without_autocast(q):
         y = LINEAR_IMPLS[impl].attend(q, k, v, mask, feature_map)
     return y if row_has_key is None else torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device))
-
-
-def check_linear_impl(impl: str) -> None:
-    """Refuse a name that no form of linear attention has."""
-    if not isinstance(impl, str) or impl not in LINEAR_IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, LINEAR_IMPLS))} for linear attention; got {impl!r}")
-
-
-def check_feature_map(feature_map: str) -> None:
-    """Refuse a name that no feature map has."""
-    if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}; got {feature_map!r}")
 
 
 class LinearAttention2d(ConfigurableImpl):
@@ -135,8 +124,8 @@ class LinearAttention2d(ConfigurableImpl):
         y       = softmax_d(q) (softmax_j(k)ᵀ v)    by default; q (kᵀ v) without a feature map
         out     = Conv2d(c, c, 1)(y)
 
-    It is another function than :class:`Attention2d`, with a state dict of the same names and shapes: weights trained
-    for one mean something else to the other. Its forms are ``"einx"`` and ``"bmm"``.
+    The function differs from that of :class:`Attention2d`, though names and shapes in the state dict are the same:
+    weights trained for one do not fit the other. Its implementations are ``"einx"`` and ``"bmm"``.
 
     Args:
         channels: channels of the map, in and out; divisible by ``num_heads``.
@@ -146,11 +135,11 @@ class LinearAttention2d(ConfigurableImpl):
             ``"none"``.
         qkv_bias: whether queries, keys and values have a bias.
         proj_drop: probability of dropping an element of the output, in training.
-        device: where the parameters live.
-        dtype: type of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range; the message names it, with the expected and the given value.
 
     Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
     https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
@@ -179,8 +168,8 @@ class LinearAttention2d(ConfigurableImpl):
         check_divides("num_heads", num_heads, "channels", channels)
         check_flags(qkv_bias=qkv_bias)
         check_probability("proj_drop", proj_drop)
-        check_linear_impl(impl)
-        check_feature_map(feature_map)
+        self.check_impl(impl)
+        check_choice("feature_map", feature_map, FEATURE_MAPS)
         self.channels = channels
         self.num_heads = num_heads
         self.impl = impl
@@ -195,19 +184,22 @@ class LinearAttention2d(ConfigurableImpl):
 
         Args:
             x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
-            mask: bool (True = may be attended to), broadcastable to ``(b, heads, 1, h·w)``: a key that is masked is so
-                for every query.
+            mask: bool (True = may be attended to), broadcastable to ``(b, heads, 1, h·w)``: a key is masked for every
+                query.
 
         Returns:
             ``(b, c, h, w)`` in the memory format of ``x``.
 
         Raises:
-            ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, tells queries apart
-                or does not fit.
+            ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, differs by query or
+                does not fit.
         """
         if mask is not None:
-            mask = key_mask(mask, (x.shape[0], self.num_heads, 1, product(x.shape[2:])))
-        if 0 in x.shape:  # einx cannot tell the sizes of nothing
+            check_mask(mask, x.shape[0], self.num_heads, (1,), x.shape[2:])
+            if mask.dtype != torch.bool:
+                raise ValueError(f"mask must be bool (True = may be attended to){FOR_LINEAR}; got {mask.dtype}")
+            mask = broadcast_mask(mask).mT
+        if 0 in x.shape:  # einx does not support it
             return self.proj(torch.zeros_like(x))
         kernel = LINEAR_IMPLS[impl := self.impl]
         q, k, v = (kernel.split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))
@@ -216,26 +208,11 @@ class LinearAttention2d(ConfigurableImpl):
         return to_memory_format_of(x, self.proj_drop(self.proj(y)))
 
     def check_impl(self, impl: str) -> None:
-        check_linear_impl(impl)
+        check_choice("impl", impl, LINEAR_IMPLS, FOR_LINEAR)
 
     def get_config(self) -> dict[str, object]:
-        other = {} if self.feature_map == "softmax" else {"feature_map": self.feature_map}
-        return {"attention": "linear", "num_heads": self.num_heads, **other}
+        config: dict[str, object] = {"attention": "linear", "num_heads": self.num_heads}
+        return config if self.feature_map == "softmax" else {**config, "feature_map": self.feature_map}
 
     def extra_repr(self) -> str:
-        other = "" if self.feature_map == "softmax" else f", feature_map={self.feature_map!r}"
-        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}{other}"
-
-
-def key_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask as linear attention takes it, ``(b or 1, n or 1, keys or 1, 1)``."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be a bool tensor (True = may be attended to) for linear attention; got {got}")
-    full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(full) != 4 or any(size not in (1, most) for size, most in zip(full, shape, strict=True)):
-        raise ValueError(
-            f"mask must broadcast to (batch, heads, 1, keys) = {shape} for linear attention, which cannot mask a key "
-            f"for one query alone; got {tuple(mask.shape)}"
-        )
-    return mask.view(full).mT
+        return f"{self.channels}, num_heads={self.num_heads}, impl={self.impl!r}, feature_map={self.feature_map!r}"

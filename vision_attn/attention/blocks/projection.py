@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from vision_attn.attention.dispatch import can_chunk
 from vision_attn.attention.kernels import channels_first, channels_last
 
+#: A convolution on feature maps with any number of axes.
+Conv = nn.modules.conv._ConvNd
+
 #: The axes of a feature map in messages, by their number.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
@@ -83,7 +86,7 @@ class Pointwise3d(Pointwise, nn.Conv3d):
 
 
 #: The 1×1 convolution for feature maps with one, two and three axes.
-POINTWISE: dict[int, Callable[..., nn.modules.conv._ConvNd]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
+POINTWISE: dict[int, Callable[..., Conv]] = {1: Pointwise1d, 2: Pointwise2d, 3: Pointwise3d}
 
 
 def reads_in_place(x: Tensor, weight: Tensor) -> bool:

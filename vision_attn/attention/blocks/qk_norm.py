@@ -44,25 +44,22 @@ def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tu
 
 
 @torch.no_grad()
-def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int, heads_before: int) -> None:
+def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int) -> None:
     """Initialize the heads of queries with the rows of their keys, which are orthogonal; biases are zero.
 
     Args:
         queries: the convolution whose first rows are the queries.
-        keys: the convolution whose rows after ``heads_before`` heads are the keys.
+        keys: the convolution whose first rows are the keys; if it is that of the queries, those after the queries.
         num_heads: heads of queries.
         num_kv_heads: heads of keys.
         width: width of a head.
-        heads_before: heads before those of the keys.
     """
-    for head in range(num_kv_heads):
-        first = (heads_before + head) * width
-        rows = keys.weight[first : first + width].flatten(1)
-        # The factorization behind it has no half precision on a CPU.
-        rows.copy_(nn.init.orthogonal_(upcast(torch.empty_like(rows))))
-    for head in range(num_heads):
-        first = (heads_before + head // (num_heads // num_kv_heads)) * width
-        queries.weight[head * width : (head + 1) * width] = keys.weight[first : first + width]
+    first = num_heads * width if keys is queries else 0
+    heads_of_keys = keys.weight[first : first + num_kv_heads * width].split(width)
+    for rows in heads_of_keys:  # the factorization behind it has no half precision on a CPU
+        rows.copy_(nn.init.orthogonal_(upcast(torch.empty_like(rows.flatten(1)))).view_as(rows))
+    for head, rows in enumerate(queries.weight[: num_heads * width].split(width)):
+        rows.copy_(heads_of_keys[head // (num_heads // num_kv_heads)])
     for projection in {queries, keys}:
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)

@@ -36,10 +36,8 @@ def check_arguments(a: Any, pattern: AnyPattern) -> None:
     refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
     same = "must be 1 with other num_kv_heads, value_dim or context_channels: queries, keys and values share groups"
     refuse("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
-    order = "must be False with kv_stride or context_channels: such keys have no order relative to queries"
-    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), order)
-    own = "must be False with a Neighborhood, which has its own: use Neighborhood(causal=True)"
-    refuse("causal", a.causal and isinstance(pattern, Neighborhood), own)
+    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with keys of another map")
+    refuse("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
     refuse("qk_norm", match and a.causal, "must not be 'match' with causal: the mean over the map has later positions")
     tied = f"must not be 'match' with context_channels={context}: queries and keys are initialized as one projection"
     refuse("qk_norm", match and context not in (None, a.channels), tied)

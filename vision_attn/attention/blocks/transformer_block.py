@@ -11,14 +11,9 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
-from vision_attn.attention.blocks.gated_residual import refuse_other_channels
-from vision_attn.attention.blocks.projection import (
-    LayerNorm2d,
-    Pointwise2d,
-    on_feature_maps,
-    to_memory_format_of,
-)
-from vision_attn.checks import check_flags, check_new, check_number, check_probability
+from vision_attn.attention.blocks.gated_residual import check_same_channels
+from vision_attn.attention.blocks.projection import LayerNorm2d, Pointwise2d, on_feature_maps, to_memory_format_of
+from vision_attn.checks import check_choice, check_flags, check_new, check_number, check_probability
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -26,23 +21,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 class TransformerBlock2d(Configurable):
     """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
 
-    On the positions of a map in the place of the tokens of a sequence it is ``torch.nn.TransformerEncoderLayer``.
+    This is ``torch.nn.TransformerEncoderLayer``, with the positions of a map as tokens.
 
     Args:
         channels: channels of the map.
         num_heads: number of heads.
         mlp_ratio: hidden channels of the 1×1 convolutions, in units of ``channels``.
-        norm_first: whether each branch is normalised (pre-norm), or each sum (post-norm, as in the original).
+        norm_first: whether each branch is normalized (pre-norm), or each sum (post-norm, as in the original).
         activation: ``"gelu"`` (by the error function) or ``"relu"``.
         mlp_drop: probability of dropping a hidden element and one of the second convolution's output, in training.
         bias: whether norms, convolutions and projections have a bias.
         eps: added to the variance by the norms.
-        device: where the parameters live.
-        dtype: type of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`; ``attn_drop`` and ``proj_drop`` among them.
 
     Raises:
-        ValueError: an argument is out of range; the message says which, what was expected and what came.
+        ValueError: an argument is out of range; the message names it, with the expected and the given value.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; norms first:
     Xiong et al., *On Layer Normalization in the Transformer Architecture*, 2020, https://arxiv.org/abs/2002.04745
@@ -73,10 +68,9 @@ class TransformerBlock2d(Configurable):
         check_number("mlp_ratio", mlp_ratio, above=0)
         check_number("eps", eps, above=0)
         check_flags(norm_first=norm_first, bias=bias)
-        if not isinstance(activation, str) or activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
+        check_choice("activation", activation, ACTIVATIONS)
         check_probability("mlp_drop", mlp_drop)
-        refuse_other_channels("TransformerBlock2d", channels, attention)
+        check_same_channels(channels, **attention)
         hidden = max(1, round(channels * mlp_ratio))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         attention = {"qkv_bias": bias, "proj_bias": bias, **attention}
@@ -114,11 +108,7 @@ class TransformerBlock2d(Configurable):
         return to_memory_format_of(x, y)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """What the two 1×1 convolutions make of a map, ``(b, c, h, w)``.
-
-        Args:
-            x: maps, ``(b, c, h, w)``.
-        """
+        """Apply the two 1×1 convolutions to a map ``(b, c, h, w)``."""
         return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
     def get_config(self) -> dict[str, object]:

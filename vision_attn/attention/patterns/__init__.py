@@ -9,16 +9,3 @@ from vision_attn.attention.patterns.halo import Halo
 from vision_attn.attention.patterns.lines import PATTERNS, Grid, Pattern, Window, resolve_pattern
 from vision_attn.attention.patterns.neighborhood import Neighborhood
 from vision_attn.attention.patterns.pattern import AnyPattern
-
-__all__ = [
-    "PATTERNS",
-    "AnyPattern",
-    "Grid",
-    "Grouping",
-    "GroupingCache",
-    "Halo",
-    "Neighborhood",
-    "Pattern",
-    "Window",
-    "resolve_pattern",
-]

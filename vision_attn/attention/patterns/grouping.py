@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks, unmask_empty_rows
-from vision_attn.attention.patterns.layout import TokenLayout, beyond, inverse_index, outer
+from vision_attn.attention.patterns.layout import Size, TokenLayout, beyond, inverse_index, outer
 from vision_attn.attention.patterns.line import AXES, Rearrangement
-from vision_attn.attention.patterns.pattern import AnyPattern, AxisTiles
+from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
 from vision_attn.checks import product
 
 #: Sizes of feature maps whose groupings a block keeps.
@@ -23,17 +22,15 @@ class Grouping:
     """A pattern on maps of one size, with keys from maps of one size; ``as_one_group`` masks the map instead."""
 
     def __init__(
-        self,
-        pattern: AnyPattern,
-        size: Sequence[int],
-        keys_size: Sequence[int],
-        device: torch.device,
-        *,
-        as_one_group: bool = False,
+        self, pattern: AnyPattern, size: Size, keys_size: Size, device: torch.device, *, as_one_group: bool = False
     ) -> None:
         cut = pattern.axis_as_one_tile if as_one_group else pattern.axis_tiles
         axes = [cut(axis, length, device) for axis, length in enumerate(size)]
-        line = whole_line(pattern.rank) if as_one_group else pattern.line
+        if tuple(keys_size) != tuple(size):  # of a pattern with one group
+            keys = [cut(axis, length, device).keys for axis, length in enumerate(keys_size)]
+            axes = [axis._replace(keys=own) for axis, own in zip(axes, keys, strict=True)]
+        names = AXES[-pattern.rank :]
+        line = Rearrangement(tuple((name,) for name in names), (), names) if as_one_group else pattern.line
         #: whether every query may attend to every key of the map
         self.is_global: bool = pattern.is_global
         #: whether the map is one group that the pattern masks, instead of groups
@@ -41,22 +38,14 @@ class Grouping:
         self.window_shape: tuple[int | None, ...] = pattern.window_shape
         self.axes: list[AxisTiles] = axes
 
-        def layout(size: Sequence[int], side: str, axes: list[AxisTiles]) -> TokenLayout:
-            layouts = [getattr(axis, side) for axis in axes]
+        def layout(size: Size, layouts: list[AxisLayout], zero_padded: bool = False) -> TokenLayout:
             whole = (pattern.is_global or as_one_group) and all(one.sizes is not None for one in layouts)
-            padded = pattern.zero_padded and side == "keys"
-            return TokenLayout(size, layouts, line, is_whole=whole, zero_padded=padded)
+            return TokenLayout(size, layouts, line, is_whole=whole, zero_padded=zero_padded)
 
-        self.query_layout: TokenLayout = layout(size, "queries", axes)
-        if tuple(keys_size) != self.query_layout.size:  # of a pattern with one group
-            self.axes = [
-                axis._replace(keys=cut(number, length, device).keys)
-                for number, (axis, length) in enumerate(zip(axes, keys_size, strict=True))
-            ]
-            self.key_layout: TokenLayout = layout(keys_size, "keys", self.axes)
-        else:
-            same = all(axis.queries is axis.keys for axis in axes)
-            self.key_layout = self.query_layout if same else layout(size, "keys", axes)
+        self.query_layout: TokenLayout = layout(size, [axis.queries for axis in axes])
+        self.key_layout: TokenLayout = self.query_layout
+        if any(axis.queries is not axis.keys for axis in axes):
+            self.key_layout = layout(keys_size, [axis.keys for axis in axes], pattern.zero_padded)
         self.groups: int = self.query_layout.groups
         #: which keys of its group a query may attend to, ``(1, groups, 1, i, j)`` bool; None: all of them
         self.mask: Mask = None if as_one_group else self.dense_mask()
@@ -70,14 +59,9 @@ class Grouping:
         if value is None:
             with torch.inference_mode(False):  # for training too
                 value = make()
-            if lasts(torch.empty(())):
+            if outlives_call(torch.empty(())):
                 self.cache[key] = value
         return value
-
-    @property
-    def is_reshape(self) -> bool:
-        """Whether the groups are a plain reshape of the map."""
-        return self.key_layout is self.query_layout and self.query_layout.line is not None
 
     @property
     def relative_coords(self) -> list[Tensor]:
@@ -162,7 +146,7 @@ class GroupingCache:
     def __reduce__(self) -> Any:
         return GroupingCache, (self.pattern,)
 
-    def get(self, x: Tensor, keys_size: Sequence[int], masks_map: bool = False, unmasked: bool = True) -> Grouping:
+    def get(self, x: Tensor, keys_size: Size, masks_map: bool = False, unmasked: bool = True) -> Grouping:
         """Return the grouping of maps of the size of ``x`` with keys from maps of another size.
 
         With ``masks_map`` a pattern that is not a plain reshape, or has another mask beside it, masks the whole map.
@@ -174,32 +158,28 @@ class GroupingCache:
         if grouping is None:
             with torch.inference_mode(False):  # for training too
                 grouping = Grouping(self.pattern, size, keys_size, x.device)
-                if masks_map and not grouping.is_global and not (unmasked and grouping.is_reshape):
+                is_reshape = grouping.key_layout is grouping.query_layout and grouping.query_layout.line is not None
+                if masks_map and not grouping.is_global and not (unmasked and is_reshape):
                     grouping = Grouping(self.pattern, size, keys_size, x.device, as_one_group=True)
-            if plain and lasts(grouping.axes[0].queries.positions):
+            if plain and outlives_call(grouping.axes[0].queries.positions):
                 if len(self.kept) >= CACHED_SIZES:
                     self.kept.clear()
                 self.kept[key] = grouping
-        elif answers(query := torch.cuda.is_current_stream_capturing) and query():
+        elif not torch.compiler.is_compiling() and is_capturing():
             self.captured[key] = grouping
         return grouping
 
 
-def lasts(x: Tensor) -> bool:
-    """Return True if a tensor outlives the call: not of a mode or transform that ends, nor made by a CUDA graph."""
-    if torch.compiler.is_compiling() or (answers(query := torch.cuda.is_current_stream_capturing) and query()):
+def outlives_call(x: Tensor) -> bool:
+    """Return True unless a tensor is of a mode or transform that ends, or made by a CUDA graph."""
+    if torch.compiler.is_compiling() or is_capturing():
         return False
     return type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-@cache
-def answers(query: Callable[[], bool]) -> bool:
-    """Return False for a query that needs a driver which is not there."""
-    try:
-        query()
-    except RuntimeError:
-        return False
-    return True
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def relative_coords(axis: AxisTiles, window: int | None) -> Tensor:
@@ -214,9 +194,3 @@ def every_pair(axis: AxisTiles) -> Tensor:
         return axis.allowed
     positions = axis.queries.positions
     return positions.new_ones((), dtype=torch.bool).expand(*positions.shape, axis.keys.positions.shape[1])
-
-
-def whole_line(rank: int) -> Rearrangement:
-    """Return the line that leaves a map whole."""
-    names = AXES[-rank:]
-    return Rearrangement(tuple((name,) for name in names), (), names)

@@ -47,10 +47,6 @@ class Halo(AnyPattern):
         return list(zip(*same_length(self.block_size, self.halo_size), strict=True))
 
     @property
-    def rank(self) -> int:
-        return len(self.sides)
-
-    @property
     def window_shape(self) -> tuple[int | None, ...]:
         return tuple([block + halo for block, halo in self.sides])
 

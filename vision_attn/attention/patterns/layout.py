@@ -16,18 +16,15 @@ from vision_attn.attention.patterns.line import BoundRearrangement, Rearrangemen
 from vision_attn.attention.patterns.pattern import AxisLayout
 from vision_attn.checks import product
 
+#: The lengths of the axes of a feature map.
+Size = Sequence[int]
+
 
 class TokenLayout:
     """The feature map of the queries or of the keys, cut into groups of tokens."""
 
     def __init__(
-        self,
-        size: Sequence[int],
-        axes: Sequence[AxisLayout],
-        line: Rearrangement | None,
-        *,
-        is_whole: bool = False,
-        zero_padded: bool = False,
+        self, size: Size, axes: Sequence[AxisLayout], line: Rearrangement | None, *, is_whole: bool, zero_padded: bool
     ) -> None:
         self.size: tuple[int, ...] = tuple(size)
         self.axes = axes

@@ -8,8 +8,8 @@ for every pattern.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -43,34 +43,13 @@ class Rearrangement:
     tokens: tuple[str, ...]
     #: names with a given size
     sizes: tuple[tuple[str, int], ...] = ()
-    #: the number that the length of each axis must be a multiple of
-    multiples: tuple[int, ...] = field(init=False, compare=False)
-    #: the permutation from (b, <axes, split>, c) to (b, <groups>, <tokens>, c), and back
-    forward_perm: tuple[int, ...] = field(init=False, compare=False)
-    inverse_perm: tuple[int, ...] = field(init=False, compare=False)
-    #: the map, ``b c (gh h) (gw w)``, and its groups as small maps, ``(b gh gw) h w c``, for einx
-    map_text: str = field(init=False, compare=False)
-    groups_text: str = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        given = dict(self.sizes)
-        map_names, token_names = ["b", *self.names, "c"], ["b", *self.groups, *self.tokens, "c"]
-        tokens_by_axis = ([name for name in axis if name in self.tokens] for axis in self.axes)
-        for name, value in {
-            "multiples": tuple(product([given.get(name, 1) for name in axis]) for axis in self.axes),
-            "forward_perm": tuple(map_names.index(name) for name in token_names),
-            "inverse_perm": tuple(token_names.index(name) for name in map_names),
-            "map_text": f"b c {self.axes_text}",
-            "groups_text": f"{joined(('b', *self.groups))} {' '.join(map(joined, tokens_by_axis))} c",
-        }.items():
-            object.__setattr__(self, name, value)
 
     @staticmethod
     def parse(text: str, sizes: Mapping[str, int]) -> Rearrangement:
         """Parse a line, given the size of each name that does not follow from the map.
 
-        >>> Rearrangement.parse("b n d h (w s) -> (b s) n (h w) d", {"s": 2}).multiples
-        (1, 2)
+        >>> Rearrangement.parse("b n d h (w s) -> (b s) n (h w) d", {"s": 2}).groups
+        ('s',)
         """
 
         def refuse(why: str) -> ValueError:
@@ -79,7 +58,9 @@ class Rearrangement:
         sides = text.split("->")
         if len(sides) != 2:
             raise refuse("it must have exactly one '->'")
-        left, right = (items(side, refuse) for side in sides)
+        if not all(map(SIDE.fullmatch, sides)):
+            raise refuse("each side must be names and names in parentheses")
+        left, right = ([tuple(item.strip("()").split()) for item in re.findall(ITEM, side)] for side in sides)
         if left[:3] != [("b",), ("n",), ("d",)] or not 1 <= len(left) - 3 <= len(AXES):
             raise refuse("its left side must be 'b n d' and one to three axes of the map")
         if len(right) != 4 or right[0][:1] != ("b",) or right[1] != ("n",) or right[3] != ("d",) or not right[2]:
@@ -131,23 +112,19 @@ class BoundRearrangement:
     """A line with the length of every name in it, on feature maps of one size."""
 
     def __init__(self, line: Rearrangement, lengths: Sequence[Sequence[int]]) -> None:
-        self.line = line
         self.sizes: dict[str, int] = dict(zip(line.names, chain(*lengths), strict=True))
+        tokens = [[name for name in axis if name in line.tokens] for axis in line.axes]
+        #: the map, ``b c (gh h) (gw w)``, and its groups as small maps, ``(b gh gw) h w c``, for einx
+        self.map_text = f"b c {line.axes_text}"
+        self.groups_text = f"{joined(('b', *line.groups))} {' '.join(map(joined, tokens))} c"
+        #: the permutation from (b, <axes, split>, c) to (b, <groups>, <tokens>, c), and back
+        split, grouped = ["b", *line.names, "c"], ["b", *line.groups, *line.tokens, "c"]
+        self.forward_perm = [split.index(name) for name in grouped]
+        self.inverse_perm = [grouped.index(name) for name in split]
         self.size: tuple[int, ...] = tuple([product(axis) for axis in lengths])
         self.split_size: list[int] = list(self.sizes.values())
-        tokens = [
-            [n for n, name in zip(*axis, strict=True) if name in line.tokens]
-            for axis in zip(lengths, line.axes, strict=True)
-        ]
-        self.group_size: tuple[int, ...] = tuple([product(axis) for axis in tokens])
-        self.grouped_size: list[int] = [self.sizes[name] for name in (*line.groups, *line.tokens)]
-
-
-def items(side: str, refuse: Callable[[str], ValueError]) -> list[tuple[str, ...]]:
-    """Split one side of a line into its items: a name, or names in parentheses."""
-    if not SIDE.fullmatch(side):
-        raise refuse(f"{side.strip()!r} must be names and names in parentheses")
-    return [tuple(item.strip("()").split()) for item in re.findall(ITEM, side)]
+        self.group_size: tuple[int, ...] = tuple([product([self.sizes[name] for name in axis]) for axis in tokens])
+        self.grouped_size: list[int] = [self.sizes[name] for name in grouped[1:-1]]
 
 
 @lru_cache

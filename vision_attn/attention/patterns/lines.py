@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vision_attn.attention.patterns.line import AXES, GRIDS, WINDOWS, Rearrangement, split_every_axis
-from vision_attn.attention.patterns.pattern import (
-    AnyPattern,
-    AxisLayout,
-    AxisTiles,
-    check_lengths,
-    for_axes,
-    same_length,
-)
+from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles, check_lengths, same_length
 from vision_attn.checks import product
 
 
@@ -48,15 +41,13 @@ class LinePattern(AnyPattern):
         return tuple([None if None in lengths else product(filter(None, lengths)) for lengths in tokens])
 
     def axis_tiles(self, axis: int, length: int, device: torch.device) -> AxisTiles:
-        line, given, names, multiple = self.line, dict(self.line.sizes), self.line.axes[axis], self.line.multiples[axis]
+        line, given, names = self.line, dict(self.line.sizes), self.line.axes[axis]
+        multiple = product([given.get(name, 1) for name in names])
         if all(name in given for name in names) and length > multiple:
-            raise ValueError(
-                f"x must have at most {multiple} positions along {' '.join(names)} for the pattern {line.einx!r}; "
-                f"got {length}: leave one of the sizes open"
-            )
+            raise ValueError(f"x must have at most {multiple} positions on this axis of {self}; got {length}")
         padded = length if multiple == 1 else length + -length % multiple
         # As in Swin, there is no shift where one window holds the axis.
-        shift = for_axes(self, "shift", self.shift, self.rank)[axis] if padded > multiple else 0
+        shift = same_length(self.shift, (0,) * self.rank)[0][axis] if padded > multiple else 0
         sizes = tuple([given.get(name, padded // multiple) for name in names])
         order = sorted(range(len(names)), key=lambda i: names[i] in line.tokens)  # tiles first, then tokens
         tiles = product([n for n, name in zip(sizes, names, strict=True) if name in line.groups])
@@ -76,7 +67,7 @@ class LinePattern(AnyPattern):
         return AxisTiles(layout, layout, padded // tiles, region[:, :, None] == region[:, None, :])
 
 
-@dataclass(frozen=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Pattern(LinePattern):
     """Any pattern that is one line of einx: which positions of a feature map attend to each other.
 
@@ -98,27 +89,19 @@ class Pattern(LinePattern):
     maps.view(b, n, d, h, w, s).permute(0, 5, 1, 3, 4, 2).reshape(b*s, n, h*w, d)
     """
 
-    text: str
-    sizes: tuple[tuple[str, int], ...]
+    text: str = field(compare=False)
+    sizes: tuple[tuple[str, int], ...] = field(compare=False)
     line: Rearrangement
 
     def __init__(self, line: str, /, **sizes: int) -> None:
         if not isinstance(line, str):
             raise ValueError(f"Pattern: line must be a line of einx, as 'b n d h w -> (b h) n w d'; got {line!r}")
-        values = {"text": line, "sizes": tuple(sizes.items()), "line": Rearrangement.parse(line, sizes)}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(text=line, sizes=tuple(sizes.items()), line=Rearrangement.parse(line, sizes))
 
     def for_rank(self, rank: int) -> Pattern:
         if rank != self.rank:
             raise ValueError(f"pattern must be for maps with {rank} axes; got {self}, which is for {self.rank}")
         return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self.line == other.line
-
-    def __hash__(self) -> int:
-        return hash(self.line)
 
     def __repr__(self) -> str:
         return f"Pattern({', '.join([repr(self.text), *(f'{name}={size}' for name, size in self.sizes)])})"
@@ -218,7 +201,5 @@ def resolve_pattern(pattern: str | AnyPattern) -> AnyPattern:
         return PATTERNS[pattern]
     if isinstance(pattern, AnyPattern):
         return pattern
-    raise ValueError(
-        f"pattern must be one of {', '.join(map(repr, PATTERNS))}, a Window, Grid, Halo, Neighborhood or Pattern, or a "
-        f"line of einx; got {pattern!r}"
-    )
+    kinds = "a Window, Grid, Halo, Neighborhood or Pattern, or a line of einx"
+    raise ValueError(f"pattern must be one of {', '.join(map(repr, PATTERNS))}, {kinds}; got {pattern!r}")

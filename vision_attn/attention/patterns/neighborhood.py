@@ -53,10 +53,6 @@ class Neighborhood(AnyPattern):
             raise ValueError(f"Neighborhood: causal must be True, False or a tuple of them; got {self.causal!r}")
 
     @property
-    def rank(self) -> int:
-        return len(self.window_shape)
-
-    @property
     def window_shape(self) -> tuple[int | None, ...]:
         return same_length(self.kernel_size)[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,18 +42,18 @@ class AnyPattern:
 
     def for_rank(self, rank: int) -> Any:
         """Return the pattern for maps with ``rank`` axes, with a length for each; refuse another number of axes."""
-        pattern: Any = self
-        names = [one.name for one in fields(pattern)]
-        return replace(pattern, **{name: for_axes(self, name, getattr(self, name), rank) for name in names})
+        pattern, owner = cast(Any, self), type(self).__name__
+        values = {one.name: for_axes(owner, one.name, getattr(self, one.name), rank) for one in fields(pattern)}
+        return replace(pattern, **values)
 
     @property
     def rank(self) -> int:
         """The number of axes of the feature map."""
-        raise NotImplementedError
+        return len(self.window_shape)
 
     @property
     def is_global(self) -> bool:
-        """Whether the map is one group."""
+        """True if the map is one group."""
         return False
 
     @property
@@ -75,12 +75,12 @@ class AnyPattern:
         tiles = self.axis_tiles(axis, length, device)
         queries, positions = tiles.queries, length
         query, key = queries.positions[:, :, None], tiles.keys.positions[:, None, :]
-        seen = torch.logical_and(query >= 0, key >= 0)
+        is_pair = torch.logical_and(query >= 0, key >= 0)
         if tiles.allowed is not None:
-            seen = torch.logical_and(seen, tiles.allowed)
-        # Pairs and tokens beyond the map go to one place behind all others.
-        pairs = torch.where(seen, query * positions + key, positions**2).flatten()
-        allowed = seen.new_zeros(positions**2 + 1).index_fill(0, pairs, True)[:-1].view(1, positions, positions)
+            is_pair = torch.logical_and(is_pair, tiles.allowed)
+        # Pairs and tokens beyond the map go to one index behind all others.
+        pairs = torch.where(is_pair, query * positions + key, positions**2).flatten()
+        allowed = is_pair.new_zeros(positions**2 + 1).index_fill(0, pairs, True)[:-1].view(1, positions, positions)
         tokens = torch.where(queries.positions < 0, positions, queries.positions).flatten()
         coords = queries.coords.expand(queries.positions.shape).flatten()
         coords = coords.new_zeros(positions + 1).index_copy(0, tokens, coords)[None, :-1]
@@ -92,9 +92,7 @@ def check_lengths(owner: str, name: str, value: object, least: int = 1) -> None:
     """Raise unless the value is a length, or a tuple of lengths."""
     values = value if isinstance(value, tuple) else (value,)
     if not values or any(isinstance(n, bool) or not isinstance(n, int) or not least <= n <= MOST for n in values):
-        raise ValueError(
-            f"{owner}: {name} must be a whole number of at least {least}, or a tuple (…, …) of them; got {value!r}"
-        )
+        raise ValueError(f"{owner}: {name} must be a whole number from {least}, or a tuple of them; got {value!r}")
 
 
 def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -103,9 +101,9 @@ def same_length(*values: int | tuple[int, ...]) -> list[tuple[int, ...]]:
     return [value if isinstance(value, tuple) else (value,) * rank for value in values]
 
 
-def for_axes(owner: object, name: str, value: int | tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return one length for each of ``rank`` axes."""
-    (per_axis,) = same_length(value) if isinstance(value, tuple) else [(value,) * rank]
-    if len(per_axis) != rank:
-        raise ValueError(f"pattern must be for maps with {rank} axes; got {owner}, whose {name} is for {len(per_axis)}")
-    return per_axis
+def for_axes(owner: str, name: str, value: Any, rank: int) -> tuple[Any, ...]:
+    """Return one value for each of ``rank`` axes."""
+    values = value if isinstance(value, tuple) else (value,) * rank
+    if len(values) != rank:
+        raise ValueError(f"{owner}: {name} must be for maps with {rank} axes; got {value!r}")
+    return values

@@ -1,4 +1,4 @@
-"""Position encodings, which tell attention where things are.
+"""Position encodings: absolute and relative positions of queries and keys.
 
 An encoding is chosen by a small frozen configuration and is the block's module ``position``. Each acts in one way: on
 the feature map (:class:`ConditionalPos`, :class:`SinCos`), on queries and keys (:class:`Rope2d`, :class:`AbsPos`) or on
@@ -12,16 +12,3 @@ from vision_attn.attention.position.rel_pos_decomposed import RelPosDecomposed
 from vision_attn.attention.position.rel_pos_table import RelPosTable
 from vision_attn.attention.position.rope import Rope2d
 from vision_attn.attention.position.sin_cos import SinCos
-
-__all__ = [
-    "AbsPos",
-    "AnyPosition",
-    "AttentionShape",
-    "ConditionalPos",
-    "PositionEncoding",
-    "RelPosDecomposed",
-    "RelPosTable",
-    "Rope2d",
-    "SinCos",
-    "new_encoding",
-]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.patterns.grouping import Grouping
-from vision_attn.attention.patterns.pattern import check_lengths
+from vision_attn.attention.patterns.pattern import check_lengths, for_axes
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 
 
@@ -49,10 +49,7 @@ class AbsPosEncoding(PositionEncoding):
 
     def __init__(self, config: AbsPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
-        size = config.feat_size
-        lengths = size if isinstance(size, tuple) else (size,) * shape.rank
-        if len(lengths) != shape.rank:
-            raise ValueError(f"AbsPos: feat_size must be a size for each of {shape.rank} axes; got {size!r}")
+        lengths = for_axes("AbsPos", "feat_size", config.feat_size, shape.rank)
         self.names: tuple[str, ...] = AXIS_NAMES[-shape.rank :]
         for name, length in zip(self.names, lengths, strict=True):
             table = torch.randn(length, shape.key_dim, device=device, dtype=dtype) * shape.key_dim**-0.5
@@ -73,8 +70,7 @@ class AbsPosEncoding(PositionEncoding):
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
         table = getattr(self, name)
-        fits = saved.dim() == 2 and saved.shape[1] == table.shape[1]
-        return resize_by_position(saved, len(table)) if fits else None
+        return resize_by_position(saved, len(table)) if saved.shape[1:] == table.shape[1:] else None
 
 
 def resize_by_position(table: Tensor, length: int) -> Tensor:

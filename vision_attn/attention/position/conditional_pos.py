@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.position.encoding import AttentionShape, PositionEncoding
 
-#: The convolution for feature maps with one, two and three axes.
-CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
 
 @dataclass(frozen=True)
 class ConditionalPos:
@@ -49,7 +46,8 @@ class ConditionalEncoding(PositionEncoding):
     def __init__(self, config: ConditionalPos, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
         side, c = config.kernel_size, shape.channels
-        self.conv = CONVOLUTIONS[shape.rank](c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)
+        conv = getattr(nn, f"Conv{shape.rank}d")
+        self.conv: nn.Module = conv(c, c, side, padding=side // 2, groups=c, device=device, dtype=dtype)
 
     def add_to_map(self, x: Tensor, grouping: Grouping) -> Tensor:
         return x + self.conv(x)

@@ -50,11 +50,11 @@ class AnyPosition(Protocol):
 class PositionEncoding(nn.Module):
     """A position encoding that does nothing; each encoding overrides one of its methods."""
 
-    #: Whether positions of queries and keys are subtracted, so that they must be from one feature map.
+    #: True if positions of queries and keys are subtracted, so that they must be from one feature map.
     is_relative = False
-    #: Whether its parameters are tables for the size of a feature map.
+    #: True if its parameters are tables for the size of a feature map.
     has_tables = False
-    #: Whether it is added to the feature map, whose number of channels it depends on.
+    #: True if it is added to the feature map, whose number of channels it depends on.
     adds_to_map = False
 
     def __init__(self, config: AnyPosition) -> None:
@@ -80,19 +80,10 @@ class PositionEncoding(nn.Module):
 def new_encoding(position: AnyPosition, shape: AttentionShape, **factory: Any) -> PositionEncoding:
     """Build the position encoding of a block; raise if it does not fit the block's other arguments."""
     if isinstance(position, type) or not hasattr(position, "build"):
-        raise ValueError(
-            "position must be None or a RelPosDecomposed(…), RelPosTable(…), Rope2d(), AbsPos(…), ConditionalPos() or "
-            f"SinCos(); got {position!r}"
-        )
+        raise ValueError(f"position must be None or an encoding, for example Rope2d(); got {position!r}")
     encoding = position.build(shape, **factory)
     if encoding.is_relative and shape.is_cross:
-        raise ValueError(
-            f"position must not be {position!r} with kv_stride or context_channels, whose keys are from another "
-            "feature map: use Rope2d()"
-        )
+        raise ValueError(f"position must not be {position!r} with kv_stride or context_channels. Use Rope2d()")
     if encoding.adds_to_map and shape.context_channels not in (None, shape.channels):
-        raise ValueError(
-            f"position must not be {position!r}, which is added to maps of {shape.channels} channels, with "
-            f"context_channels={shape.context_channels}: use Rope2d()"
-        )
+        raise ValueError(f"position must not be {position!r} with another number of context_channels. Use Rope2d()")
     return encoding

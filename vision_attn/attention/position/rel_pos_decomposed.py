@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,6 @@ class DecomposedEncoding(PositionEncoding):
     def __init__(self, config: RelPosDecomposed, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
         lengths = table_lengths(config, shape)
-        self.fixed: tuple[bool, ...] = tuple(side is not None for side in shape.pattern.window_shape)
         self.names: dict[int, str] = {}  # of the table of each axis
         for axis, (name, length) in enumerate(zip(AXIS_NAMES[-shape.rank :], lengths, strict=True)):
             if shape.pattern.attention_axes[axis]:
@@ -63,10 +62,9 @@ class DecomposedEncoding(PositionEncoding):
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         tables = {}
         for axis, name in self.names.items():
-            table, length = getattr(self, name), 2 * grouping.axes[axis].extent - 1
-            if not self.fixed[axis] and (torch.compiler.is_compiling() or len(table) != length):
-                table = resize_by_offset(table, length)
-            tables[axis] = table
+            tables[axis] = getattr(self, name)
+            if grouping.window_shape[axis] is None:
+                tables[axis] = resize_by_offset(tables[axis], 2 * grouping.axes[axis].extent - 1)
         return q, k, DecomposedBias(tables, grouping)
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
@@ -82,8 +80,6 @@ class DecomposedBias(PositionBias):
 
     tables: dict[int, Tensor]
     grouping: Grouping
-
-    is_sum_over_axes: ClassVar[bool] = True
 
     def axis_logits(self, q: Tensor) -> dict[int, Tensor]:
         """Return each query's logit for each row (or column) of its keys, ``(b, <tiles>, n, <queries>, keys)``.

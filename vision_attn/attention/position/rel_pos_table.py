@@ -51,15 +51,14 @@ class TableEncoding(PositionEncoding):
     def __init__(self, config: RelPosTable, shape: AttentionShape, device: Any, dtype: Any) -> None:
         super().__init__(config)
         self.lengths: tuple[int, ...] = table_lengths(config, shape)
-        self.fixed: tuple[bool, ...] = tuple(side is not None for side in shape.pattern.window_shape)
         rows = product([2 * length - 1 for length in self.lengths])
         table = torch.randn(rows, shape.num_heads, device=device, dtype=dtype) * 0.02
         self.relative_position_bias_table: nn.Parameter = nn.Parameter(table)
 
     def forward(self, q: Tensor, k: Tensor, grouping: Grouping) -> Encoded:
         table = self.relative_position_bias_table.t().reshape(-1, *[2 * length - 1 for length in self.lengths])
-        for number, (fixed, axis) in enumerate(zip(self.fixed, grouping.axes, strict=True), 1):
-            if not fixed:
+        for number, (side, axis) in enumerate(zip(grouping.window_shape, grouping.axes, strict=True), 1):
+            if side is None:
                 table = resize_by_offset(table, 2 * axis.extent - 1, number)
         return q, k, TableBias(table, grouping)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vision_attn.attention.patterns.pattern import check_lengths
+from vision_attn.attention.patterns.pattern import check_lengths, for_axes
 from vision_attn.attention.position.encoding import AttentionShape
 
 
@@ -25,23 +25,13 @@ class RelativePosition:
 
 def table_lengths(config: RelativePosition, shape: AttentionShape) -> tuple[int, ...]:
     """Return the number of tokens along each axis that a table is for: one along an axis without attention."""
-    owner, feat_size = type(config).__name__, config.feat_size
-    pattern, rank = shape.pattern, shape.rank
-    given = feat_size if isinstance(feat_size, tuple) else (feat_size,) * rank
-    if len(given) != rank:
-        raise ValueError(f"{owner}: feat_size must be one length, or one for each of {rank} axes; got {feat_size!r}")
-    lengths = []
+    owner, pattern, lengths = type(config).__name__, shape.pattern, []
+    given = for_axes(owner, "feat_size", config.feat_size, shape.rank)
     for length, fixed, attends in zip(given, pattern.window_shape, pattern.attention_axes, strict=True):
         if attends and fixed is None and length is None:
-            raise ValueError(
-                f"{owner}: feat_size must be given with a pattern whose groups grow with the map: the size of the map "
-                f"that the tables are learned on, as in {owner}(feat_size=(14, 14))"
-            )
+            raise ValueError(f"{owner}: feat_size must be given with a pattern whose groups grow with the map")
         if attends and fixed is not None and length not in (None, fixed):
-            raise ValueError(
-                f"{owner}: feat_size must be the size of the pattern's groups, {pattern.window_shape}; "
-                f"got {feat_size!r}: leave it out"
-            )
+            raise ValueError(f"{owner}: feat_size must be that of the groups, {pattern.window_shape}; got {given}")
         lengths.append((fixed or length or 1) if attends else 1)
     return tuple(lengths)
 

@@ -43,10 +43,7 @@ class SinCos:
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.channels % (2 * shape.rank):
-            raise ValueError(
-                f"SinCos: channels must be a multiple of {2 * shape.rank}, a sine and a cosine for each axis; "
-                f"got {shape.channels}"
-            )
+            raise ValueError(f"SinCos: channels must be a multiple of {2 * shape.rank}; got {shape.channels}")
         return SinCosEncoding(self)
 
 

@@ -25,7 +25,7 @@ ATTENTION_BLOCKS: dict[int, Maker] = {1: AttentionBlock1d, 2: AttentionBlock2d, 
 #: Arguments of :func:`vision_attn.insert_` that no block has.
 SITE_ARGUMENTS = ("stages", "names", "where", "exclude", "at", "layout", "example_input", "exact")
 #: Blocks of this library by name.
-BLOCKS: dict[str, Maker] = {name: vars(blocks)[name] for name in blocks.__all__ if isinstance(vars(blocks)[name], type)}
+BLOCKS: dict[str, Maker] = {name: kind for name, kind in vars(blocks).items() if isinstance(kind, type)}
 #: The names of timm's ``create_attn``, except ``"ge"``, which timm cannot build.
 TIMM_BLOCKS = (
     *("se", "ese", "eca", "ecam", "ceca", "gc", "gca", "cbam", "lcbam", "coord", "scoord", "ela", "strip"),
