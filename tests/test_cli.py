@@ -1,4 +1,4 @@
-"""The command line: what it says, what it returns, and that it never shows a traceback for a user's mistake."""
+"""The command line: output, exit status, and no traceback for a user's mistake."""
 
 import contextlib
 import csv
@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 
 import pytest
@@ -17,20 +16,22 @@ from PIL import Image
 
 import vision_attn as va
 from vision_attn import errors
-from vision_attn.networks.models import create_model
+from vision_attn.networks.models import create_model, folder
 from vision_attn.networks.models.registry import weights_folder
 from vision_attn.tools import cli
 from vision_attn.tools.cli.commands import settings_from
-from vision_attn.tools.cli.looking import Looked, named
+from vision_attn.tools.cli.visualize import open_network
 from vision_attn.tools.training.settings import Settings, write_settings
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
+
+RUN = weights_folder() / "resnet20_attention_cifar100"
 
 
 def run(capsys, *arguments):
     try:
         code = cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:  # of tyro, for help and for flags that there are not
+    except SystemExit as end:  # of tyro, for help and for unknown flags
         code = end.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -84,26 +85,54 @@ def test_without_a_command_all_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: there is no command 'trian'")
 
 
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("echo this ran >&2",)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["--lable-smoothing=0.1"], "--label-smoothing"),
-        (["--insert", "layer9"], "names: 'layer9' matches no module; at the top the model has conv1"),
-        (["--insert", "7"], "stages: there is no stage 7; the stages are 0 'layer1', 1 'layer2', 2 'layer3'"),
-        (["--config", "nothing.yaml"], "No such file"),
+        (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
+        (["train", "--insert", "layer9"], 2, "'layer9'"),
+        (["train", "--insert", "7"], 2, "0 'layer1', 1 'layer2', 2 'layer3'"),
+        (["train", "--config", "nothing.yaml"], 1, "nothing.yaml"),
+        (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
+        (["train", "--weights", "other.pth"], 1, "7 classes and the model has 3"),
+        (["train", "--weights", "missing.pth"], 1, "missing.pth"),
+        (["train", "--output", "broken.png"], 1, "broken.png"),
+        (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # where root cannot write either
+        (["predict", RUN, "empty"], 1, "empty has no images"),
+        (["predict", RUN, "broken.png"], 1, "broken.png"),
+        (["predict", RUN, "missing.png"], 1, "missing.png"),
+        (["predict", "empty", "IMAGE"], 1, "empty"),
+        (["evaluate", RUN], 2, "--data"),
+        (["explore", "IMAGE", "--model", "resnet20"], 2, "resnet20 has no attention"),
+        (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "adapter "),
+        (["explore", "IMAGE", "--model", RUN, "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
+        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "Window"),
     ],
+    ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
 )
-def test_bad_usage_is_said_and_leaves_nothing(capsys, image_folder, tmp_path, arguments, message):
-    code, _, err = train(capsys, image_folder, tmp_path, *arguments)
-    assert code == (1 if "No such" in message else 2)
+def test_unusable_input_is_one_line_and_leaves_nothing(
+    capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    torch.save({"model": RunsCode()}, "hostile.pth")
+    torch.save(create_model("resnet20", num_classes=7).state_dict(), "other.pth")
+    images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
+    name, *rest = (images.get(word, word) for word in arguments)
+    found, out, err = train(capsys, image_folder, tmp_path, *rest) if name == "train" else run(capsys, name, *rest)
+    assert (found, "Traceback" in err, "this ran" in err, "epoch 1/" in out) == (code, False, False, False), err
     assert message in err
-    assert err.count("\n") == 1 or "--help" in err
-    assert "Traceback" not in err
+    assert err.count("\n") == 1 or "--help" in err or "other.pth" in arguments
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["inspect", "resnet20"]], ids=str)
-def test_what_is_printed_survives_any_encoding(monkeypatch, arguments):
+def test_output_is_escaped_for_any_encoding(monkeypatch, arguments):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     with contextlib.suppress(SystemExit):
@@ -117,38 +146,28 @@ def test_what_is_printed_survives_any_encoding(monkeypatch, arguments):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ValueError("no 'a\x1b[2J\nvision-attn: all is well\r'"), 2, "no 'a\\x1b[2J vision-attn: all is well\\r'"),
-        (FileNotFoundError("no x\x1b.pth"), 1, "no x\\x1b.pth"),
-        (errors.CheckpointError("one\n", "two\x07"), 1, "one\\n\ntwo\\x07"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "DefaultCPUAllocator: can't allocate"),
-        (MemoryError(), 1, "MemoryError"),
+        (
+            ValueError("no 'a\x1b[2J\nvision-attn: all is well\r'"),
+            2,
+            "error: no 'a\\x1b[2J vision-attn: all is well\\r'",
+        ),
+        (FileNotFoundError("no x\x1b.pth"), 1, "error: no x\\x1b.pth"),
+        (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
+        (MemoryError(), 1, "error: MemoryError"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (AssertionError("a bug"), 1, None),
+        (ModuleNotFoundError("No module", name="vision_attn.gone"), 1, None),
     ],
 )
 def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, error, code, said):
+    """Only a bug has a traceback."""
+
     def fails():
         raise error
 
     assert cli.run_program("vision-attn", fails) == code
-    assert capsys.readouterr().err.startswith(f"vision-attn: error: {said}")
-
-
-class RunsCode:
-    def __reduce__(self):
-        return os.system, ("echo this ran >&2",)
-
-
-def test_a_bad_checkpoint_exits_with_1_and_writes_nothing(capsys, image_folder, tmp_path):
-    torch.save({"model": RunsCode()}, tmp_path / "hostile.pth")
-    torch.save(create_model("resnet20", num_classes=7).state_dict(), tmp_path / "other.pth")
-    for name, message in (
-        ("hostile.pth", "asks to run 'posix.system' on loading, and was not loaded"),
-        ("other.pth", "trained for 7 classes and the model has 3"),
-        ("missing.pth", "there is no such checkpoint file"),
-    ):
-        code, _, err = train(capsys, image_folder, tmp_path, "--weights", tmp_path / name)
-        assert (code, "this ran" in err, "Traceback" in err) == (1, False, False)
-        assert message in err
-        assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().err.startswith(f"vision-attn: {said}" if said else "Traceback")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
@@ -172,103 +191,56 @@ def test_a_command_whose_reader_has_left_ends_quietly(capsys, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 @pytest.mark.parametrize("words", ["--help", "--version", "train --help"])
-def test_a_full_or_closed_output_is_said_in_a_line(words):
-    for redirected, reason in ((">/dev/full", b"No space left on device"), (">&-", b"standard output is closed")):
-        line = f'exec "{sys.executable}" -m vision_attn {words} {redirected}'
-        done = subprocess.run(["bash", "-c", line], capture_output=True)
+def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none(words):
+    def redirected(where):
+        line = f'exec "{sys.executable}" -m vision_attn {words} {where}'
+        return subprocess.run(["bash", "-c", line], capture_output=True)
+
+    assert redirected("2>&-").stdout
+    for where, reason in ((">/dev/full", b"No space left on device"), (">&-", b"standard output is closed")):
+        done = redirected(where)
         assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (1, b"", 1), done.stderr
         assert done.stderr.startswith(b"vision-attn: error: ")
         assert reason in done.stderr
 
 
-def test_a_closed_standard_error_is_no_obstacle():
-    line = f'exec "{sys.executable}" -m vision_attn --version 2>&-'
-    assert (
-        subprocess.run(["bash", "-c", line], capture_output=True).stdout == f"vision-attn {va.__version__}\n".encode()
-    )
-
-
 @pytest.mark.parametrize(
-    "words",
+    ("words", "output"),
     [
-        ["predict", "RUN", "IMAGE", "-o"],
-        ["explore", "IMAGE", "--model", "RUN", "-o"],
-        ["explore", "IMAGE", "--model", "RUN", "--png"],
-        ["export", "RUN", "-o"],
+        (["predict", RUN, "IMAGE", "-o"], "/nothing/here"),
+        (["explore", "IMAGE", "--model", RUN, "-o"], "/nothing/here"),
+        (["explore", "IMAGE", "--model", RUN, "--png"], "/proc"),
+        (["export", RUN, "-o"], "/proc/net.onnx"),
     ],
-    ids=lambda words: f"{words[0]} {words[-1]}",
+    ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )
-def test_an_output_that_cannot_be_written_is_said_before_the_work(capsys, image_folder, monkeypatch, words):
-    """Before, predict and others computed everything first."""
-
-    def works(*arguments, **options):
-        pytest.fail("it works before it knows where to write")
-
-    capsys.readouterr()  # torch may have something to say when it is imported
-    for module in (cli.commands, cli.looking):
-        monkeypatch.setattr(module, "open_network", lambda path: silent(va.load_model(path)))
-
-    def silent(model):
-        model.register_forward_pre_hook(works)
+def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, image_folder, monkeypatch, words, output):
+    def load(path, load_model=folder.load_model):
+        model = load_model(path)
+        model.register_forward_pre_hook(lambda *given: pytest.fail("it works before it knows where to write"))
         return model
 
-    given = {
-        "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
-    }  # fmt: skip
-    output = "/proc" if words[-1] == "--png" else {"export": "/proc/net.onnx"}.get(words[0], "/nothing/here")
-    code, out, err = run(capsys, *(given.get(word, word) for word in words), output)
+    monkeypatch.setattr(folder, "load_model", load)
+    images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
+    code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
     assert (code, err.count("\n")) == (1, 1), err
     assert f": '{output}" in err
     assert "red" not in out
 
 
-def test_a_pipe_that_a_command_writes_to_stays(capsys, image_folder, tmp_path):
-    pipe, found = tmp_path / "pipe", []
-    os.mkfifo(pipe)
-    given = weights_folder() / "resnet20_attention_cifar100", image_folder / "val" / "red" / "0.png"
-    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
-    reader.start()
-    assert run(capsys, "predict", *given, "-o", pipe)[0] == 0
-    assert pipe.is_fifo()
-    reader.join()
-    assert found[0].startswith("image,class_1,probability_1,")
-
-
-def test_an_output_that_cannot_be_written_is_said_before_training(capsys, image_folder, tmp_path):
-    (tmp_path / "run").write_text("a file where the folder should be")
-    for output in (tmp_path / "run", "/proc/nothing"):  # where root cannot write either
-        code, out, err = train(capsys, image_folder, tmp_path, "--output", output)
-        assert (code, err.count("\n")) == (1, 1)
-        assert str(output) in err
-        assert "epoch 1/" not in out
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"), [(AssertionError("a bug"), 1, "Traceback"), (KeyboardInterrupt(), 130, "interrupted\n")]
-)
-def test_a_fault_of_the_program_has_a_traceback_and_an_interrupt_a_line(
-    capsys, monkeypatch, image_folder, tmp_path, error, code, said
-):
-    from vision_attn.tools.training import run as room
-
-    def broken(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(room, "build_network", broken)
-    found, _, err = train(capsys, image_folder, tmp_path)
-    assert found == code
-    assert said in err
-
-
 @pytest.mark.parametrize("package", ["accelerate", "sklearn"])
-def test_an_extra_that_is_not_installed_is_named(capsys, monkeypatch, package, image_folder, tmp_path):
-    importlib.import_module("vision_attn.tools.training.run")  # so that all is as it was afterwards
+def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, package, image_folder):
+    importlib.import_module("vision_attn.tools.training.run")
+    training = sys.modules["vision_attn.tools.training"]  # whose attributes are as they were afterwards
     for name in [name for name in sys.modules if name.startswith(("vision_attn.tools.training.", f"{package}."))]:
+        if not name.startswith(package):
+            monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--device", "cpu")
-    assert code == 1
-    assert err.endswith("this command needs pip install 'vision-attn[train]'\n")
+    assert (code, err.count("\n")) == (1, 1)
+    assert package in err
+    assert "pip install 'vision-attn[train" in err
 
 
 def test_flags_override_the_settings_of_another_run(tmp_path):
@@ -283,19 +255,19 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     assert settings_from(["--resume", "auto"], "vision-attn train").resume == "auto"
 
 
-def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_extended(capsys, image_folder, tmp_path):
+def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
     torch.manual_seed(0)
     torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
     given = "--weights", tmp_path / "zoo.pth", "--insert", "layer3", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
     assert (code, err) == (0, "")
     assert all(words in out for words in ("layer3.2  AttentionBlock2d", "128 tensors loaded", "7 new by design"))
-    scores = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
+    logged = out.partition("best epoch, 1: ")[2].partition(", in ")[0]
     assert "\r" not in out
 
     code, out, err = run(capsys, "evaluate", tmp_path / "run")
     assert (code, err) == (0, "")
-    assert scores in out.splitlines()
+    assert logged in out.splitlines()
     flags = "--weights", tmp_path / "zoo.pth", "--data", image_folder, "--device", "cpu", "--insert", "-1"
     assert "branch/stream 0.0000" in run(capsys, "evaluate", *flags)[1]
 
@@ -306,11 +278,11 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
     assert len(lines) == len(rows) == 9
     model = va.load_model(tmp_path / "run")
     with torch.no_grad(), Image.open(images[0]) as image:
-        shares = model(model.transform(image)[None]).softmax(1)[0]
-    best = model.classes[shares.argmax()]
-    assert lines[0].startswith(f"{images[0]}: {best} {100 * shares.max():.1f} %, ")
+        scores = model(model.transform(image)[None]).softmax(1)[0]
+    best = model.classes[scores.argmax()]
+    assert lines[0].startswith(f"{images[0]}: {best} {100 * scores.max():.1f} %, ")
     assert (rows[0]["class_1"], list(rows[0])[-1]) == (best, "probability_2")
-    assert float(rows[0]["probability_1"]) == pytest.approx(float(shares.max()), abs=1e-5)
+    assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
 
     code, out, err = run(capsys, "train", "--resume", tmp_path / "run", "--epochs", 2)
     assert (code, err) == (0, "")
@@ -318,36 +290,7 @@ def test_a_network_of_the_zoo_gets_attention_is_trained_evaluated_asked_and_exte
     assert "epoch 2/2: train loss" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["predict", "RUN", "EMPTY"], 1, "empty has no images"),
-        (["predict", "RUN", "broken.png"], 1, "broken.png cannot be read as an image"),
-        (["predict", "EMPTY", "IMAGE"], 1, "there is no such file: give a folder that save_model or timm wrote"),
-        (["evaluate", "RUN"], 2, "data must name the folder of the data set 'folder': give --data"),
-        (["explore", "IMAGE", "--model", "resnet20"], 2, "model: resnet20 has no attention to look into"),
-        (["explore", "IMAGE", "--model", "RUN", "--adapter", "a"], 2, "adapter goes with a name"),
-        (["explore", "IMAGE", "--model", "RUN", "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
-        (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "neither a literal nor one of Window"),
-    ],
-    ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_used_or_looked_at_is_said(
-    capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    given = {
-        "IMAGE": image_folder / "val" / "red" / "0.png", "RUN": weights_folder() / "resnet20_attention_cifar100",
-        "EMPTY": tmp_path / "empty",
-    }  # fmt: skip
-    found, _, err = run(capsys, *(given.get(word, word) for word in arguments))
-    assert (found, err.count("\n")) == (code, 1), err
-    assert message in err
-
-
-def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
+def test_inspect_shows_the_costs_of_attention_at_each_stage(capsys):
     code, out, err = run(
         capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4,
         "--pattern", "va.Window(4)",
@@ -356,20 +299,20 @@ def test_inspecting_says_what_attention_would_cost_and_where_to_put_it(capsys):
     words = " ".join(out.split())
     assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in words
     assert "layer3 64 4×8 4 " in words
+    assert " 8×8 " in " ".join(run(capsys, "inspect", "resnet20", "--input-size", 32)[1].split())
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
     images = [image_folder / "val" / name / "0.png" for name in ("red", "blue")]
-    model = "--model", weights_folder() / "resnet20_attention_cifar100"
-    code, out, err = run(capsys, "explore", *images, *model, "-o", tmp_path / "page.html", "--top", 3)
+    explore = "explore", *images, "--model", RUN, "-o", tmp_path / "page.html"
+    code, out, err = run(capsys, *explore, "--top", 3)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'}, " in out
     words = "layer3.2.inserted.attn", "resnet20_attention", '"title": "0.png"', '"note": ""'
     assert all(word in page for word in words)
     assert not list(tmp_path.glob("**/*.png"))
-    where = "--sites", "layer3.[12].*", "-o", tmp_path / "page.html", "--png", tmp_path / "maps"
-    code, out, err = run(capsys, "explore", *images, *model, *where)
+    code, out, err = run(capsys, *explore, "--sites", "layer3.[12].*", "--png", tmp_path / "maps")
     assert (code, err) == (0, "")
     assert f"wrote 2 PNG images to {tmp_path / 'maps'}" in out
     found = sorted((tmp_path / "maps").iterdir())
@@ -378,7 +321,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
         assert image.width > 5 * 150, "the images and four heads"
 
 
-def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
+def test_a_network_is_explored_by_name_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
     torch.manual_seed(0)
     model = create_model("resnet20", num_classes=10)
     torch.manual_seed(0)
@@ -386,17 +329,21 @@ def test_a_network_by_its_name_is_looked_at_with_an_adapter_or_its_own_attention
     adapter = tmp_path / "adapter.safetensors"
     va.save_adapter(model, adapter, about={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
     torch.manual_seed(0)
-    found = named("resnet20", False, adapter)
+    found = open_network("resnet20", False, adapter)
     assert (found.classes[:2], list(va.inserted_blocks(found))) == (("a", "b"), ["layer3.2"])
     assert found.transform(Image.new("RGB", (40, 40))).shape == (3, 24, 24)
-    out = run(capsys, "explore", image_folder / "val" / "red", "--model", "test_vit", "-o", tmp_path / "page.html")[1]
-    assert "6 modules swapped" in out
-    page = (tmp_path / "page.html").read_text()
+
+    def explore(*flags):
+        out = run(capsys, "explore", image_folder / "val" / "red", *flags, "-o", tmp_path / "page.html")[1]
+        return out, (tmp_path / "page.html").read_text()
+
+    out, page = explore("--model", "test_vit")
+    warning = "The weights of test_vit are random: "
+    assert "6 modules" in out
     assert "blocks.5.attn" in page
-    warning = "The weights of test_vit are random: --pretrained fetches those that were trained."
-    assert (warning in out, f'"note": "{warning}"' in page) == (True, True)
-    assert Looked((), "resnet20", adapter=adapter).warning.startswith("The weights of resnet20 are random, but for")
-    assert Looked((), "test_vit", pretrained=True).warning == ""
+    assert (warning in out, f'"note": "{warning}' in page) == (True, True)
+    torch.manual_seed(0)
+    assert "The weights of resnet20 are random, but for " in explore("--model", "resnet20", "--adapter", adapter)[0]
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):

@@ -81,7 +81,7 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
     }
     # Its place is the branch, unless all blocks have another. What a new head is trained with is common to all.
     assert settings_of_arm("se", {}, {})["at"] == "branch"
-    assert settings_of_arm("plain", {}, {"freeze_epochs": 2, "reset_head": True})["freeze_epochs"] == 2
+    assert settings_of_arm("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
     own = settings_of_arm("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
     assert (own["lr"], own["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
     with pytest.raises(ValueError, match=r"arms must be among plain, convolution.*got 'conv'"):

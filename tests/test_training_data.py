@@ -19,8 +19,8 @@ from torchvision.transforms import v2
 
 from vision_attn.errors import DataError
 from vision_attn.tools import cli
-from vision_attn.tools.training import data as room
-from vision_attn.tools.training.data import InMemory, Workers, open_data, open_image, open_images, seed_all
+from vision_attn.tools.training import data as module
+from vision_attn.tools.training.data import Decoded, InMemory, open_data, open_image, open_images, seed_all
 from vision_attn.tools.training.loop import crop_and_flip
 from vision_attn.tools.training.settings import Settings
 
@@ -66,7 +66,7 @@ def test_images_of_any_mode_become_rgb(image, name, options, expected, tmp_path)
     assert np.unique(found.reshape(-1, 3), axis=0).tolist() == [list(expected)]
 
 
-def test_images_stand_upright(tmp_path):
+def test_images_are_rotated_by_their_exif_orientation(tmp_path):
     pixels = np.zeros((40, 40, 3), np.uint8)
     pixels[:20] = 200
     image = Image.fromarray(pixels)
@@ -77,7 +77,7 @@ def test_images_stand_upright(tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "workers"), [("truncated", 0), ("truncated", 1), ("float", 0), ("gone", 0)])
-def test_a_damaged_image_is_one_line_that_names_it(image_folder, tmp_path, capsys, damage, workers):
+def test_a_damaged_image_is_named_in_one_line(image_folder, tmp_path, capsys, damage, workers):
     for half in ("train", "val"):
         shutil.copytree(image_folder / half, tmp_path / "data" / half)
     bad = tmp_path / "data" / "train" / "red" / "bad.tif"
@@ -90,18 +90,18 @@ def test_a_damaged_image_is_one_line_that_names_it(image_folder, tmp_path, capsy
     line = ["train", "--data", str(tmp_path / "data"), "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     assert cli.main([*line, "--workers", str(workers), "--output", str(tmp_path / "run")]) == 1
     (said,) = capsys.readouterr().err.splitlines()
-    assert f"error: {bad} is no image that can be read (" in said
+    assert f"error: {bad} " in said
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_hidden_is_neither_a_class_nor_an_image(tmp_path):
+def test_hidden_folders_and_files_are_ignored(tmp_path):
     root = tmp_path / ".data"  # what is above the images may be hidden
     for name in ("blue", "red", ".ipynb_checkpoints", "red/.ipynb_checkpoints"):
         (root / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(root / name / "IMAGE.PNG")
     for name in ("notes.txt", "._IMAGE.PNG", ".DS_Store"):
         (root / "red" / name).touch()
-    found = room.Folder(root)
+    found = module.Folder(root)
     assert found.classes == ["blue", "red"]
     assert [Path(path).name for path, _ in found.samples].count("._IMAGE.PNG") == 0
 
@@ -109,15 +109,15 @@ def test_what_is_hidden_is_neither_a_class_nor_an_image(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": "nothing"}, "there is no such folder of images"),
-        ({"data": "one"}, "one has 1 class folders: expected CLASS/IMAGE in it, of two or more"),
-        ({"data": "without"}, "without has no folder 'train': expected train/CLASS/IMAGE beside val"),
-        ({"data": "few"}, r"0\.1 of the images cannot be held out"),
-        ({"data": "few", "dataset": "cifar100"}, "cifar100 cannot be read in .*--download"),
-        ({}, "data must name the folder of the data set 'folder': give --data"),
+        ({"data": "nothing"}, "nothing: "),
+        ({"data": "one"}, "one has 1 class folders"),
+        ({"data": "without"}, "without has no folder 'train': .* val$"),
+        ({"data": "few"}, r"few: 0\.1 "),
+        ({"data": "few", "dataset": "cifar100"}, "cifar100 .*--download"),
+        ({}, "data .* 'folder': give --data"),
     ],
 )
-def test_data_that_is_not_there_is_named(settings, message, tmp_path):
+def test_missing_data_is_named(settings, message, tmp_path):
     for name in ("one/a", "without/val/a", "few/a", "few/b"):
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name / "0.png")
@@ -126,7 +126,7 @@ def test_data_that_is_not_there_is_named(settings, message, tmp_path):
         open_data(Settings(**{**settings, **where}), train=True)
 
 
-def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(image_folder, tmp_path):
+def test_without_evaluation_images_a_fraction_of_each_class_is_held_out(image_folder, tmp_path):
     for name, count in (("blue", 40), ("red", 12)):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(count):
@@ -140,7 +140,7 @@ def test_without_images_to_evaluate_on_a_share_of_each_class_is_held_out(image_f
     assert evaluation.labels.tolist() == [0, 0, 0, 0, 0, 1]
     assert evaluation.name == f"{tmp_path / 'photos'}, 10 % of each class, held out by seed 0"
     assert halves()[1].rows == evaluation.rows != halves(seed=1)[1].rows
-    # Where there are images to evaluate on, a share that is asked for leaves them unseen.
+    # With evaluation images, an explicit fraction leaves them unseen.
     training, evaluation = halves(image_folder, val_share=0.25)
     assert (len(training), len(evaluation), evaluation.labels.bincount().tolist()) == (54, 18, [6, 6, 6])
     assert all("/train" in half.name for half in (training, evaluation))
@@ -165,7 +165,7 @@ def cifar(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cifar10", "torch/cifar10"])
-def test_cifar_is_bytes_on_the_device_and_decoded_where_it_is_varied(cifar, name):
+def test_cifar_is_kept_as_bytes_and_decoded_only_for_augmentation(cifar, name):
     settings = Settings(dataset=name, data=cifar, workers=0)
     for train, count in ((True, 50), (False, 20)):
         source = open_data(settings, train=train)
@@ -182,16 +182,19 @@ def test_cifar_is_bytes_on_the_device_and_decoded_where_it_is_varied(cifar, name
     assert (len(held_out), held_out.labels.bincount().tolist()) == (10, [1] * 10)
 
 
-def test_timms_readers_give_every_image(image_folder):
-    """As those of Hugging Face do, which need a package of their own."""
+def test_timms_readers_read_every_image(image_folder):
+    """Readers of Hugging Face's data sets behave the same way, but need another package."""
     found = create_dataset("", str(image_folder), "train")
-    by_timm = room.Source("by timm", ("blue", "green", "red"), found, range(72))
+    found.reader.label_key, found.reader.dataset = "label", {"label": [label for _, label in found.reader.samples]}
+    by_timm = module.Source("by timm", ("blue", "green", "red"), found, range(72))
     ours = open_data(Settings(data=image_folder), train=True)
-    one, other = (room.Decoded(source, room.evaluated(CONFIG), seed=0) for source in (by_timm, ours))
+    one, other = (
+        module.Decoded(source, module.eval_transform(CONFIG), seed=0, workers=0) for source in (by_timm, ours)
+    )
     assert sorted(int(one[i][0].sum()) for i in range(72)) == sorted(int(other[i][0].sum()) for i in range(72))
 
 
-def test_images_are_evaluated_with_the_networks_own_crop_and_interpolation(image_folder):
+def test_evaluation_uses_the_crop_and_interpolation_of_the_network(image_folder):
     settings = Settings(data=image_folder)
     images, labels = all_of(images_of(settings))
     how = {"interpolation": "bicubic", "crop_pct": 0.8, "normalize": False}
@@ -202,17 +205,17 @@ def test_images_are_evaluated_with_the_networks_own_crop_and_interpolation(image
     assert labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
 
 
-def test_small_sets_that_stay_the_same_are_kept_in_memory(image_folder, monkeypatch):
+def test_small_sets_that_do_not_vary_are_kept_in_memory(image_folder, monkeypatch):
     settings, (small, large) = Settings(data=image_folder, workers=0), ((3, 64, 64), (3, 65, 65))
-    # Photographs are cropped anew each time, small images once: unless the settings say otherwise.
+    # Photographs are cropped in each epoch, small images once, unless the settings choose otherwise.
     for crop, size, kind in (
-        (None, small, InMemory), (None, large, Workers), ("pad", large, InMemory), ("resized", small, Workers),
+        (None, small, InMemory), (None, large, Decoded), ("pad", large, InMemory), ("resized", small, Decoded),
     ):  # fmt: skip
         assert isinstance(images_of(replace(settings, crop=crop), train=True, input_size=size), kind)
     memory = images_of(settings)
-    monkeypatch.setattr(room, "SMALL", 24 * 3 * 24 * 24 - 1)
+    monkeypatch.setattr(module, "MAX_IN_MEMORY", 24 * 3 * 24 * 24 - 1)
     loader, rows = images_of(settings), torch.randperm(24).split(10)
-    assert (type(memory), type(loader)) == (InMemory, Workers)
+    assert (type(memory), type(loader)) == (InMemory, Decoded)
     for one, other in zip(memory.batches(rows), loader.batches(rows), strict=True):
         assert torch.equal(one[0], other[0])
         assert torch.equal(one[1], other[1])
@@ -220,7 +223,7 @@ def test_small_sets_that_stay_the_same_are_kept_in_memory(image_folder, monkeypa
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what the worker had open
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_worker_leaves_ctrl_c_to_the_process_that_trains_and_its_death_is_a_line(image_folder, number):
+def test_a_worker_ignores_ctrl_c_and_its_death_is_an_error(image_folder, number):
     loader = images_of(Settings(data=image_folder, crop="resized", workers=1), train=True)
     batches = loader.batches(torch.arange(72).split(2))
     next(batches)
@@ -229,7 +232,7 @@ def test_a_worker_leaves_ctrl_c_to_the_process_that_trains_and_its_death_is_a_li
     if number == signal.SIGINT:
         assert len(list(batches)) == 35
         return
-    with pytest.raises(DataError, match=r"^a worker process ended, so give fewer --workers: "):
+    with pytest.raises(DataError, match=r"^a worker process ended.*--workers: "):
         list(batches)
     gc.collect()
 
@@ -248,7 +251,7 @@ def places(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"crop": "resized"}, {"crop": "pad", "aa": "augmix-m5-w4", "color_jitter": 0.3}])
-def test_what_is_random_in_an_image_follows_from_the_seed_the_epoch_and_the_image(places, options):
+def test_augmentation_follows_from_the_seed_the_epoch_and_the_image(places, options):
     images = images_of(Settings(data=places, workers=0, **options), train=True)
     rows = [torch.tensor([2, 0]), torch.tensor([7])]
 
@@ -269,7 +272,7 @@ def test_what_is_random_in_an_image_follows_from_the_seed_the_epoch_and_the_imag
     [{"crop": "resized", "crop_scale": 0.35}, {"aa": "rand-m9-mstd0.5-inc1"}, {"aa": "rand-m9", "color_jitter": 0.2}],
     ids=str,
 )
-def test_images_are_varied_by_timm(places, options):
+def test_images_are_augmented_by_timm(places, options):
     settings, config = Settings(**{"data": places, "crop": "pad", "workers": 0, **options}), {**CONFIG, "crop_pct": 1.0}
     (found,) = all_of(open_images(open_data(settings, train=True), settings, config, CPU, train=True))[0][:1]
     crops, theirs, _ = create_transform(
@@ -277,7 +280,7 @@ def test_images_are_varied_by_timm(places, options):
         auto_augment=options.get("aa"), color_jitter=None, scale=(0.35, 1.0),
     )  # fmt: skip
     if settings.crop == "pad":  # on the device, later
-        crops = v2.Compose(room.evaluated(config).transforms[:-1])
+        crops = v2.Compose(module.eval_transform(config).transforms[:-1])
     seed_all(0, 0, 0)
     expected = theirs(crops(open_image(places / "train" / "a" / "00.png")))
     if settings.color_jitter:  # timm would leave the colours alone beside its augmentation
@@ -285,14 +288,14 @@ def test_images_are_varied_by_timm(places, options):
     assert torch.equal(v2.functional.pil_to_tensor(expected), found)
 
 
-def test_colours_of_no_bits_which_timm_draws_and_pillow_refuses_are_black():
+def test_posterize_to_no_bits_is_black():
     image = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
     for bits in (1, 4, 7):
-        assert room.posterize(image, bits).tobytes() == ImageOps.posterize(image, bits).tobytes()
-    assert not np.asarray(room.posterize(image, 0)).any()
+        assert module.posterize(image, bits).tobytes() == ImageOps.posterize(image, bits).tobytes()
+    assert not np.asarray(module.posterize(image, 0)).any()
 
 
-def test_crops_and_flips_are_those_of_torchvision_and_all_are_equally_frequent():
+def test_crops_and_flips_are_those_of_torchvision_and_equally_frequent():
     images = torch.arange(3 * 4 * 5).view(1, 3, 4, 5).expand(4000, -1, -1, -1)
     seed_all(0)
     found = crop_and_flip(images, padding=1, hflip=0.3)

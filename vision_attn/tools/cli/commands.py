@@ -1,4 +1,4 @@
-"""The commands: what each takes, and which function of the library it runs. A room is imported when it is used."""
+"""The commands: their arguments, and the functions that they call. Heavy modules are imported when they are used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import tyro
 from tyro.conf import Positional, arg
 
 from vision_attn.text import escaped
-from vision_attn.tools.cli.looking import Output, images_in, open_network, opened
+from vision_attn.tools.cli.visualize import Output, find_images, load_images
 
 if TYPE_CHECKING:
     from vision_attn.tools.training.settings import Settings
 
-OptionalOutput = Annotated[Path | None, arg(aliases=["-o"])]
 
-
-def say(text: object) -> None:
-    """Print lines in which names and what files say of themselves steer no terminal."""
+def print_escaped(text: object) -> None:
+    """Print lines; control characters in names and in text from files are written out."""
     print("\n".join(map(escaped, str(text).split("\n"))), flush=True)
 
 
@@ -36,9 +34,9 @@ def inspect(
     """What attention would cost at each stage of a network, and where to put it.
 
     Args:
-        model: a name that timm knows, one of ours, or torchvision:resnet18
-        input_size: side of the images in pixels, or height and width (default: the model's, else 224)
-        batch_size: images in a step of training
+        model: name of a network that timm or this library knows, or torchvision:resnet18
+        input_size: image side in pixels, or height and width (default: the model's, else 224)
+        batch_size: images per training step
         num_heads: heads of the attention (default: 8, or as many up to 8 as divide the channels)
         pattern: full, rows, columns, 'Window(7)', … or a line of einx
     """
@@ -46,21 +44,21 @@ def inspect(
     from vision_attn.networks.inspection import inspect_model
 
     options: dict[str, Any] = {"batch_size": batch_size, "num_heads": num_heads}
-    if pattern != "full":  # of the block only what is not its default is shown
+    if pattern != "full":  # the table names only the options of a block that are not its defaults
         options["pattern"] = from_word(pattern.removeprefix("va."))
     if input_size:
         options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
-    say(inspect_model(model, **options))
+    print_escaped(inspect_model(model, **options))
 
 
 def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, jobs: int | None = None) -> None:
     """What attention is for, in minutes.
 
     Args:
-        output: folder for what it makes
-        steps: of training, of each arm
-        seed: of each arm
-        jobs: arms side by side (default: as many as cores)
+        output: folder of the results
+        steps: training steps of each arm
+        seed: random seed of each arm
+        jobs: number of arms trained side by side (default: as many as cores)
     """
     from vision_attn.tools.comparison.demo import run_demo
 
@@ -68,111 +66,105 @@ def demo(output: Output = Path("demo-output"), steps: int = 400, seed: int = 0, 
 
 
 def predict(
-    run: Positional[Path], images: Positional[tuple[Path, ...]], /, top: int = 5, output: OptionalOutput = None
+    run: Positional[Path],
+    images: Positional[tuple[Path, ...]],
+    /,
+    top: int = 5,
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None,
 ) -> None:
-    """What a trained network takes images for.
+    """Classify images with a trained network.
 
     Args:
         run: folder of a run, or one that save_model wrote
         images: image files, or folders of them
-        top: classes of each image
+        top: number of classes for each image
         output: CSV file for a table of all images
     """
     import torch
 
-    from vision_attn.checks import check_counts
+    from vision_attn.checks import check_count
+    from vision_attn.networks.models import folder
     from vision_attn.networks.safe import check_writable
     from vision_attn.tools.training.folder import write_table
 
-    check_counts(top=top)
+    check_count("top", top)
     if output:
         check_writable(output)
-    model, paths = open_network(run), images_in(images)
+    model: Any = folder.load_model(run)
+    paths = find_images(images)
     names = model.classes or tuple(map(str, range(model.num_classes)))
     top, rows = min(top, len(names)), []
     for path in paths:
         with torch.no_grad():
-            shares, labels = model(opened([path], model)).float().softmax(1)[0].topk(top)
-        best = [(names[label], share) for label, share in zip(labels.tolist(), shares.tolist(), strict=True)]
-        say(f"{path}: {', '.join(f'{name} {100 * share:.1f} %' for name, share in best)}")
-        rows.append((path, *(cell for name, share in best for cell in (name, f"{share:.6f}"))))
+            scores, labels = model(load_images([path], model.transform)).float().softmax(1)[0].topk(top)
+        best = [(names[label], score) for label, score in zip(labels.tolist(), scores.tolist(), strict=True)]
+        print_escaped(f"{path}: {', '.join(f'{name} {100 * score:.1f} %' for name, score in best)}")
+        rows.append((path, *(cell for name, score in best for cell in (name, f"{score:.6f}"))))
     if output:
         columns = (f"{what}_{rank}" for rank in range(1, top + 1) for what in ("class", "probability"))
         write_table(output, [("image", *columns), *rows])
 
 
 def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> None:
-    """Write a trained network as a file that others run: ONNX, torch.export.
+    """Export a trained network to ONNX or torch.export.
 
     Args:
         run: folder of a run, or one that save_model wrote
-        output: file to write; its ending says the format: .onnx, .pt2 (torch.export), none for a folder
-        normalize: let the graph normalise pixels in 0…1 itself
+        output: file to write, its ending is the format: .onnx or .pt2 (torch.export)
+        normalize: let the graph normalize pixels in 0…1
     """
-    model = open_network(run)
-
+    from vision_attn.networks.models import folder
     from vision_attn.tools.export.export import export_model
 
-    say(export_model(model, output, normalize=normalize))
+    print_escaped(export_model(folder.load_model(run), output, normalize=normalize))
 
 
 def flags_in(words: list[str]) -> list[str]:
-    """The names of the settings that a command line gives."""
+    """Return the names of the settings that a command line gives."""
     return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
 
 
-def settings_from(words: list[str], prog: str, default: Any = None, about: str = "") -> Settings:
-    """The settings that flags say, over those of the file or run that ``--config`` or ``--resume`` names."""
+def settings_from(words: list[str], prog: str, default: Any = None, description: str | None = None) -> Settings:
+    """Parse settings; flags override those of the file or run that ``--config`` or ``--resume`` names."""
     from vision_attn.tools.training.settings import Settings, read_settings
 
     words, given = [*words], flags_in(words)
     for flag in ("--config", "--resume"):
         if flag in words[:-1]:
-            place = words.index(flag)
-            if words[place + 1] != "auto":
-                default = read_settings(Path(words[place + 1]), given)
+            index = words.index(flag)
+            if words[index + 1] != "auto":
+                default = read_settings(Path(words[index + 1]), given)
             if flag == "--config":
-                del words[place : place + 2]
-    return tyro.cli(Settings, args=words, default=default, prog=prog, description=about or None)
-
-
-def run(words: list[str], prog: str, evaluated: bool = False) -> None:
-    """Train, or evaluate what the first word names, and leave the group of processes."""
-    from vision_attn.tools.training.settings import read_settings
-
-    path, default = None, None
-    if evaluated and words and not words[0].startswith("-"):
-        path, words = Path(words[0]), words[1:]
-        if not (path / "config.json").is_file():
-            default = replace(read_settings(path, flags_in(words)), freeze_backbone=False)
-    about = f"{evaluate.__doc__}\n" if evaluated else ""
-    settings = settings_from(words, prog, default, about)
-
-    from torch import distributed
-
-    from vision_attn.tools.training import run as room
-
-    try:
-        if evaluated:
-            room.evaluate(settings, path, say=say)
-        else:
-            room.train(settings, say=say)
-    finally:
-        if distributed.is_initialized():  # its threads may abort a process that ends while they still run
-            distributed.destroy_process_group()
+                del words[index : index + 2]
+    return tyro.cli(Settings, args=words, default=default, prog=prog, description=description)
 
 
 def train(words: list[str]) -> None:
-    """Train an image classifier, with attention inserted or not.
+    """Train an image classifier, with or without inserted attention.
 
-    Ctrl-C saves the run, and --resume goes on with it. --config FILE begins from the settings of another run.
+    Ctrl-C saves the run, and --resume continues it. --config FILE reads the settings of another run.
     """
-    run(words, "vision-attn train")
+    settings = settings_from(words, "vision-attn train")
+
+    from vision_attn.tools.training.run import run_training
+
+    run_training(settings, log=print_escaped)
 
 
 def evaluate(words: list[str]) -> None:
-    """Evaluate a network: the one that RUN, a folder, names on its data, or the one that flags of train describe."""
-    run(words, "vision-attn evaluate", evaluated=True)
+    """Evaluate a network: that of RUN, a folder, on its data, or the one that flags of train describe."""
+    from vision_attn.tools.training.settings import read_settings
+
+    path, default = None, None
+    if words and not words[0].startswith("-"):
+        path, words = Path(words[0]), words[1:]
+        if not (path / "config.json").is_file():
+            default = replace(read_settings(path, flags_in(words)), freeze_backbone=False)
+    settings = settings_from(words, "vision-attn evaluate", default, f"{evaluate.__doc__}\n")
+
+    from vision_attn.tools.training import run
+
+    run.evaluate(settings, path, log=print_escaped)
 
 
 @dataclass(frozen=True)

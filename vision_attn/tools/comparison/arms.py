@@ -41,7 +41,7 @@ LOOKING_UP = (
 )
 #: The settings of blocks, and of what trains alone.
 OF_BLOCKS = ("insert", "at", "block", "block_options", "attention_lr")
-OF_FREEZING = ("freeze_backbone", "freeze_epochs")
+OF_FREEZING = ("freeze_backbone",)
 #: What a comparison decides itself.
 DECIDED = {"block", "resume", "seed"}
 

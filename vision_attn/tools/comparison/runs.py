@@ -26,7 +26,7 @@ from vision_attn.networks.safe import write_atomically
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.statistics import Difference, compare_scores, difference_figure, difference_table
 from vision_attn.tools.training.data import cores
-from vision_attn.tools.training.run import train
+from vision_attn.tools.training.run import run_training
 from vision_attn.tools.training.settings import Settings, differences
 from vision_attn.version import __version__
 
@@ -215,7 +215,7 @@ def run(settings: Settings) -> Outcome:
     """Train one arm with one seed, or go on with it, and note its outcome."""
     print(f"--- {folder_of(settings).name}")
     torch.compiler.reset()  # what is compiled of one network is no use to the next, and counts against a limit
-    result = train(settings)
+    result = run_training(settings)
     speed = float(np.median([row["images_per_second"] for row in result.rows]))
     outcome = Outcome(
         top1=result.final.top1,

@@ -1,4 +1,4 @@
-"""One page of HTML with the attention maps of a network on some images, to be explored in any browser."""
+"""One page of HTML with the attention maps of a network on some images, to explore in any browser."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_count, check_type
 from vision_attn.networks.contributions import branches, disabled, measured
@@ -24,17 +25,17 @@ from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import capture
 from vision_attn.networks.safe import check_writable, write_atomically
 
-#: Cells along a side of a map that the page has: of a larger one several are taken together.
-CELLS = 28
-#: Pixels along a side of a picture at most, and those above which it is packed as photographs are.
-PICTURE, PHOTOGRAPH = 1024, 256
-#: What tokens beside the map are called, by their parameters and in their order; all others are registers.
+#: Largest number of positions along a side of a map on the page; those of a larger one are merged.
+MAX_SIDE = 28
+#: Largest side of a picture in pixels, and the largest side of pictures that are packed without loss.
+MAX_PICTURE, MAX_PNG = 1024, 256
+#: Names of tokens beside the map, by their parameters and in their order; all others are registers.
 TOKENS = {
     "the class token": {"cls_token", "class_token", "class_embedding"},
     "the distillation token": {"dist_token", "distillation_token"},
 }
-#: Steps that weights are rounded to, of a row's largest; the finest that keep an image's maps below so many characters.
-LEVELS, LARGEST = (255, 127, 63, 31, 15, 7), 14_000_000
+#: Numbers of steps that weights are rounded to, and the most characters of an image's maps, which choose among these.
+LEVELS, MAX_CHARACTERS = (255, 127, 63, 31, 15, 7), 14_000_000
 
 
 def explore(
@@ -51,25 +52,25 @@ def explore(
     title: str = "Where it looks",
     note: str = "",
 ) -> Path:
-    """Write a page of HTML on which to explore where every head of every block looks, from each place of an image.
+    """Write a page of HTML on which to explore where every head of every block attends to, from each position.
 
-    The page is one file, works without a network, and has the maps of :func:`capture` in it, their mean and rollout,
-    what the network says, and what becomes of that with each block disabled. One can look from class and register
-    tokens as well. Weights are rounded to a 255th of the largest in their row, or to coarser steps if an image would
-    take more than 14 MB; the page says which. Of a map with more than 28 cells along a side, several cells are taken
-    together: one of them is looked from, and their weights are added up.
+    The page is one file, works offline, and has the maps of :func:`capture`, their mean and rollout, the network's
+    prediction, and its change with each block disabled. Queries can be class and register tokens as well. Weights are
+    rounded to a 255th of the largest in their row, or to coarser steps if an image would take more than 14 MB; the page
+    shows which. Of a map with more than 28 positions along a side, several positions are merged: the query is one of
+    them, and their weights are added up.
 
     Args:
         model: a network with attention in it, as in :func:`capture`.
         images: ``(b, 1 or 3, height, width)``, in 0…1.
         output: the file to write, ``.html``.
-        normalize: makes of images what the network is given; nothing when None.
+        normalize: function from images to the network's input; the images themselves when None.
         classes: name of each class.
         titles: name of each image.
-        pictures: what is shown of each image in its stead, Pillow's, of any size: the same part, in finer pixels.
+        pictures: Pillow images to show in place of the images, of any size: the same part, in finer pixels.
         sites: only attention at or in these modules, as in :func:`capture`.
-        top: classes to show of each image.
-        title: of the page.
+        top: number of classes for each image.
+        title: title of the page.
         note: a line below the title, such as that the weights are random.
 
     Returns:
@@ -91,42 +92,48 @@ def explore(
     check_count("top", top)
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images must be (b, 1 or 3, height, width), of one at least; got {tuple(images.shape)}")
-    for name, given in (("titles", titles), ("classes", classes), ("pictures", pictures)):
-        check_type(name, given, (list, tuple), f"a list of {'images' if name == 'pictures' else 'texts'}")
-        if given and name != "classes" and len(given) != len(images):
+    for name, given in (("titles", titles), ("pictures", pictures)):
+        if given and len(given) != len(images):
             raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
     check_writable(Path(output))
-    names = titles or [f"image {number}" for number in range(1, len(images) + 1)]
-    place = next(plain_network(model).parameters())
-    shown = []
+    titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
+    plain = plain_network(model)
+    weight, shown = next(plain.parameters()), []
     with quiet_eval(model):
-        for image, name, picture in zip(images.split(1), names, pictures or map(drawn, images), strict=True):
-            x = (image if normalize is None else normalize(image)).to(place)
-            shown.append({"title": name, **looked_at(model, x, sites, classes, top), "source": as_source(picture)})
-    content = {"title": title, "note": note, "about": about(model), "images": shown}
+        for image, name, picture in zip(images.split(1), titles, pictures or map(as_picture, images), strict=True):
+            x = (image if normalize is None else normalize(image)).to(weight)
+            source = {"source": encode_picture(picture)}
+            shown.append({"title": name, **explore_image(model, x, sites, classes, top), **source})
+    architecture = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture") or type(plain).__name__
+    about = f"{architecture}, {sum(parameter.numel() for parameter in plain.parameters()):,} parameters"
+    content = {"title": title, "note": note, "about": about, "images": shown}
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     text = json.dumps(content, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")  # no tag ends the script
     write_atomically(Path(output), page.replace("/* DATA */", text).encode())
     return Path(output)
 
 
-def looked_at(
+def explore_image(
     model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
 ) -> dict[str, Any]:
-    """What the page has of one image."""
-    with capture(model, "all", sites=sites) as maps, measured(model) as found:
-        scores = scores_of(model, x)
+    """Return the maps and predictions for one image."""
+    with capture(model, "all", sites=sites) as maps, measured(model) as measures:
+        scores = predict(model, x)
     for path, one in maps.items():
         if len(one.map_size) != 2:
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
-    rolled = maps.rollout()
-    parts = [(path, measures(model, one), coarse(one), coarse(rolled[path])) for path, one in maps.items()]
+    rollout = maps.rollout()
     for levels in LEVELS:
         blocks = [
-            {"path": path, **said, "heads": packed(*heads, levels), "rollout": packed(*rolled_out, levels)}
-            for path, said, heads, rolled_out in parts
+            {
+                "path": path,
+                **describe(model, one),
+                "heads": encode(one, levels),
+                "rollout": encode(rollout[path], levels),
+            }
+            for path, one in maps.items()
         ]
-        if len(json.dumps(blocks)) < LARGEST:
+        if len(json.dumps(blocks)) < MAX_CHARACTERS:
             break
     shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "closings": []}
     if scores is None:
@@ -137,22 +144,21 @@ def looked_at(
 
     best = scores.topk(min(top, len(scores))).indices.tolist()
     shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
-    paths = switches(model, maps)
-    for what, shut in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
-        with without(model, shut):
-            others: Any = scores_of(model, x)
-        share = round(found[what].share, 6) if what in found else None
+    paths = modules_to_disable(model, maps)
+    for what, off in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
+        others: Any = predict(model, x, off)
+        share = round(measures[what].share, 6) if what in measures else None
         probability = round(others[best[0]].item(), 6)
         answer = {"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability}
         shown["closings"].append(answer)
     return shown
 
 
-def measures(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
-    """How far each head looks, in pixels, and how widely, as a share of the map; and the tokens beside the map."""
+def describe(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
+    """Return the mean distance of each head in pixels and its width as a fraction of the map, and the other tokens."""
     known = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     count = 0 if one.prefix is None else one.prefix.shape[2]
-    tokens = [called for called, names in TOKENS.items() if names & known][:count]
+    tokens = [token for token, names in TOKENS.items() if names & known][:count]
     return {
         "far": one.distance()[0].mean(1).tolist(),
         "wide": (one.entropy().exp()[0].mean(1) / one.weights[0, 0, 0].numel()).tolist(),
@@ -160,107 +166,72 @@ def measures(model: nn.Module, one: AttentionMap) -> dict[str, Any]:
     }
 
 
-def scores_of(model: nn.Module, x: Tensor) -> Tensor | None:
-    """The probability of each class, ``(classes,)``; None where the model gives no scores of classes."""
-    output = plain_network(model)(x)
-    output = getattr(output, "logits", output)
-    return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
-
-
-# --- blocks disabled --------------------------------------------------------------------------------------------------
-
-
-def switches(model: nn.Module, maps: Iterable[str]) -> list[str]:
-    """What is disabled to be without each of these maps: the block around it that adds to a map, or else the module."""
+def modules_to_disable(model: nn.Module, maps: Iterable[str]) -> list[str]:
+    """Return for each map the block around its module that adds to a feature map, or else the module itself."""
     sites, paths = list(branches(model)), [path.partition(":")[0] for path in maps]
     return list(dict.fromkeys(next((site for site in sites if f"{one}.".startswith(f"{site}.")), one) for one in paths))
 
 
-@contextmanager
-def without(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """Inside, what is added to maps is not, and what other attention gives is zero."""
-    wanted, around = switches(model, paths), branches(model)
+def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | None:
+    """Return the probability of each class, ``(classes,)``, or None if the model returns no scores of classes.
+
+    Blocks in ``off`` pass their feature map on unchanged, and other attention in it returns zeros.
+    """
 
     def zero(module: nn.Module, args: Any, y: Any) -> Any:
         return (torch.zeros_like(y[0]), *y[1:]) if isinstance(y, tuple) else torch.zeros_like(y)
 
-    with disabled(model, [path for path in wanted if path in around]), ExitStack() as stack:
-        for path in wanted:
-            if path not in around:
-                handle = plain_network(model).get_submodule(path).register_forward_hook(zero)
-                stack.callback(handle.remove)
-        yield
+    plain, blocks = plain_network(model), branches(model)
+    with disabled(model, [path for path in off if path in blocks]), ExitStack() as hooks:
+        for path in off:
+            if path not in blocks:
+                hooks.enter_context(plain.get_submodule(path).register_forward_hook(zero))
+        output = plain(x)
+    output = getattr(output, "logits", output)
+    return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
 
 
-# --- numbers and pictures as text -------------------------------------------------------------------------------------
-
-
-def coarse(one: AttentionMap) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int, tuple[str, ...]]:
-    """Weights ``(heads, queries, h, w)`` with no more than so many cells, the sizes of both maps, and the step.
+def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
+    """Encode weights for the page: whole numbers relative to the largest of each row, on maps of limited size.
 
     After the queries on the map come the tokens beside it.
     """
     weights = one.weights[0].float().cpu()
-    (step, queries), (key_step, keys) = (coarse_size(size) for size in (one.map_size, tuple(weights.shape[2:])))
-    if step > 1:
-        rows, columns = (
-            (torch.arange(n) * step + step // 2).clamp(max=length - 1)
-            for n, length in zip(queries, one.map_size, strict=True)
-        )
+    step, key_step = (-(-max(size) // MAX_SIDE) for size in (one.map_size, weights.shape[2:]))
+    if step > 1:  # the query in the middle of each cell
+        rows, columns = (torch.arange(0, n, step).add(step // 2).clamp(max=n - 1) for n in one.map_size)
         weights = weights[:, (rows[:, None] * one.map_size[1] + columns).flatten()]
     if one.prefix is not None:
         weights = torch.cat([weights, one.prefix[0].float().cpu()], dim=1)
     if key_step > 1:
-        height, width = (n * key_step - length for n, length in zip(keys, weights.shape[2:], strict=True))
-        weights = F.avg_pool2d(F.pad(weights, (0, width, 0, height)), key_step) * key_step**2
-    return weights, queries, keys, key_step, one.heads
-
-
-def coarse_size(size: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """How many cells along each side become one, and how many of those there are."""
-    step = -(-max(size) // CELLS)
-    return step, tuple([-(-length // step) for length in size])
-
-
-def packed(
-    weights: Tensor, queries: tuple[int, ...], keys: tuple[int, ...], step: int, names: Sequence[str], levels: int
-) -> dict[str, Any]:
-    """Each row as whole numbers in parts of its largest weight, for the page to read."""
-    weights = weights.flatten(2)
+        weights = F.avg_pool2d(weights, key_step, ceil_mode=True, divisor_override=1)
+    keys, weights = weights.shape[2:], weights.flatten(2)
     peaks = weights.amax(2)
-    parts = weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None]
+    parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * levels).round().to(torch.uint8)
     return {
-        "map": queries,
+        "map": [-(-n // step) for n in one.map_size],
         "keys": keys,
-        "step": step,
-        "names": names,
+        "step": key_step,
+        "names": one.heads,
         "levels": levels,
-        "maps": as_text(zlib.compress((parts * levels).round().to(torch.uint8).numpy().tobytes())),
+        "maps": as_text(zlib.compress(parts.numpy().tobytes())),
         "peaks": as_text(peaks.numpy().astype("<f4").tobytes()),
     }
 
 
-def drawn(image: Tensor) -> Image.Image:
-    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
-    return Image.fromarray(pixels.movedim(0, -1).expand(-1, -1, 3).numpy())
+def as_picture(image: Tensor) -> Image.Image:
+    return to_pil_image((image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8))
 
 
-def as_source(picture: Image.Image) -> str:
-    """A picture as the address of itself: small ones exactly, large ones as photographs are packed."""
+def encode_picture(picture: Image.Image) -> str:
+    """Encode a picture as a data URL: a small one without loss, a large one as JPEG."""
     check_type("pictures", picture, Image.Image, "Pillow's images")
     picture, file = picture.convert("RGB"), io.BytesIO()
-    picture.thumbnail((PICTURE, PICTURE))
-    form = "PNG" if max(picture.size) <= PHOTOGRAPH else "JPEG"
-    picture.save(file, form, quality=90)
-    return f"data:image/{form.lower()};base64,{as_text(file.getvalue())}"
+    picture.thumbnail((MAX_PICTURE, MAX_PICTURE))
+    file_format = "PNG" if max(picture.size) <= MAX_PNG else "JPEG"
+    picture.save(file, file_format, quality=90)
+    return f"data:image/{file_format.lower()};base64,{as_text(file.getvalue())}"
 
 
 def as_text(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-def about(model: nn.Module) -> str:
-    plain = plain_network(model)
-    count = sum(parameter.numel() for parameter in plain.parameters())
-    name = (getattr(plain, "pretrained_cfg", None) or {}).get("architecture")
-    return f"{name or type(plain).__name__}, {count:,} parameters"

@@ -1,4 +1,4 @@
-"""A network written as a graph that others run: ONNX, or torch.export; or as a folder of its own."""
+"""Export of networks as graphs: ONNX and torch.export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,38 +16,37 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
-from vision_attn.checks import check_type
 from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted_blocks, plain_network
-from vision_attn.networks.models.folder import save_model
+from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.version import __version__
 
-#: The entry of the metadata that says, as JSON, what must be known to use the graph.
+#: Metadata entry of a graph, JSON text about its use.
 ENTRY = "classifier"
-#: Difference from the network's output that rounding explains, as a share of its largest value.
+#: Difference from the network's output that rounding explains, as a fraction of its largest value.
 TOLERANCE = 1e-4
-#: How an image is cropped and resized where a network does not say it, in timm's words.
+#: Crop and interpolation of images by default, in timm's words.
 CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
-#: Images in the batches that are compared: other numbers than the two that a graph is traced with.
+#: Sizes of the batches that are compared, other than the two images that a graph is traced with.
 BATCHES = (1, 3)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how it compares; prints as a summary."""
+    """The exported file, and how it compares with the network; prints as a summary."""
 
     path: Path
-    #: of an image that it takes: channels, rows, columns
+    #: channels, rows and columns of an input image
     input_size: tuple[int, int, int]
-    #: whether it normalises the pixels itself
+    #: True if the graph normalizes pixels
     normalize: bool
     #: largest difference of an output from the network's, and the largest output
     difference: float
     largest: float
 
     def __str__(self) -> str:
-        pixels = "of pixels in 0…1, normalised inside" if self.normalize else "normalised by mean and std before"
+        pixels = "of pixels in 0…1, normalized inside" if self.normalize else "normalized by mean and std before"
         return (
             f"{self.path}: {self.path.stat().st_size / 1e6:.2f} MB; takes images (batch, "
             f"{', '.join(map(str, self.input_size))}) {pixels}\n"
@@ -56,71 +55,45 @@ class ExportReport:
         )
 
 
-def export_model(
-    model: nn.Module,
-    output: str | Path,
-    *,
-    normalize: bool = True,
-    classes: Sequence[str] | None = None,
-    input_size: tuple[int, int, int] | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> ExportReport | Path:
-    """Write a network in a form that others run, and prove that it computes the same.
+def export_model(model: nn.Module, output: str | Path, *, normalize: bool = True) -> ExportReport:
+    """Export a network, and compare the outputs of the file with the network's.
 
-    A graph takes batches of any size and holds float32 weights, and as metadata, under ``classifier``, a text of JSON
-    with the classes, the size and the statistics of images. It is read back, run on random images and compared with
-    the network before it takes its place.
+    A graph takes batches of any size and holds float32 weights, and as metadata, under ``classifier``, JSON text with
+    the classes, and the size and statistics of images. It is read back, run on random images and compared with the
+    network before it replaces a file.
 
     Args:
-        model: a network that takes images ``(b, c, h, w)``, such as :func:`vision_attn.load_model` gives.
-        output: ``.onnx`` for ONNX, ``.pt2`` for ``torch.export``; without an ending a folder, as
-            :func:`vision_attn.save_model` writes it.
-        normalize: whether the graph takes pixels in 0…1 and normalises them itself.
-        classes: name of each class; by default ``model.classes``.
-        input_size: channels, rows and columns of an image; by default, as mean and std, of ``model.pretrained_cfg``.
-        mean: of each channel, of pixels in 0…1.
-        std: standard deviation of each channel.
-
-    Returns:
-        What was written and how it compares; of a folder its path.
+        model: a classifier that takes images ``(b, c, h, w)``, with ``pretrained_cfg`` and, if they are known,
+            ``classes``, such as :func:`vision_attn.load_model` returns.
+        output: ``.onnx`` for ONNX, ``.pt2`` for ``torch.export``.
+        normalize: let the graph take pixels in 0…1 and normalize them.
 
     Raises:
-        ValueError: ``output`` has another ending, or the network does not say what its images are like.
-        ExportError: the network cannot be exported, or what was written computes something else. No file is left of
-            it, and a file that was there before stays.
-        OSError: the file cannot be written, which is found before the network is exported.
+        ValueError: ``output`` has another ending.
+        ExportError: the network cannot be exported, or the file computes something else. It is not kept, and a file
+            that was there before stays.
+        OSError: the file cannot be written, which is checked before the network is exported.
 
     >>> import tempfile
     >>> network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
-    >>> statistics = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.25,) * 3}
-    >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2", classes=("cat", "dog"), **statistics)
+    >>> network.classes = ("cat", "dog")
+    >>> network.pretrained_cfg = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    >>> report = export_model(network, Path(tempfile.mkdtemp()) / "network.pt2")
     >>> report.difference < 1e-5
     True
     """
-    check_type("model", model, nn.Module, "a network")
     output, plain = Path(output).absolute(), plain_network(model)
-    ending = output.suffix.lower()
-    if ending not in ("", *FORMATS):
-        raise ValueError(f"output must end in {' or '.join(FORMATS)}, or in nothing for a folder; got {output.name!r}")
-    if not ending:
-        return save_model(plain, output, classes=classes)
-    config = getattr(plain, "pretrained_cfg", None) or {}
-    about: dict[str, Any] = {
-        "classes": list(classes or vars(plain).get("classes") or ()),
-        "input_size": input_size or config.get("input_size"),
-        "mean": mean or config.get("mean"),
-        "std": std or config.get("std"),
-    }
-    missing = [name for name, value in about.items() if value is None]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} must be given: the network has no pretrained_cfg that says them")
+    if output.suffix.lower() not in FORMATS:
+        raise ValueError(f"output must end in {' or '.join(FORMATS)}; got {output.name!r}")
+    config = get_model_cfg(plain)
     network = copy.deepcopy(plain).cpu().float().eval()
     set_impl_(network, "sdpa")  # all compute the same; this one is exported with batches of any size
     if normalize:
-        network = nn.Sequential(Normalize(list(about["mean"]), list(about["std"])), network).eval()
-    about |= {
-        **{name: config.get(name, usual) for name, usual in CROP.items()},
+        network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
+    about: dict[str, Any] = {
+        "classes": list(vars(plain).get("classes") or ()),
+        **{name: config[name] for name in ("input_size", "mean", "std")},
+        **{name: config.get(name, default) for name, default in CROP.items()},
         "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
         "architecture": config.get("architecture"),
         "inserted": list(inserted_blocks(plain)),
@@ -128,26 +101,23 @@ def export_model(
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     check_writable(output)
-    content, difference, largest = export_and_compare(network, ending, about)
+    content, difference, largest = export_and_compare(network, output.suffix.lower(), about)
     write_atomically(output, content)
     return ExportReport(output, tuple(about["input_size"]), normalize, difference, largest)
 
 
 def export_and_compare(network: nn.Module, ending: str, about: dict[str, Any]) -> tuple[bytes, float, float]:
-    """Return a graph as the content of its file, the largest difference of its outputs, and the largest output."""
+    """Return the content of the file, the largest difference of its outputs, and the largest output."""
     write, reopen = FORMATS[ending]
     images = [torch.rand(b, *about["input_size"], generator=torch.Generator().manual_seed(0)) for b in BATCHES]
     with torch.no_grad():
         expected = torch.cat([network(batch) for batch in images])
-    if about["classes"] and expected.shape[1:] != (len(about["classes"]),):
-        raise ValueError(f"classes must be {expected.shape[1]}, as many as outputs; got {len(about['classes'])}")
     if not expected.isfinite().all():
         raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            # Of the exporters, about themselves.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
+            for category in (DeprecationWarning, FutureWarning):  # of the exporters, about themselves
+                warnings.simplefilter("ignore", category)
             content = write(network, torch.zeros(2, *about["input_size"]), json.dumps(about, ensure_ascii=False))
             run = reopen(content)
             found = torch.cat([run(batch) for batch in images])
@@ -159,18 +129,18 @@ def export_and_compare(network: nn.Module, ending: str, about: dict[str, Any]) -
     difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:  # also where it is no number
         raise ExportError(
-            f"what was written computes something else: an output differs by {difference:.1e} from the network's, "
-            f"which are up to {largest:.3g}; nothing is left of it"
+            f"the exported graph computes something else: an output differs by {difference:.1e} from the network's, "
+            f"which are up to {largest:.3g}; no file was written"
         )
     return content, difference, largest
 
 
 def write_onnx(network: nn.Module, images: Tensor, about: str) -> bytes:
-    import onnxruntime  # noqa: F401 - said to be missing before the work
+    import onnxruntime  # noqa: F401 - a missing package is reported before the work
     import onnxscript  # noqa: F401
 
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": ({0: "batch"},)}
-    # Its verify=True only logs what differs; what was written is compared here.
+    # Its verify=True only logs what differs; the outputs are compared here.
     program = torch.onnx.export(network, (images,), dynamo=True, verbose=False, **names)
     assert program is not None
     program.model.metadata_props[ENTRY] = about
@@ -194,5 +164,5 @@ def open_program(content: bytes) -> Callable[[Tensor], Tensor]:
     return torch.export.load(io.BytesIO(content)).module()
 
 
-#: By the ending of the file: the functions that serialize a graph and read it back.
+#: Functions that serialize a graph and read it back, by the ending of the file.
 FORMATS = {".onnx": (write_onnx, open_onnx), ".pt2": (write_program, open_program)}

@@ -1,10 +1,8 @@
-"""How well a network does on a data set, and what its blocks are worth there."""
+"""Evaluation of a network on a data set, with and without its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +14,22 @@ from tqdm import tqdm
 
 from vision_attn.networks.contributions import disabled, measured, share
 from vision_attn.networks.insertion import quiet_eval
-from vision_attn.tools.training.data import InMemory, Workers
+from vision_attn.tools.training.data import Decoded, InMemory, Source, open_images
+from vision_attn.tools.training.network import Log, Network
+from vision_attn.tools.training.settings import Settings
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a network does on a data set."""
+    """Scores of a network on a data set."""
 
-    #: mean cross-entropy of an image
+    #: mean cross-entropy per image
     loss: float
-    #: percent of the images whose class is the first choice
+    #: percentage of images whose class is the first choice
     top1: float
-    #: percent of those whose class is among the first five choices; None where there are no more than five
+    #: percentage of images whose class is among the first five choices; None for up to five classes
     top5: float | None
-    #: root mean square of what a block adds over that of its map, the mean over the blocks; None where there are none
+    #: ratio of root mean squares, residual branch to input, averaged over the blocks; None without blocks
     branch_share: float | None = None
 
     def __str__(self) -> str:
@@ -40,15 +40,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Disabled:
-    """What blocks are worth: the same evaluation with all of them disabled."""
+    """Scores with all blocks disabled, against those with the blocks."""
 
-    #: with the blocks
+    #: scores with the blocks
     whole: Scores
-    #: with all of them disabled
+    #: scores with all blocks disabled
     without: Scores
-    #: predictions that change
+    #: number of predictions that change
     changed: int
-    #: predictions in all
+    #: number of predictions
     images: int
 
     def __str__(self) -> str:
@@ -59,31 +59,32 @@ class Disabled:
         )
 
 
-def normalization(config: Mapping[str, Any]) -> v2.Transform:
-    """From bytes to what a network of this configuration takes: ``(x / 255 - mean) / std`` in each channel."""
-    return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])])
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """Evaluates networks on one set of images, by all processes together."""
+    """Evaluation of networks on one set of images, by all processes together."""
 
-    accelerator: Accelerator
-    #: bytes to network input
-    normalize: v2.Transform
-    data: InMemory | Workers
-    #: images that go through a network at a time, over all processes
-    batch_size: int
+    def __init__(
+        self, source: Source, settings: Settings, network: Network, accelerator: Accelerator, log: Log
+    ) -> None:
+        config = network.config
+        self.accelerator, self.batch_size = accelerator, settings.batch_size
+        self.data: InMemory | Decoded = open_images(source, settings, config, accelerator.device)
+        #: bytes to network input: ``(x / 255 - mean) / std`` in each channel
+        self.normalize = v2.Compose(
+            [v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])]
+        )
+        size = "×".join(map(str, config["input_size"]))
+        what = f"{len(source):,} images of {source.name} at {size}, {self.data.storage}"
+        log(f"evaluation: {what}, on {accelerator.device}")
 
     def __call__(self, model: nn.Module) -> tuple[Scores, Tensor]:
-        """The scores over the whole set, and the prediction of each image of this process."""
+        """Return the scores over all images, and the prediction for each image of this process."""
         accelerator, count = self.accelerator, len(self.data.labels)
         process, processes = accelerator.process_index, accelerator.num_processes
-        if processes > 1:  # each has seen other images; what is evaluated and saved are the batch norms of the first
+        if processes > 1:  # batch norms have seen other images in each process: those of the first count
             for buffer in model.buffers():
                 broadcast(buffer)
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
-        seen = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
+        predictions = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
         rows = torch.arange(process, count, processes).split(self.batch_size // processes)
         with quiet_eval(model), accelerator.autocast(), measured(model) as branches:
             for batch in tqdm(self.data.batches(rows), "evaluate", len(rows), leave=False, disable=None):
@@ -91,21 +92,21 @@ class Evaluation:
                 logits = model(self.normalize(images)).float()
                 classes = logits.shape[1]
                 choices = logits.topk(min(5, classes)).indices
-                right = choices == labels[:, None]
-                seen.append(choices[:, 0])
+                correct = choices == labels[:, None]
+                predictions.append(choices[:, 0])
                 loss = F.cross_entropy(logits, labels, reduction="sum")
-                totals += torch.stack([loss.double(), right[:, 0].sum(), right.sum()])
+                totals += torch.stack([loss.double(), correct[:, 0].sum(), correct.sum()])
         squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
-        everything = accelerator.reduce(torch.cat([totals, *squares]))
-        loss, top1, top5 = (everything[:3] / count).tolist()
-        size = share(everything[3:].view(-1, 2).T).mean().item() if squares else None
-        return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, size), torch.cat(seen)
+        reduced = accelerator.reduce(torch.cat([totals, *squares]))
+        loss, top1, top5 = (reduced[:3] / count).tolist()
+        ratio = share(reduced[3:].view(-1, 2).T).mean().item() if squares else None
+        return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, ratio), torch.cat(predictions)
 
-    def without_blocks(self, model: nn.Module, whole: Scores, seen: Tensor) -> Disabled | None:
-        """What the blocks are worth, beside what an evaluation gave with them; None where there are none."""
-        if whole.branch_share is None:
+    def without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
+        """Evaluate with all blocks disabled, and compare with these scores; None if there are no blocks."""
+        if scores.branch_share is None:
             return None
         with disabled(model):
             without, others = self(model)
-        changed = int(self.accelerator.reduce((seen != others).sum()))
-        return Disabled(whole, without, changed, len(self.data.labels))
+        changed = int(self.accelerator.reduce((predictions != others).sum()))
+        return Disabled(scores, without, changed, len(self.data.labels))

@@ -1,8 +1,8 @@
-"""The folder of a run, and what is written there for people: metrics and curves.
+"""The folder of a run, and the metrics and curves in it.
 
-The network of the epoch with the highest top-1 is in ``model``, ready for ``load_model``; where the backbone is frozen,
-its blocks alone, and a new head, in ``adapter.safetensors``; all that is needed to go on, from the middle of an epoch
-too, in ``state``; what trackers write in ``logs``.
+The network of the epoch with the highest top-1 is in ``model``, for ``load_model``; with a frozen backbone, its blocks
+and a new head are in ``adapter.safetensors``; all that is needed to resume the run is in ``state``; trackers write to
+``logs``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vision_attn.networks.safe import write_atomically
 
 
 def newest_state(folder: Path) -> Path | None:
-    """The folder of the newest state of a run, ``state/EPOCH-STEP``; each was written aside and renamed when whole."""
+    """Return the folder of the newest state, ``state/EPOCH-STEP``; each was renamed when it was complete."""
     return max((folder / "state").glob("[0-9]*-[0-9]*"), default=None)
 
 
 def numbered_folder(root: Path = Path("runs")) -> Path:
-    """Make the next of ``train-1``, ``train-2``, …."""
+    """Create the next of ``train-1``, ``train-2``, …."""
     taken = [int(path.name[6:]) for path in root.glob("train-*") if path.name[6:].isdecimal()]
     folder = root / f"train-{max(taken, default=0) + 1}"
     folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ def write_table(path: Path, lines: Iterable[Iterable[object]]) -> None:
     write_atomically(path, table.getvalue().encode())
 
 
-def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -> None:
+def write_metrics(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -> None:
     """Write ``metrics.csv``, and draw ``curves.png``."""
     write_table(folder / "metrics.csv", [list(rows[0]), *(row.values() for row in rows)])
     if draw:
@@ -47,7 +47,7 @@ def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], *, draw: bool) -
 
 
 def curves_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Loss of training and evaluation, top-1, rate, and with blocks the size of their branches, one above the other."""
+    """Draw the losses, top-1, the learning rate, and with blocks the size of their branches, one above the other."""
     panels = {"loss": ("eval_loss", "train_loss"), "top-1 %": ("eval_top1",), "rate": ("lr",)}
     if rows[0]["branch_share"] is not None:
         panels["branch/stream"] = ("branch_share",)

@@ -1,4 +1,4 @@
-"""A run from its settings: the data, the network, and then training or evaluation."""
+"""Training and evaluation of a network from settings: the data, the network, then the loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, broadcast_object_list, set_seed
 from filelock import FileLock
@@ -21,61 +21,58 @@ from vision_attn.networks.insertion.makers import get_maker
 from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
 from vision_attn.text import shorten
-from vision_attn.tools.training.data import Source, open_data, open_images
-from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores, normalization
+from vision_attn.tools.training.data import open_data, open_images
+from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
-from vision_attn.tools.training.network import Network, Say, block_class, build_network, prepare_network, refuse_block
+from vision_attn.tools.training.network import Log, adopt_network, block_class, build_network, raise_block_error
 from vision_attn.tools.training.settings import Settings, differences, read_settings, write_settings
 
-#: Seconds for which a run waits for its folder: workers of one that was killed hold it until they notice.
-PATIENCE = 10
+#: Seconds to wait for the lock on a folder: worker processes of a killed run hold it until they notice.
+LOCK_TIMEOUT = 10
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run led to."""
+    """Result of a run."""
 
-    #: the network as it was evaluated last, in evaluation mode; ``load_model(folder)`` gives that of the best epoch
+    #: network as it was evaluated last, in evaluation mode; ``load_model(folder)`` gives that of the best epoch
     model: nn.Module
-    #: shape of an image that it takes, ``(c, h, w)``
+    #: shape of an input image, ``(c, h, w)``
     input_size: tuple[int, int, int]
-    #: after the last epoch, or of the weights as they were where nothing was trained
+    #: scores after the last epoch
     final: Scores
-    #: of the epoch with the highest top-1
+    #: scores of the epoch with the highest top-1
     best: Scores
-    #: with all blocks disabled, where there are some
+    #: scores with all blocks disabled; None without blocks
     disabled: Disabled | None
-    #: of ``metrics.csv``: a row for each epoch
+    #: rows of ``metrics.csv``, one per epoch
     rows: list[dict[str, Any]]
-    #: of the run; None where nothing was trained
-    folder: Path | None
+    #: folder of the run
+    folder: Path
 
 
-def train(
-    settings: Settings | None = None, *, model: nn.Module | str | None = None, say: Say = print, **options: Any
-) -> Result:
-    """Train an image classifier, with attention in it or not, and leave the run in a folder.
+def train(model: nn.Module | str | None = None, *, log: Log = print, **options: Any) -> Result:
+    """Train an image classifier, with or without attention, and leave the run in a folder.
 
     Every random choice follows from the seed, the epoch, the step and the process. So a run that was stopped anywhere
-    and is resumed ends with the weights of one that was not.
+    and is resumed has bitwise the same weights as one that was not.
 
     Args:
-        settings: what to do; or give each setting by its name, as ``vision-attn train --help`` lists them.
-        model: the name of a network, or a network of timm's with its blocks inserted, which is trained in place.
-        say: told each line of the log, on the main process.
-        **options: settings by their names: ``data="flowers", epochs=10, insert="layer3"``.
+        model: name of a network, or a network of timm's with its blocks inserted, which is trained in place.
+        log: function that is called with each line of the log, on the main process.
+        **options: settings by name, as ``vision-attn train --help`` lists them: ``data="flowers", epochs=10``.
 
     Returns:
-        The network and how well it does. The folder of the run, ``result.folder``, has its settings, ``metrics.csv``,
-        ``curves.png``, the best network, which :func:`vision_attn.load_model` reads, and the state to go on from.
+        The network and its scores. The folder of the run, ``result.folder``, has its settings, ``metrics.csv``,
+        ``curves.png``, the best network, which :func:`vision_attn.load_model` reads, and the state to resume from.
 
     Raises:
-        ValueError: settings that are not what they may be, or that name what does not exist.
+        ValueError: a setting is wrong, or names something that does not exist.
         DataError: the data is missing, empty or damaged.
         CheckpointError: weights, or the run to resume, cannot be read or do not fit.
         TrainingError: the loss or a weight is no longer finite, or the folder cannot be written.
-        Interrupted: Ctrl-C or SIGTERM came while it trained; the run is saved.
+        Interrupted: Ctrl-C or SIGTERM came during training; the run is saved.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -84,37 +81,43 @@ def train(
     ...     (root / half / kind).mkdir(parents=True)
     ...     Image.new("RGB", (32, 32), kind).save(root / half / kind / "1.png")
     >>> settings = {"data": root, "batch_size": 2, "epochs": 1, "output": root / "run", "device": "cpu"}
-    >>> result = train(model="resnet20", insert="layer3", say=lambda line: None, **settings)
+    >>> result = train("resnet20", insert="layer3", log=lambda line: None, **settings)
     >>> result.input_size, len(result.rows)
     ((3, 32, 32), 1)
     """
-    given = model if isinstance(model, nn.Module) else None
-    options |= {"model": model} if isinstance(model, str) else {}
-    if settings is not None and options:
-        raise ValueError(f"settings and options exclude each other: give {', '.join(options)} in the settings")
-    settings, resumed = placed(settings or Settings(**options))
+    if model is None or isinstance(model, nn.Module):
+        return run_training(Settings(**options), model, log)
+    return run_training(Settings(model=model, **options), log=log)
+
+
+def run_training(settings: Settings, model: nn.Module | None = None, log: Log = print) -> Result:
+    """Train the network of the settings, or a given one."""
+    settings, resumed = find_run(settings)
     accelerator = make_accelerator(settings)
-    log = say if accelerator.is_main_process else (lambda line: None)
+    main, processes = accelerator.is_main_process, accelerator.num_processes
+    log = log if main else (lambda line: None)
     with accelerator.main_process_first():  # what is downloaded is downloaded once
         held_out, source = (open_data(settings, train=half) for half in (False, True))
         if only := sorted(set(source.classes) ^ set(held_out.classes)):
             raise DataError(f"{shorten(only)}: classes of {source.name} or of {held_out.name}, and not of both")
-        check_batch(settings, len(source), accelerator.num_processes)
-        if given is None:
+        parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
+        if settings.batch_size > len(source) or settings.batch_size % parts:
+            limits = f"at most the {len(source)} training images, and a multiple of {parts} to be divided"
+            raise ValueError(f"batch_size must be {limits}; got {settings.batch_size}")
+        if model is None:
             network = build_network(settings, source, log, resumed=resumed)
         else:
-            network = prepare_network(Network(given), settings, source, log)
-    evaluation = evaluator(held_out, settings, network, accelerator, log)
+            network = adopt_network(model, settings, source, log)
+    evaluation = Evaluation(held_out, settings, network, accelerator, log)
     data = open_images(source, settings, network.config, accelerator.device, train=True)
-    log(f"training: {len(source):,} images of {source.name}, {data.kept}")
+    log(f"training: {len(source):,} images of {source.name}, {data.storage}")
     log(f"{settings.epochs:,} epochs of {len(source) // settings.batch_size:,} steps of {settings.batch_size} images")
 
-    main = accelerator.is_main_process
     if settings.output is None:  # now that nothing is refused any more
         settings = replace(settings, output=broadcast_object_list([numbered_folder() if main else None])[0])
     folder = Path(str(settings.output))
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock", timeout=PATIENCE) if main else nullcontext():
+    with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT) if main else nullcontext():
         trainer = Trainer(settings, network, data, evaluation, log)
         if main:
             write_atomically(folder / "settings.yaml", write_settings(settings))
@@ -126,23 +129,23 @@ def train(
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
         try:
-            final, seen = trainer.train()
+            final, predictions = trainer.train()
         except Exception as error:
-            refuse_block(error, settings.block)
+            raise_block_error(error, settings.block)
             raise
         for tracker in accelerator.trackers:
             tracker.finish()
-        disabled = evaluation.without_blocks(trainer.evaluated, final, seen)
+        disabled = evaluation.without_blocks(trainer.evaluated, final, predictions)
     rows, row = trainer.progress.rows, trainer.progress.rows[trainer.progress.best]
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["branch_share"])
     log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
-    return Result(trainer.network_now(), network.config["input_size"], final, best, disabled, rows, folder)
+    return Result(trainer.get_plain_network(), network.config["input_size"], final, best, disabled, rows, folder)
 
 
-def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) -> Result:
-    """Evaluate, on the data of the settings, the network in a folder of a run or of ``save_model``, else theirs."""
+def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) -> Scores:
+    """Evaluate the network in a folder of a run or of ``save_model``, or else that of the settings, on their data."""
     accelerator = make_accelerator(settings)
-    log = say if accelerator.is_main_process else (lambda line: None)
+    log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)
     if path is None:
         network = build_network(settings, source, log)
@@ -150,27 +153,19 @@ def evaluate(settings: Settings, path: Path | None = None, *, say: Say = print) 
         model = load_model(path, block=get_maker(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
-            has = f"{source.name} has {shorten(source.classes)}"
-            raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {has}: name the folders alike")
-        network = prepare_network(Network(model), settings, source, log)
-    evaluation = evaluator(source, settings, network, accelerator, log)
+            found = f"{source.name} has {shorten(source.classes)}"
+            raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {found}: name the folders alike")
+        network = adopt_network(model, settings, source, log)
+    evaluation = Evaluation(source, settings, network, accelerator, log)
     model = network.model.to(accelerator.device).eval()
-    scores, seen = evaluation(model)
-    disabled = evaluation.without_blocks(model, scores, seen)
+    scores, predictions = evaluation(model)
+    disabled = evaluation.without_blocks(model, scores, predictions)
     log(f"{scores}\n{disabled}" if disabled else str(scores))
-    return Result(model, network.config["input_size"], scores, scores, disabled, [], None)
-
-
-def evaluator(source: Source, settings: Settings, network: Network, accelerator: Accelerator, log: Say) -> Evaluation:
-    """What evaluates on the images of a source."""
-    data = open_images(source, settings, network.config, accelerator.device)
-    size = "×".join(map(str, network.config["input_size"]))
-    log(f"evaluation: {len(source):,} images of {source.name} at {size}, {data.kept}, on {accelerator.device}")
-    return Evaluation(accelerator, normalization(network.config), data, settings.batch_size)
+    return scores
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """What a run asks of the machine; half precision unasked on CUDA alone."""
+    """Seed the process and create the accelerator; mixed precision is on by default on CUDA alone."""
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     for name, value in (("device", "cuda"), ("amp", "float16")):  # whose gradients CUDA alone has scaled
         if on_cpu and getattr(settings, name) == value:
@@ -178,34 +173,30 @@ def make_accelerator(settings: Settings) -> Accelerator:
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs, and Accelerate does not set
     set_seed(settings.seed, deterministic=settings.deterministic)
-    usual = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    default = "no" if on_cpu else "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     # A process may run several times, each in its own precision, and Accelerate keeps the first one's.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     return Accelerator(
         cpu=on_cpu,
-        mixed_precision={None: usual, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[settings.amp],
+        mixed_precision={None: default, "no": "no", "bfloat16": "bf16", "float16": "fp16"}[settings.amp],
         # As a plugin: the plain argument yields to a variable of the environment, and so would dynamo's.
         gradient_accumulation_plugin=GradientAccumulationPlugin(settings.grad_accum_steps, sync_with_dataloader=False),
         dynamo_backend="no",
         log_with=list(settings.log_with) or None,
-        # A backbone that is frozen for some epochs has no gradients that processes could wait for.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=settings.freeze_epochs > 0)],
         project_config=ProjectConfiguration(logging_dir="logs"),
     )
 
 
-def placed(settings: Settings) -> tuple[Settings, bool]:
-    """The settings with the folder of the run, where it is known, and whether there is one to go on with in it."""
+def find_run(settings: Settings) -> tuple[Settings, bool]:
+    """Return the settings with the folder of the run, if it is known, and True if there is a run to resume in it."""
     resume, folder = settings.resume, settings.output
     if resume not in (None, "auto"):
-        if folder not in (None, Path(resume)):
+        if folder not in (None, Path(str(resume))):
             raise ValueError(f"output must be the folder that a run goes on in, {resume}; got {folder}")
-        folder = Path(resume)
-    if folder is None:
-        return settings, False
-    if newest_state(folder) is None:
-        if resume not in (None, "auto"):
+        folder = Path(str(resume))
+        if newest_state(folder) is None:
             raise FileNotFoundError(f"resume: there is no run in {folder} that could go on")
+    if folder is None or newest_state(folder) is None:
         return settings, False
     if resume is None:
         raise ValueError(f"output: {folder} holds a run already: choose another, or go on with --resume {folder}")
@@ -216,11 +207,3 @@ def placed(settings: Settings) -> tuple[Settings, bool]:
     if differing:
         raise ValueError(f"resume goes on with a run, but {', '.join(differing)} differ from {folder}: give the same")
     return replace(settings, output=folder), True
-
-
-def check_batch(settings: Settings, images: int, processes: int) -> None:
-    """Refuse a batch that the images do not fill, or that the processes cannot share."""
-    parts = processes * math.lcm(settings.grad_accum_steps, 2 if settings.mixup or settings.cutmix else 1)
-    if settings.batch_size > images or settings.batch_size % parts:
-        limits = f"at most the {images} training images, and a multiple of {parts} to be divided"
-        raise ValueError(f"batch_size must be {limits}; got {settings.batch_size}")
