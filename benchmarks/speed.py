@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from vision_attn.networks.convert.swap import swap_
-from vision_attn.networks.inspection import network_of
+from vision_attn.networks.inspection import create_network
 from vision_attn.networks.safe import check_writable, write_atomically
 from vision_attn.text import Table
 from vision_attn.tools import cli
@@ -113,14 +113,14 @@ def swap_row(name):
     """Compare a network after `swap_` with the original network."""
 
     def build_swapped(x, n):
-        original = network_of(name).eval()
+        original = create_network(name).eval()
         swapped = copy.deepcopy(original)
         report = swap_(swapped)
         if not len(report):
             raise ValueError(f"--swap: {name} has no layer that swap_ converts.\n{report}")
         return swapped, original
 
-    return Row({"swapped": build_swapped, "original": lambda x, n: network_of(name)}, {(4, 3, 224, 224): 1})
+    return Row({"swapped": build_swapped, "original": lambda x, n: create_network(name)}, {(4, 3, 224, 224): 1})
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------

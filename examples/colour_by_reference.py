@@ -23,24 +23,25 @@ import torch
 import torch.nn.functional as F
 from matplotlib.cbook import get_sample_data
 from matplotlib.image import imread
+from recall import build_parser, retrieval_blocks
 from sklearn.datasets import load_sample_image
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.figures import Figure, save_figure
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
-from vision_attn.tools.comparison.own_loop import flags, trials
+from vision_attn.tools.comparison.experiments import trials
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket", "stereo_motorcycle", "retina", "immunohistochemistry")
 HELD_OUT = ("china.jpg", "flower.jpg", "grace_hopper.jpg")
-#: The last is attention with `qk_norm="match"`, the one before it has layer norms of queries and keys.
-ARMS = (*LOOKING_UP, "matching")
 #: brightness and two colour channels, as JPEG has them, of red, green and blue
 YCBCR = torch.tensor([[0.299, 0.587, 0.114], [-0.168736, -0.331264, 0.5], [0.5, -0.418688, -0.081312]])
 #: pixels along a side of a photograph, of its smaller twin, of the half of a canvas, and of a cell of the map
 SIDE, SMALL, HALF, CELL = 24, 18, 48, 4
 NOISE, HARDLY_ANY, BATCH, CANVASES, RATE = 0.03, 0.04, 12, 256, 6e-3
+BLOCKS = retrieval_blocks(2 * HALF // CELL)
+#: The last is attention with `qk_norm="match"`, the one before it has layer norms of queries and keys.
+VARIANTS = (*BLOCKS, "matching")
 
 
 def photograph(name):
@@ -115,13 +116,15 @@ class Colourer(nn.Module):
         return self.decoder(y[..., : y.shape[3] // 2])
 
 
-def training(arm, seed, steps):
-    """A network with the block of an arm, and what makes a step of its training."""
+def training(variant, seed, steps):
+    """A network with the block of a variant, and what makes a step of its training."""
     torch.manual_seed(seed)
     model, draw = Colourer(), torch.Generator().manual_seed(seed)
-    where = {"names": "both", "example_input": (1, 3, HALF, 2 * HALF), "side": 2 * HALF // CELL}
-    base, norm = ("attention", "match") if arm == "matching" else (arm, True)
-    insert_arm_(model, base, **where, num_heads=4, key_dim=32, qk_norm=norm)
+    block, options = BLOCKS.get(variant, ("attention", {"qk_norm": "match"}))
+    if block == "attention":
+        options = {"num_heads": 4, "key_dim": 32, "qk_norm": True, **options}
+    if block is not None:
+        va.insert_(model, block, names="both", example_input=(1, 3, HALF, 2 * HALF), **options)
     optimizer = torch.optim.AdamW(va.parameter_groups(model, RATE, weight_decay=0.01))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, max(steps, 20), pct_start=0.1)
 
@@ -136,8 +139,8 @@ def training(arm, seed, steps):
     return model, step
 
 
-def trained(arm, seed, steps):
-    model, step = training(arm, seed, steps)
+def trained(variant, seed, steps):
+    model, step = training(variant, seed, steps)
     for _ in range(steps):
         step()
     return model.eval()
@@ -150,19 +153,19 @@ def decibels(model):
     return -10 * F.mse_loss(torch.cat([model(some) for some in given.split(32)]), left[:, 1:]).log10().item()
 
 
-def run(arm, seed, steps):
-    model = trained(arm, seed, steps)
+def run(variant, seed, steps):
+    model = trained(variant, seed, steps)
     return {"parameters": sum(p.numel() for p in model.parameters()), "dB": decibels(model)}
 
 
-def timed(arm):
-    return training(arm, seed=0, steps=100)[1]
+def timed(variant):
+    return training(variant, seed=0, steps=100)[1]
 
 
 def picture(file, steps):
     """Three canvases: as given, coloured by two blocks, true, and lit where the most colourful cell looks."""
-    models = {arm: trained(arm, 0, steps) for arm in ("averaging", "matching")}
-    titles = [f"{arm}, {decibels(model):.1f} dB" for arm, model in models.items()]
+    models = {variant: trained(variant, 0, steps) for variant in ("averaging", "matching")}
+    titles = [f"{variant}, {decibels(model):.1f} dB" for variant, model in models.items()]
     titles, figure = ["given", *titles, "true", "where the marked cell looks"], Figure((10, 4.7), layout="constrained")
     axes = figure.subplots(3, 5, width_ratios=(2, 1, 1, 1, 2))
     for row, given, left in zip(axes, *canvases(3, False, torch.Generator().manual_seed(1)), strict=True):
@@ -184,7 +187,7 @@ def picture(file, steps):
 
 
 def main(arguments=None):
-    parser = flags(__doc__, ARMS, steps=800, output="runs/reference")
+    parser = build_parser(__doc__, VARIANTS, steps=800, output="runs/reference")
     parser.add_argument("--picture", metavar="FILE", help="train matching and averaging, and draw what they make")
     told = vars(parser.parse_args(arguments))
     if file := told.pop("picture"):

@@ -1,7 +1,7 @@
 """Blocks in an image-to-image network: photographs with noise, and a small network that takes it out.
 
-    python examples/denoise.py                     # the plan: both noises, six arms, three seeds, 2,000 steps each
-    python examples/denoise.py --sigmas 50 --arms plain attention --steps 200
+    python examples/denoise.py                     # the plan: both noises, six variants, three seeds, 2,000 steps each
+    python examples/denoise.py --sigmas 50 --variants plain attention --steps 200
 
 The plan, made before the runs: grey photographs that ship in scikit-image and scikit-learn, noise of σ 25 and 50 (of
 255), a network as FFDNet's of about 130,000 parameters on maps of half the size, and one block in its middle, all of as
@@ -11,7 +11,7 @@ gain where an image repeats. If it is better than no control there after 2,000 s
 trial, with 750 of 1,500 steps, had plain at 24.14 dB of σ 50 and attention at 23.99, in 3.8 times the time.
 
 Each run is noted in --output as it ends, and the same command goes on from there. On one core the plan takes some two
-hours, nearly all of them for the two arms of attention; it needs `pip install scikit-image`.
+hours, nearly all of them for the two variants of attention; it needs `pip install scikit-image`.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from vision_attn.tools import cli
 from vision_attn.tools.comparison.controls import ConvBlock2d, SqueezeExciteBlock2d
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
 
-#: Blocks and their options; the last arm is compared with the others.
+#: Blocks and their options; the last variant is compared with the others.
 NEAR = {"num_heads": 4, "pattern": va.Neighborhood(13), "impl": "bmm"}
-ARMS = {
+VARIANTS = {
     "plain": None,
     "convolution": (ConvBlock2d, {}),
     "large-kernel": (ConvBlock2d, {"kernel_size": 13}),
@@ -75,11 +75,11 @@ class Denoiser(nn.Module):
         return x - F.pixel_shuffle(self.body(torch.cat([small, level], 1)), 2)
 
 
-def network(arm, seed):
+def network(variant, seed):
     torch.manual_seed(seed)
     model = Denoiser()
-    if ARMS[arm] is not None:
-        block, options = ARMS[arm]
+    if VARIANTS[variant] is not None:
+        block, options = VARIANTS[variant]
         va.insert_(model, block, names="body.2", example_input=(torch.zeros(1, 1, 48, 48), torch.zeros(1, 1, 1, 1)),
                    **options)  # fmt: skip
     return model
@@ -98,9 +98,9 @@ def decibels(model, images, sigma):
     return sum(found) / len(found)
 
 
-def run(arm, seed, sigma, steps, batch=16, side=48):
+def run(variant, seed, sigma, steps, batch=16, side=48):
     """Train one network, and measure it on photographs that it has not seen."""
-    model, draw = network(arm, seed), torch.Generator().manual_seed(seed)
+    model, draw = network(variant, seed), torch.Generator().manual_seed(seed)
     images = [photograph(name) for name in TRAINING]
     optimizer = torch.optim.AdamW(va.parameter_groups(model, 1e-3, weight_decay=0.0))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, max(steps, 2), pct_start=0.05)
@@ -127,9 +127,11 @@ def run(arm, seed, sigma, steps, batch=16, side=48):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), help="some alone")
+    parser.add_argument(
+        "--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS), help="variants to compare"
+    )
     parser.add_argument("--sigmas", type=int, nargs="+", default=(25, 50), help="standard deviations of the noise")
-    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of each arm")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of each variant")
     parser.add_argument("--steps", type=int, default=2000, help="of training")
     parser.add_argument("--output", default="runs/denoise", help="folder of the results")
     options = parser.parse_args(arguments)
@@ -137,28 +139,30 @@ def main(arguments=None):
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "runs.json"
     known = json.loads(file.read_text())["runs"] if file.exists() else {}
-    found = {sigma: {arm: [] for arm in options.arms} for sigma in options.sigmas}
+    found = {sigma: {variant: [] for variant in options.variants} for sigma in options.sigmas}
     for seed in options.seeds:
         for sigma in options.sigmas:
-            for arm in options.arms:
-                name = f"{arm}, σ {sigma}, seed {seed}, {options.steps} steps"
+            for variant in options.variants:
+                name = f"{variant}, σ {sigma}, seed {seed}, {options.steps} steps"
                 if name not in known:
-                    known[name] = run(arm, seed, sigma, options.steps)
+                    known[name] = run(variant, seed, sigma, options.steps)
                     write_atomically(file, json.dumps({"runs": known}, indent=1).encode())
                 print(
                     f"{name}: {known[name]['textured']:.2f} dB textured, {known[name]['others']:.2f} dB others",
                     flush=True,
                 )
-                found[sigma][arm].append(known[name])
+                found[sigma][variant].append(known[name])
     parts, differences = [], {}
-    for sigma, arms in found.items():
-        rows = [("arm", "parameters", "ms a step", "textured dB", "other dB")]
-        for arm, runs in arms.items():
+    for sigma, variants in found.items():
+        rows = [("variant", "parameters", "ms a step", "textured dB", "other dB")]
+        for variant, runs in variants.items():
             means = [sum(one[key] for one in runs) / len(runs) for key in ("milliseconds", "textured", "others")]
-            rows.append((arm, f"{runs[0]['parameters']:,}", f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.2f}"))
+            rows.append(
+                (variant, f"{runs[0]['parameters']:,}", f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.2f}")
+            )
         parts += [f"## σ {sigma}", markdown(rows)]
-        for key in ("textured", "others") if len(arms) > 1 else ():
-            scores = {arm: [one[key] for one in runs] for arm, runs in arms.items()}
+        for key in ("textured", "others") if len(variants) > 1 else ():
+            scores = {variant: [one[key] for one in runs] for variant, runs in variants.items()}
             compared = compare_scores(scores)
             differences[f"σ {sigma}, {key}"] = [one.as_dict() for one in compared]
             parts += [f"dB of the {key}:", difference_table(compared)]

@@ -44,11 +44,11 @@ from torchvision.transforms.functional import pil_to_tensor
 import vision_attn as va
 from vision_attn.networks.models.cifar_resnet import CifarResNet, cifar_cfg
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.arms import settings_of_arm
 from vision_attn.tools.comparison.runs import compare
+from vision_attn.tools.comparison.variants import settings_for_variant
 from vision_attn.tools.training.data import Folder
 
-#: Settings name the block below by this module, also in processes of their own.
+#: Settings name the block below by this module, which worker processes import too.
 sys.modules.setdefault("evidence", sys.modules[__name__])
 CIFAR100 = {"img_size": 32, "mean": (0.5071, 0.4867, 0.4408), "std": (0.2673, 0.2564, 0.2761)}
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.201)}
@@ -135,15 +135,17 @@ def cifar(options):
         "gating": ("attention", {"insert": ("layer3.*",), "block": "evidence:Gating", "block_options": HEADS}),
         "attention pool": ("plain", {"model": "resnet20_attention_pool"}),
     }
-    ways = {name: settings_of_arm(base, own, recipe) for name, (base, own) in ways.items()}
+    ways = {name: settings_for_variant(base, custom, recipe) for name, (base, custom) in ways.items()}
     screened = {name: {**way, "val_share": 0.1, "epochs": options.epochs or 10} for name, way in ways.items()}
     common = {**recipe, "insert": ("layer3.*",), "epochs": options.epochs or 10}
     how = {"jobs": options.jobs, "command": f"python examples/evidence.py cifar --data {options.data}"}
-    best = compare(screened, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **how).best
-    arms = {name: settings_of_arm(name, {}, common) for name in FINAL}
-    arms[best] = {**ways[best], "epochs": common["epochs"]}
+    found = compare(screened, seeds=options.seeds or (0, 1, 2), output=f"{options.output}/ways", **how)
+    means = {name: sum(one["top-1 %"] for one in by_seed.values()) for name, by_seed in found.items()}
+    best = max(means, key=means.get)
+    variants = {name: settings_for_variant(name, {}, common) for name in FINAL}
+    variants[best] = {**ways[best], "epochs": common["epochs"]}
     seeds = [10 + seed for seed in options.seeds or range(5)]
-    compare(arms, seeds=seeds, output=options.output, **how)
+    compare(variants, seeds=seeds, output=options.output, **how)
 
 
 #: Where the four photographs lie that are of the classes a, a, b and b.
@@ -252,30 +254,31 @@ def positions(options):
         "img_size": 2 * SIDE, "crop_padding": 0, "epochs": options.epochs or 8,
     }  # fmt: skip
     names = ("plain", "convolution", "se", "se-residual", "pooled-mlp", "large-kernel", "averaging", "attention")
-    arms = {name: settings_of_arm(name, {}, common) for name in names}
+    variants = {name: settings_for_variant(name, {}, common) for name in names}
     where = f"position=RelPosDecomposed({SIDE // 2})"
-    with_positions = settings_of_arm("attention", {"block_options": (where,)}, common)
+    with_positions = settings_for_variant("attention", {"block_options": (where,)}, common)
     if options.plan == "matching":
-        arms = {"matching": settings_of_arm("attention", {"block_options": (where, "qk_norm=match")}, common)}
-    arms["attention with positions"] = with_positions
+        variants = {"matching": settings_for_variant("attention", {"block_options": (where, "qk_norm=match")}, common)}
+    variants["attention with positions"] = with_positions
     command = f"python examples/evidence.py {options.plan} --data {options.data} --weights {options.weights}"
-    compare(arms, seeds=options.seeds or range(5), output=options.output, jobs=options.jobs, command=command)
+    how = {"jobs": options.jobs, "command": command}
+    compare(variants, seeds=options.seeds or range(5), output=options.output, **how)
 
 
 def adapters(options):
     common = {**frozen(options), "data": options.data, "img_size": SIDE, "epochs": options.epochs or 2}
-    arms = {
-        f"{name} in {stage}": settings_of_arm(name, {"insert": (f"{stage}.*",)}, common)
+    variants = {
+        f"{name} in {stage}": settings_for_variant(name, {"insert": (f"{stage}.*",)}, common)
         for stage in ("layer1", "layer3")
         for name in ("norm-shortcut", "se-residual", "convolution", "attention")
     }
     # On 32×32 positions in full a step takes 40 seconds.
     near = {"insert": ("layer1.*",), "block_options": (f"pattern=Window({SIDE // 4})",)}
-    arms["attention in layer1"] = settings_of_arm("attention", near, common)
+    variants["attention in layer1"] = settings_for_variant("attention", near, common)
     command = f"python examples/evidence.py adapters --data {options.data} --weights {options.weights}"
     how = {"jobs": options.jobs, "command": command}
-    compare({"head alone": settings_of_arm("plain", {}, common), **arms}, seeds=options.seeds or range(5),
-            output=options.output, **how)  # fmt: skip
+    variants = {"head alone": settings_for_variant("plain", {}, common), **variants}
+    compare(variants, seeds=options.seeds or range(5), output=options.output, **how)
 
 
 def main(arguments=None):

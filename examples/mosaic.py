@@ -9,12 +9,12 @@ one cell of a map of each photograph; a 1×1 convolution behind it adds the labe
 of every cell. Eighty classes are for training, twenty for the test; guessing scores 20 %. Beside them is the nearest
 neighbour: the label of the example of the largest cosine. The same command goes on from what is kept in --output.
 
-The plan, written after a pilot of one seed with four arms and before the runs: thirteen blocks, five seeds, 800 steps;
+The plan, written after a pilot of one seed with four blocks, before the runs: thirteen blocks, five seeds, 800 steps;
 attention is to be 15 points better than every other block. The pilot had attention at 42.1 %, linear attention at 40.8
 and the nearest neighbour at 41.7, so that is not expected of linear attention: five labels are few enough to be summed.
 With --thaw the last stage of the network learns too, in further steps; of the nearest neighbour it learns the cosines.
-The plan: 300 steps of five arms, five seeds; attention is to be above the nearest neighbour on frozen features. A pilot
-on 20 of the training classes had matching at 54 % and 56 (200 and 600 steps), the nearest neighbour at 58, frozen 41.
+The plan: 300 steps, five blocks, five seeds; attention is to be above the nearest neighbour on frozen features. A pilot
+on 20 of training classes had matching at 54 % and 56 (200 and 600 steps), the nearest neighbour at 58, frozen 41.
 As 300 left attention below what the nearest neighbour learns, 900 of these two are to say whether it only learns later.
 With --parts 4 a cell has the 4×4 parts of its photograph, side by side: 1,024 channels. The plan: attention in all of
 them (`whole`), in 512 as by default (`matching`) and in 256 (`narrow`), 400 and 800 steps, five seeds; no difference is
@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from recall import build_parser, retrieval_blocks
 from timm.layers import freeze_batch_norm_2d
 from torch import nn
 from torchvision.transforms.functional import normalize, to_tensor
@@ -36,15 +37,15 @@ from vision_attn.checks import check_counts
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.arms import LOOKING_UP, insert_arm_
-from vision_attn.tools.comparison.own_loop import flags, trials
+from vision_attn.tools.comparison.experiments import trials
 
 SIDE, LABELS, WIDTH, NOTHING, NEAREST = 5, 5, 64, -100, "nearest neighbour"
 BATCH, MOSAICS, THAWED_BATCH, THAWED_RATE = 64, 512, 16, 1e-3
 PHOTOGRAPHS, HELD_OUT = 200, 20  # of a class, and classes for the test
 #: Attention that begins by comparing, in a share of the channels; None is the default: in all up to 512.
 MATCHING = {"narrow": 0.25, "whole": 1, "matching": None}
-ARMS = (NEAREST, *LOOKING_UP, *MATCHING)
+BLOCKS = retrieval_blocks(SIDE)
+VARIANTS = (NEAREST, *BLOCKS, *MATCHING)
 
 
 @torch.no_grad()
@@ -102,17 +103,20 @@ class Seen(nn.Module):
 class Labelling(Seen):
     """Scores of each label in each cell, ``(b, 5, 25)``, by a block on so many channels."""
 
-    def __init__(self, arm, channels):
+    def __init__(self, variant, channels):
         super().__init__()
         self.norm = nn.BatchNorm2d(channels, affine=False)
         self.labels = nn.Conv2d(LABELS, channels, 1, bias=False)
         self.block = nn.Sequential(nn.Identity())
         hidden = nn.Conv2d(channels, WIDTH, 1), nn.BatchNorm2d(WIDTH), nn.ReLU()
         self.read = nn.Sequential(*hidden, nn.Conv2d(WIDTH, LABELS, 1))
-        base, own = ("attention", {"qk_norm": "match"}) if arm in MATCHING else (arm, {})
-        if share := MATCHING.get(arm):
-            own |= dict.fromkeys(("key_dim", "value_dim"), int(share * channels) // 4)
-        insert_arm_(self.block, base, names="0", example_input=(1, channels, SIDE, SIDE), side=SIDE, num_heads=4, **own)
+        block, options = BLOCKS.get(variant, ("attention", {"qk_norm": "match"}))
+        if block == "attention":
+            options = {"num_heads": 4, **options}
+        if share := MATCHING.get(variant):
+            options |= dict.fromkeys(("key_dim", "value_dim"), int(share * channels) // 4)
+        if block is not None:
+            va.insert_(self.block, block, names="0", example_input=(1, channels, SIDE, SIDE), **options)
 
     def forward(self, photographs, given):
         features, given = (one.mT.unflatten(2, (SIDE, SIDE)) for one in (self.features(photographs), given))
@@ -131,9 +135,9 @@ class Nearest(Seen):
         return self.factor * given.mT @ cells @ cells.mT
 
 
-def begin(arm, seed, parts):
+def begin(variant, seed, parts):
     torch.manual_seed(seed)
-    return Nearest() if arm == NEAREST else Labelling(arm, WIDTH * parts**2)
+    return Nearest() if variant == NEAREST else Labelling(variant, WIDTH * parts**2)
 
 
 def learning(model, pool, steps, draw, batch=BATCH, rate=3e-3):
@@ -158,12 +162,12 @@ def right(model, pool, seed):
     return 100 * found[asked != NOTHING].double().mean().item()
 
 
-def run(arm, seed, steps, thaw, parts, file, weights):
-    model, draw = begin(arm, seed, parts), torch.Generator().manual_seed(seed)
+def run(variant, seed, steps, thaw, parts, file, weights):
+    model, draw = begin(variant, seed, parts), torch.Generator().manual_seed(seed)
     step = learning(model, photographs(file, True), steps, draw)
-    for _ in range(0 if arm == NEAREST else steps):
+    for _ in range(0 if variant == NEAREST else steps):
         step()
-    parameters = 0 if arm == NEAREST else sum(p.numel() for p in model.parameters())
+    parameters = 0 if variant == NEAREST else sum(p.numel() for p in model.parameters())
     measured = {"parameters": parameters, "right %": right(model, photographs(file, False), seed)}
     if thaw:
         model.thaw(weights, parts)
@@ -175,13 +179,13 @@ def run(arm, seed, steps, thaw, parts, file, weights):
     return measured
 
 
-def timed(arm, file, parts):  # on frozen features
-    return learning(begin(arm, 0, parts), photographs(file, True), 100, torch.default_generator)
+def timed(variant, file, parts):  # on frozen features
+    return learning(begin(variant, 0, parts), photographs(file, True), 100, torch.default_generator)
 
 
 def main(arguments=None):
-    parser = flags(__doc__, ARMS, steps=800, output="runs/mosaic")
-    parser.set_defaults(arms=[NEAREST, *LOOKING_UP, "matching"])
+    parser = build_parser(__doc__, VARIANTS, steps=800, output="runs/mosaic")
+    parser.set_defaults(variants=[NEAREST, *BLOCKS, "matching"])
     parser.add_argument("--data", required=True, help="folder of CIFAR-100, with train/CLASS/IMAGE in it")
     parser.add_argument("--weights", required=True, help="checkpoint of a ResNet-20 for CIFAR-10")
     parser.add_argument("--thaw", type=int, help="further steps, in which the last stage learns too")
@@ -193,7 +197,7 @@ def main(arguments=None):
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         keep(data, told["weights"], file, parts)
-    trials(run, step=lambda arm: timed(arm, str(file), parts), file=str(file), **told)
+    trials(run, step=lambda variant: timed(variant, str(file), parts), file=str(file), **told)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Stereo: how far is each pixel of the left view shifted in the right one? Attention along rows, and a cost volume.
 
-    python examples/stereo.py                              # five arms, five seeds, 600 steps of 8 pairs each
-    python examples/stereo.py --arms averaging matching --seeds 0 --steps 200
+    python examples/stereo.py                              # five variants, five seeds, 600 steps of 8 pairs each
+    python examples/stereo.py --variants averaging matching --seeds 0 --steps 200
 
 A small network learns from synthetic pairs: planes and shapes with the texture of photographs, which ship in
 scikit-image. It is measured on 64 others, and on a real pair, the motorcycle of Middlebury (Scharstein et al., GCPR
@@ -9,9 +9,9 @@ scikit-image. It is measured on 64 others, and on a real pair, the motorcycle of
 
 Both views go through the same convolutions to a quarter of their size. Then each position of a row looks for itself
 among ten positions of the same row in the other view, and the same convolutions make a disparity of the left map, of
-the offset that it expects and of the largest weight. Arms differ by what gives the weights: attention along rows,
+the offset that it expects and of the largest weight. Variants differ by what gives the weights: attention along rows,
 matching (`qk_norm="match"`) or as it begins by default; averaging; or a cost volume, products of normalised features
-shift by shift, which is nearly the same operator: what attention adds is a projection. In the first arm two 3×3
+shift by shift, which is nearly the same operator: what attention adds is a projection. In the first variant two 3×3
 convolutions see both maps, and give two such numbers.
 
 The plan, written before the runs: five seeds; attention that matches has at most 1.4 px on the real pair. Each run is
@@ -25,14 +25,15 @@ import numpy as np
 import skimage.data
 import torch
 import torch.nn.functional as F
+from recall import build_parser
 from torch import nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools import cli
-from vision_attn.tools.comparison.own_loop import flags, trials
+from vision_attn.tools.comparison.experiments import trials
 
-ARMS = ("two-convolutions", "averaging", "attention", "cost-volume", "matching")
+VARIANTS = ("two-convolutions", "averaging", "attention", "cost-volume", "matching")
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "rocket", "retina", "hubble_deep_field",
                "immunohistochemistry")  # fmt: skip
 HEIGHT, WIDTH, LARGEST = 64, 160, 40  # of a pair, and of its disparities, in pixels
@@ -109,17 +110,17 @@ def convolution(in_channels, channels, kernel=3, stride=1):
 class Stereo(nn.Module):
     """The disparity of the left view, ``(b, h, w)``, from both."""
 
-    def __init__(self, arm):
+    def __init__(self, variant):
         super().__init__()
-        self.arm, last = arm, nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1)
+        self.variant, last = variant, nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1)
         self.features = nn.Sequential(
             convolution(3, 32, 3, 2), convolution(32, CHANNELS, 3, 2), convolution(CHANNELS, CHANNELS), last
         )
         self.temperature = nn.Parameter(torch.tensor(10.0).log())
-        if arm == "two-convolutions":
+        if variant == "two-convolutions":
             self.both = nn.Sequential(convolution(2 * CHANNELS, CHANNELS), convolution(CHANNELS, 2))
-        elif arm != "cost-volume":
-            options = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}[arm]
+        elif variant != "cost-volume":
+            options = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}[variant]
             # Rows as maps of one axis. Its weights are used, and not what it makes of values.
             self.attend = va.Attention1d(CHANNELS, 1, value_dim=1, out_channels=1, **options)
         self.read = nn.Sequential(convolution(CHANNELS + 2, 64), convolution(64, 64), nn.Conv2d(64, 1, 3, 1, 1))
@@ -129,7 +130,7 @@ class Stereo(nn.Module):
         width = left.shape[3]
         shift = torch.arange(width)[:, None] - torch.arange(width)
         near = (shift >= 0) & (shift < SHIFTS)
-        if self.arm == "cost-volume":
+        if self.variant == "cost-volume":
             one, other = (F.normalize(F.instance_norm(y), dim=1) for y in (left, right))
             logits = self.temperature.exp() * torch.einsum("bchi,bchj->bhij", one, other)
             return logits.masked_fill(~near, -torch.inf).softmax(3)
@@ -138,7 +139,7 @@ class Stereo(nn.Module):
 
     def forward(self, left, right):
         left, right = (self.features((y - 0.45) / 0.25) for y in (left, right))
-        if self.arm == "two-convolutions":
+        if self.variant == "two-convolutions":
             offset, sure = self.both(torch.cat([left, right], 1)).split(1, dim=1)
         else:
             weights, column = self.weights(left, right), torch.arange(left.shape[3]).float()
@@ -147,9 +148,9 @@ class Stereo(nn.Module):
         return F.interpolate(y, scale_factor=CELL, mode="bilinear", align_corners=False)[:, 0]
 
 
-def training(arm, seed, steps):
+def training(variant, seed, steps):
     torch.manual_seed(seed)
-    model, draw = Stereo(arm), torch.Generator().manual_seed(seed)
+    model, draw = Stereo(variant), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
 
@@ -165,8 +166,8 @@ def training(arm, seed, steps):
     return model, step
 
 
-def run(arm, seed, steps):
-    model, step = training(arm, seed, steps)
+def run(variant, seed, steps):
+    model, step = training(variant, seed, steps)
     for _ in range(steps):
         step()
     left, right, truth = pairs(TESTED, torch.Generator().manual_seed(999))
@@ -181,13 +182,13 @@ def run(arm, seed, steps):
     return {"parameters": sum(p.numel() for p in model.parameters()), **{k: v.item() for k, v in found.items()}}
 
 
-def timed(arm):
-    """One step of an arm, to be timed."""
-    return training(arm, seed=0, steps=100)[1]
+def timed(variant):
+    """One step of a variant, to be timed."""
+    return training(variant, seed=0, steps=100)[1]
 
 
 def main(arguments=None):
-    parser = flags(__doc__, ARMS, steps=600, output="runs/stereo")
+    parser = build_parser(__doc__, VARIANTS, steps=600, output="runs/stereo")
     trials(run, step=timed, **vars(parser.parse_args(arguments)))
 
 

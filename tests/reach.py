@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
-from vision_attn.networks.inspection import network_of
 
 #: The file that this script writes.
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
@@ -80,7 +79,7 @@ def parameters(library, name):
 
 
 def make(library, name):
-    return timm.create_model(name) if library == "timm" else network_of(f"torchvision:{name}")
+    return timm.create_model(name) if library == "timm" else create_network(f"torchvision:{name}")
 
 
 def families():

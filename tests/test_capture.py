@@ -77,10 +77,9 @@ def test_a_mask_for_each_query_a_window_and_strided_keys_are_followed():
     assert maps[""].distance().shape == (1, 2, 1)
 
 
-def test_capturing_ends_with_the_block():
+def test_maps_are_of_the_last_pass_and_of_none_after_an_error():
     block = va.AttentionBlock2d(8, 2)
     model, x = nn.Sequential(block, nn.Hardtanh(), block), torch.randn(1, 8, 3, 4)
-    own = [set(vars(module)) for module in model.modules()]
     with va.capture(model) as maps:
         model(x)
         model(x)
@@ -89,49 +88,28 @@ def test_capturing_ends_with_the_block():
         raise RuntimeError("on purpose")
     model(x)
     assert maps == {}
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert [set(vars(module)) for module in model.modules()] == own
 
 
 def test_sites_and_heads_are_chosen_and_reduced():
     model, x = network(), torch.randn(2, 3, 32, 32)
     points, last = [(0, 0), (31, 8.5)], "layer3.2.inserted.attn"
-    with torch.no_grad(), va.capture(model, points) as every:
+    with va.capture(model, points) as every:
         model(x)
-    whole = every[last].weights
-    some, both = {"heads": [3, 1]}, ("head 3", "head 1")
-    for options, heads, expected in (
-        *(
-            ({"sites": sites, **some}, both, whole[:, [3, 1]])
-            for sites in ("layer3", "layer3.*.inserted.attn", ["layer3.2"])
-        ),
-        ({"sites": "layer3", "reduce": "mean"}, ("mean of 4 heads",), whole.mean(1, keepdim=True)),
-        ({"sites": "layer3", "reduce": "max"}, ("max of 4 heads",), whole.amax(1, keepdim=True)),
+    weights = every[last].weights
+    expected = {"mean": weights.mean(1, keepdim=True), "max": weights.amax(1, keepdim=True), None: weights[:, [3, 1]]}
+    for sites, reduce in (
+        ("layer3", None),
+        ("layer3.*.inserted.attn", None),
+        (["layer3.2"], None),
+        ("layer3", "mean"),
+        ("layer3", "max"),
     ):
-        with torch.no_grad(), va.capture(model, points, **options) as maps:
+        with va.capture(model, points, sites=sites, reduce=reduce, heads=None if reduce else [3, 1]) as maps:
             model(x)
-        assert maps[last].heads == heads
-        torch.testing.assert_close(maps[last].weights, expected)
-    with pytest.raises(KeyError, match=r"no map of 'layer2': captured are 'layer3\.2\.inserted\.attn'"):
+        assert maps[last].heads == ((f"{reduce} of 4 heads",) if reduce else ("head 3", "head 1"))
+        torch.testing.assert_close(maps[last].weights, expected[reduce])
+    with pytest.raises(KeyError, match=r"'layer2'.*'layer3\.2\.inserted\.attn'"):
         maps["layer2"]
-
-
-def test_a_compiled_model_is_captured_in_eager():
-    model, x, calls = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2)), torch.randn(1, 3, 8, 8), []
-
-    def backend(graph, inputs):
-        return lambda *args: calls.append(1) or graph(*args)
-
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        expected = compiled(x)
-        before = len(calls)
-        with va.capture(compiled, [(5, 5)]) as maps:
-            torch.testing.assert_close(compiled(x), expected)
-        assert list(maps) == ["1.attn"]
-        assert len(calls) == before > 0
-        compiled(x)
-        assert len(calls) > before
 
 
 @pytest.mark.parametrize(("kind", "size", "point"), [("1d", (12,), (11,)), ("3d", (2, 6, 4), (1, 3, 2.5))])
@@ -148,10 +126,12 @@ def test_maps_with_one_axis_and_three(kind, size, point):
         block(x)
 
 
-def test_large_maps_say_their_size_first(monkeypatch):
-    model, x = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)), torch.randn(1, 8, 16, 16)
-    monkeypatch.setattr(recording, "LARGEST", 600_000)  # a map of all has 2 · 256 · 256 · 4 bytes
-    with pytest.raises(ValueError, match=r"maps up to that of '1' take 0\.00 GiB"), va.capture(model, "all"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_maps_say_their_size_first(monkeypatch, dtype):
+    model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).to(dtype)
+    x = torch.randn(1, 8, 16, 16, dtype=dtype)
+    monkeypatch.setattr(recording, "LARGEST", 600_000)  # a map of all has 2 · 256 · 256 · 4 bytes, in float32 at least
+    with pytest.raises(ValueError, match=r"'1' take 0\.00 GiB"), va.capture(model, "all"):
         model(x)
     for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):
         with va.capture(model, **options) as maps:
@@ -170,19 +150,19 @@ def test_memory_of_a_query_is_its_row(pattern):
 
 def test_what_cannot_be_captured_is_refused():
     model, x = network(), torch.randn(1, 3, 32, 32)
-    with pytest.raises(ValueError, match="model has no Attention2d to capture"), va.capture(nn.ReLU()):
+    with pytest.raises(ValueError, match="no Attention2d"), va.capture(nn.ReLU()):
         pass
     for query in ((-1, 0), (0, 32), (32, 0)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
             model(x)
-    with pytest.raises(RuntimeError, match="call the model itself"), va.capture(model):
+    with pytest.raises(RuntimeError, match="model itself"), va.capture(model):
         model.forward_features(x)
     for arguments, message in (
-        ({"queries": "each"}, "or None for every cell; got 'each'"),
-        ({"reduce": "sum"}, "reduce must be None or among 'mean', 'max'; got 'sum'"),
-        ({"heads": [4]}, r"heads must be from 0 to 3; got \[4\]"),
-        ({"sites": "layer9"}, "'layer9' matches no module"),
-        ({"sites": "layer1"}, "sites must have attention at or in them; got 'layer1', and there is layer2"),
+        ({"queries": "each"}, "queries .*'each'"),
+        ({"reduce": "sum"}, "reduce .*'mean', 'max'.*'sum'"),
+        ({"heads": [4]}, r"heads .*0 to 3.*\[4\]"),
+        ({"sites": "layer9"}, "'layer9'"),
+        ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
     ):
         with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
             pass

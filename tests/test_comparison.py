@@ -1,19 +1,30 @@
-"""Comparing blocks: the intervals are SciPy's, the words follow from them, and no interruption changes a table."""
+"""Comparing variants: the intervals are SciPy's, verdicts follow from them, interruptions change no table."""
 
 import json
-import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from networks import assert_same
 from scipy import stats
 
 import vision_attn as va
-from vision_attn.errors import Interrupted, TrainingError
-from vision_attn.tools.comparison import runs
-from vision_attn.tools.comparison.arms import ARMS, OF_TIMM, recipe, settings_of_arm
-from vision_attn.tools.comparison.own_loop import trials
-from vision_attn.tools.comparison.runs import Outcome, compare
+from vision_attn.errors import TrainingError
+from vision_attn.tools import cli
+from vision_attn.tools.comparison import demo, experiments, recall
+from vision_attn.tools.comparison.experiments import trials
+from vision_attn.tools.comparison.runs import compare
 from vision_attn.tools.comparison.statistics import compare_scores, difference_table
+from vision_attn.tools.comparison.variants import TIMM_BLOCKS, VARIANTS, recipe, settings_for_variant
 from vision_attn.tools.training import folder
 from vision_attn.tools.training.loop import Trainer
 from vision_attn.tools.training.settings import Settings
@@ -59,19 +70,19 @@ def test_words_follow_from_the_numbers(scores, verdict, known):
     assert "nan" not in text
 
 
-def test_settings_of_blocks_go_to_the_arms_that_they_suit():
+def test_settings_of_blocks_go_to_the_variants_that_they_suit():
     common = {"weights": "net.pth", "attention_lr": 0.1, "freeze_backbone": True, "at": "before", "lr": 0.2}
     common |= {"insert": ("layer3",), "block_options": ("gate_init=1", "position=Rope2d()", "num_heads=2")}
-    arms = {arm: Settings(**settings_of_arm(arm, {}, common)) for arm in ARMS}
-    assert arms.pop("plain") == Settings(weights="net.pth", lr=0.2)
-    assert {(one.attention_lr, one.at, one.insert) for one in arms.values()} == {(0.1, "before", ("layer3",))}
+    variants = {name: Settings(**settings_for_variant(name, {}, common)) for name in VARIANTS}
+    assert variants.pop("plain") == Settings(weights="net.pth", lr=0.2)
+    assert {(one.attention_lr, one.at, one.insert) for one in variants.values()} == {(0.1, "before", ("layer3",))}
     attention = ("gate_init=1", "position=Rope2d()", "num_heads=2")
-    assert {arm: (one.block.rpartition(":")[2], one.block_options) for arm, one in arms.items()} == {
+    assert {name: (one.block.rpartition(":")[2], one.block_options) for name, one in variants.items()} == {
         "convolution": ("ConvBlock2d", ("gate_init=1",)),
         "large-kernel": ("ConvBlock2d", ("gate_init=1", "kernel_size=13")),
         "norm-shortcut": ("NormBlock2d", ("gate_init=1",)),
         "se": ("se", ("rd_ratio=2",)),
-        **{arm: (block, ()) for arm, block in OF_TIMM.items()},
+        **{name: (block, ()) for name, block in TIMM_BLOCKS.items()},
         "se-residual": ("SqueezeExciteBlock2d", ("gate_init=1",)),
         "pooled-mlp": ("ConvBlock2d", ("gate_init=1", "kernel_size=None")),
         "gated-convolution": ("GatedConvBlock2d", ("gate_init=1", "kernel_size=13")),
@@ -79,66 +90,55 @@ def test_settings_of_blocks_go_to_the_arms_that_they_suit():
         "averaging": ("attention", (*attention, "scale=0")),
         "attention": ("attention", attention),
     }
-    # Its place is the branch, unless all blocks have another. What a new head is trained with is common to all.
-    assert settings_of_arm("se", {}, {})["at"] == "branch"
-    assert settings_of_arm("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
-    own = settings_of_arm("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
-    assert (own["lr"], own["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
-    with pytest.raises(ValueError, match=r"arms must be among plain, convolution.*got 'conv'"):
-        settings_of_arm("conv", {}, {})
-
-
-def test_what_a_comparison_decides_is_refused_as_a_common_setting():
+    # Its place is the branch, unless all blocks have another. A new head is trained in all variants.
+    assert settings_for_variant("se", {}, {})["at"] == "branch"
+    assert settings_for_variant("plain", {}, {"freeze_backbone": True, "reset_head": True})["freeze_backbone"]
+    custom = settings_for_variant("attention", {"block_options": ("num_heads=4",), "lr": 0.1}, common)
+    assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
+    with pytest.raises(ValueError, match=r"plain, convolution.*'conv'"):
+        settings_for_variant("conv", {}, {})
     assert recipe({"dataset": "cifar100", "lr": 0.2})["lr"] == 0.2
     assert recipe({"data": "flowers"}) == {"data": "flowers"}
-    with pytest.raises(ValueError, match="block, seed: a comparison decides that itself"):
+    with pytest.raises(ValueError, match="block, seed"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
 
 
-def test_paths_among_the_settings_are_written_as_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "save_figure", lambda figure, path: None)
-    outcome = Outcome(50.0, 1.0, 10, 20, 3.0, 4.0, None)
-    found = runs.summary({"plain": {0: outcome}, "se": {0: outcome}}, "", Settings())
-    runs.write(found, {"plain": {"data": tmp_path}, "se": {}}, tmp_path)
-    held = json.loads((tmp_path / "comparison.json").read_text())
-    assert held["arms"]["plain"]["settings"] == {"data": str(tmp_path)}
+# --- runs of vision-attn train ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two_arms(image_folder, monkeypatch):
-    """Make the settings of two arms on a few images; no figures are drawn, which takes longer than the training."""
+def two_variants(image_folder, monkeypatch):
+    """Make the settings of two variants on a few images; curves are not drawn, which takes longer than the training."""
     monkeypatch.setattr(folder, "save_figure", lambda figure, path: path.write_bytes(b""))
 
     def settings(**further):
-        common = {"data": image_folder, "model": "tiny", "device": "cpu", "epochs": 2, "batch_size": 72, **further}
+        common = {"data": image_folder, "model": "tiny", "device": "cpu", "epochs": 2, "batch_size": 36, **further}
         common = recipe({**common, "warmup_epochs": 0.0, "insert": ("layer2",), "block_options": ("num_heads=4",)})
         rope = {"block_options": ("position=Rope2d()",)}
-        return {"plain": settings_of_arm("plain", {}, common), "rope": settings_of_arm("attention", rope, common)}
+        return {
+            "plain": settings_for_variant("plain", {}, common),
+            "rope": settings_for_variant("attention", rope, common),
+        }
 
     return settings
 
 
-def scores(path):
-    found = json.loads((path / "comparison.json").read_text())
-    return {arm: one["scores"] for arm, one in found["arms"].items()}
-
-
-def test_a_comparison_goes_on_where_it_was_interrupted(two_arms, tmp_path, monkeypatch, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    found = compare(two_arms(), seeds=(0, 1), output=str(whole), jobs=1, command="a command")
-    assert "4 of 4 runs are ahead, of 8 epochs together, 1 side by side" in capsys.readouterr().out
-    held = json.loads((whole / "comparison.json").read_text())
-    assert list(held["arms"]) == ["plain", "rope"]
-    assert held["differences"] == json.loads(json.dumps([one.as_dict() for one in found.differences]))
-    first = held["arms"]["rope"]["runs"]["0"]
-    assert first["multiply_adds"] - held["arms"]["plain"]["runs"]["0"]["multiply_adds"] == 196_608  # as insert_ reports
-    assert (first["parameters"], first["changed"] is None, first["milliseconds"] > 0) == (2_603, False, True)
-    text = (whole / "comparison.md").read_text()
-    assert "| rope | 2,603 | 325,680 |" in text
+def test_a_comparison_resumes_where_it_was_interrupted(two_variants, tmp_path, monkeypatch, capsys):
+    complete, resumed = tmp_path / "complete", tmp_path / "resumed"
+    found = compare(two_variants(), seeds=(0, 1), output=complete, jobs=1, command="a command")
+    assert "4 of 4 runs" in capsys.readouterr().out
+    rope, plain = found["rope"]["0"], found["plain"]["0"]
+    assert rope["MACs"] - plain["MACs"] == 196_608  # as insert_ reports
+    assert (rope["parameters"], "% changed when disabled" in plain) == (2_603, False)
+    table = np.genfromtxt(complete / "rope-0" / "metrics.csv", delimiter=",", names=True)
+    assert rope["ms a step"] == pytest.approx(1000 * 36 / np.median(table["images_per_second"]))
+    assert rope["top-1 %"] == pytest.approx(table["eval_top1"][-1])
+    text = (complete / "comparison.md").read_text()
+    assert re.search(r"\| rope \| 2,603 \| 325,680 \| .* \| 2 \|", text)
+    assert re.search(r"\| plain \| .* \| — \| 2 \|", text)
     assert "`a command`" in text
-    assert (whole / "comparison.png").exists()
-    block = va.inserted_blocks(va.load_model(whole / "rope-1"))
-    assert [one.attn.num_heads for one in block.values()] == [4], "the common heads, beside the arm's own option"
+    block = va.inserted_blocks(va.load_model(complete / "rope-1"))
+    assert [one.attn.num_heads for one in block.values()] == [4], "the common heads, beside the variant's option"
 
     saved, save = [], Trainer.save
 
@@ -149,106 +149,147 @@ def test_a_comparison_goes_on_where_it_was_interrupted(two_arms, tmp_path, monke
         save(trainer)
 
     monkeypatch.setattr(Trainer, "save", interrupted)
-    with pytest.raises(Interrupted, match="the same command goes on from here"):
-        compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
-    compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
-    assert "1 of 2 runs are ahead" in capsys.readouterr().out
-    again = json.loads((parts / "comparison.json").read_text())["arms"]
-    for arm, one in held["arms"].items():
-        assert again[arm]["runs"]["0"]["loss"] == one["runs"]["0"]["loss"]
+    with pytest.raises(KeyboardInterrupt):
+        compare(two_variants(), seeds=(0,), output=resumed, jobs=1)
+    again = compare(two_variants(), seeds=(0,), output=resumed, jobs=1)
+    assert "1 of 2 runs" in capsys.readouterr().out
+    assert {name: again[name]["0"]["top-1 %"] for name in again} == {n: found[n]["0"]["top-1 %"] for n in found}
+    assert_same(*(va.load_model(path / "rope-0").state_dict() for path in (complete, resumed)))
     assert (saved.count("plain-0"), saved.count("rope-0") < 8) == (5, True), "what was saved is not trained again"
-    assert "shows no spread" in (parts / "comparison.md").read_text()
-    with pytest.raises(ValueError, match="plain-0 holds a run whose lr differ: give another"):
-        compare(two_arms(lr=0.1), seeds=(0,), output=str(parts), jobs=1)
-    (parts / "plain-0" / "outcome.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"outcome\.json is damaged, or of another version: remove it"):
-        compare(two_arms(), seeds=(0,), output=str(parts), jobs=1)
+    with pytest.raises(ValueError, match=r"plain-0 holds a run with {'lr': None}, not {'lr': 0.1}"):
+        compare(two_variants(lr=0.1), seeds=(0,), output=resumed, jobs=1)
+    with pytest.raises(ValueError, match=r"variants .*\['a'\]"):
+        compare({"a": {}}, output=tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("further", "message"),
-    [({"arms": {"a": {}}}, "arms must be two or more"), ({"seeds": (1, 1)}, "seeds one or more that differ")],
-)
-def test_what_cannot_be_compared_is_refused(tmp_path, further, message):
-    with pytest.raises(ValueError, match=message):
-        compare(**{"arms": {"a": {}, "b": {}}, "output": str(tmp_path / "runs"), **further})
-    assert not (tmp_path / "runs").exists()
+# --- runs of any function, in processes -------------------------------------------------------------------------------
 
 
-class Process:
-    """One that ends at once, with what it was given."""
-
-    def __init__(self, given, fails):
-        self.given, self.fails, self.ended = given, fails, False
-        self.sentinel, self.end = multiprocessing.Pipe()
-
-    def start(self):
-        settings = self.given[0]
-        settings.output.mkdir(parents=True, exist_ok=True)
-        (settings.output / "log.txt").write_text("Traceback …\nDataError: no images\n")
-        if settings.output.name not in self.fails:
-            outcome = runs.asdict(Outcome(50.0, 1.0, 10, 20, 1.0, 1.0, None))
-            content = {"settings": settings.as_dict(), "outcome": outcome}
-            (settings.output / "outcome.json").write_text(json.dumps(content))
-        self.end.close()
-
-    def join(self):
-        self.ended = True
-
-    terminate = join
-
-
-def test_runs_side_by_side_share_the_cores_and_the_gpus(tmp_path, monkeypatch):
-    made, fails = [], ["b-1"]
-
-    class Context:
-        def Process(self, target, args):  # noqa: N802
-            made.append(Process(args, fails))
-            return made[-1]
-
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: Context())
-    monkeypatch.setattr(runs, "cores", lambda: 8)
+def test_an_interruption_keeps_the_completed_runs_of_processes_which_share_the_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 2)
-    arms = {"a": {}, "b": {}}
-    with pytest.raises(TrainingError, match=r"b-1 ended early: DataError: no images \(all of it in .*b-1/log\.txt\)"):
-        compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
-    assert {one.given[1] for one in made} == {8 // 3}
-    assert [one.given[2] for one in made[:3]] == ["3", "5", "3"]  # of three on two, two share one
-    assert all(one.ended for one in made)
-    assert scores(tmp_path) == {"a": {"0": 50.0}, "b": {"0": 50.0}}  # of the seed that was complete
-    fails.clear()
-    compare(arms, seeds=(0, 1), output=str(tmp_path), jobs=3)
-    assert made[-1].given[1:] == (8 // 3, "3")  # what is left alone has the threads that it would have had
-    assert made[-1].given[0].output.name == "b-1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
+    def run(variant, seed, folder):
+        def wait_for(pattern):
+            while len(list(Path(folder).glob(pattern))) < 3:
+                time.sleep(0.05)
 
-# --- trials in a loop of one's own ------------------------------------------------------------------------------------
+        (Path(folder) / f"pid {os.getpid()}").touch()
+        wait_for("pid *")
+        if (variant, seed) == ("b", 1) and os.getppid() == parent:
+            wait_for("*/run.json")
+            os.kill(parent, signal.SIGINT)
+            time.sleep(600)  # is not waited for
+        return {
+            "pid": os.getpid(),
+            "gpu": int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]),
+            "right %": 50.0 + seed,
+        }
+
+    parent, how = os.getpid(), {"seeds": (0, 1), "output": tmp_path, "gpu": True, "folder": str(tmp_path)}
+    with pytest.raises(KeyboardInterrupt):
+        trials(run, ["a", "b"], jobs=3, **how)
+    kept = {file: file.read_bytes() for file in tmp_path.glob("*/run.json")}
+    assert {file.parent.name for file in kept} == {"a-0", "b-0", "a-1"}
+    found = trials(run, ["a", "b"], jobs=1, **how)
+    assert all(file.read_bytes() == noted for file, noted in kept.items())
+    here = found["b"].pop("1")
+    assert (here["pid"], here["right %"]) == (parent, 51)
+    by_process = {one["pid"]: one["gpu"] for by_seed in found.values() for one in by_seed.values()}
+    assert sorted(by_process.values()) == [3, 3, 5]
+
 
 SCORES = {"plain": (50.0, 52.0, 51.0), "block": (60.0, 61.0, 65.0)}
 
 
-def measured(arm, seed, shift):
-    score = SCORES[arm][seed] + shift
-    return {"parameters": len(arm), "right %": score, "real px": 100 - score}
+def measured(variant, seed, shift, scale=1):
+    score = SCORES[variant][seed] + shift
+    return {"parameters": len(variant), "right %": score, "real px": scale * (100 - score), "loss": score}
 
 
-def test_trials_tell_mean_deviation_and_intervals_of_what_a_loop_measured(tmp_path, monkeypatch, capsys):
+def test_trials_report_means_deviations_and_intervals(tmp_path, monkeypatch, capsys):
     how = {"seeds": (0, 1, 2), "output": tmp_path, "jobs": 1, "shift": 0.5}
-    assert trials(measured, ["plain", "block"], **how)["block"]["2"]["right %"] == 65.5
-    text = (tmp_path / "trials.md").read_text()
+    variants = {"plain": {}, "block": {"scale": 2}}
+    assert trials(measured, variants, **how, step=lambda variant: lambda: None)["block"]["2"]["right %"] == 65.5
+    text = (tmp_path / "comparison.md").read_text()
     mean, spread = np.mean(SCORES["block"]) + 0.5, np.std(SCORES["block"], ddof=1)
-    assert f"| block | 5 | {mean:.1f} ± {spread:.1f} | {100 - mean:.2f} ± {spread:.2f} | 3 |" in text
+    px = f"{200 - 2 * mean:.2f} ± {2 * spread:.2f}"
+    assert f"| block | 0 | 5 | {mean:.1f} ± {spread:.1f} | {px} | {mean:.0f} ± {spread:.0f} | 3 |" in text
     assert text in capsys.readouterr().out
-    found = json.loads((tmp_path / "runs.json").read_text())["differences"]
-    assert set(found) == {"right %", "real px"}  # what is the same in every run of an arm has none
+    summary = json.loads((tmp_path / "runs.json").read_text())
+    assert (set(summary["milliseconds"]), set(summary["differences"])) == ({"plain", "block"}, {"right %", "real px"})
+    found = summary["differences"]
     interval = stats.tukey_hsd(SCORES["plain"], SCORES["block"], equal_var=False).confidence_interval(0.95)
     assert found["right %"][0]["low"] == pytest.approx(interval.low[1, 0])
-    assert [found[name][0]["verdict"] for name in found] == ["better", "better"]  # fewer pixels are better
-    monkeypatch.setitem(SCORES, "plain", None)  # what is noted is not run again
-    trials(measured, ["plain", "block"], **how)
-    with pytest.raises(ValueError, match=r"holds runs with \{'shift': 0.5\}, not \{'shift': 1\}: give another folder"):
-        trials(measured, ["plain"], **{**how, "shift": 1})
-    for wrong, named in (({"seeds": (1, 1)}, "seeds must be one or more that differ"), ({"jobs": 0}, "jobs must be")):
-        with pytest.raises(ValueError, match=named):
+    assert [found[name][0]["verdict"] for name in found] == ["better", "worse"]  # fewer pixels are better
+    assert (tmp_path / "comparison.png").read_bytes()[1:4] == b"PNG"
+    monkeypatch.setitem(SCORES, "plain", None)  # completed runs are not made again, nor steps timed
+    trials(measured, variants, **how, step=None)
+    assert (tmp_path / "comparison.md").read_text() == text
+    with pytest.raises(ValueError, match=r"block-0 holds a run with {'scale': 2}, not {'scale': None}"):
+        trials(measured, ["plain", "block"], **how)
+    with pytest.raises(TrainingError, match=r"other, seed 0 .*KeyError: 'other'"):
+        trials(measured, ["other"], **how)
+    for wrong in ({"seeds": (1, 1)}, {"seeds": ()}, {"jobs": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             trials(measured, ["plain"], **{**how, **wrong})
+
+
+def test_a_worker_ends_with_its_parent(monkeypatch):
+    parents, killed = iter((7, 7, 1)), []
+    for name, function in {"getppid": lambda: next(parents), "kill": lambda *how: killed.append(how)}.items():
+        monkeypatch.setattr(experiments.os, name, function)
+    experiments.end_with_parent(7)
+    assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+# --- recall, Ray and the command line ---------------------------------------------------------------------------------
+
+
+def test_compare_without_data_compares_on_recall(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recall, "BATCH", 2)
+    monkeypatch.setattr(demo, "compare_on_recall", partial(demo.compare_on_recall, steps=1))
+    flags = ["compare", "--seeds", "0", "--jobs", "1", "--output", str(tmp_path), "--variants", "plain", "se"]
+    assert cli.main([*flags, "rope=attention --block-options position=Rope2d()"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"\| {name} \| [\d,]+ \| \d+\.\d \|", out) for name in ("plain", "se", "rope"))
+    (block,) = va.inserted_blocks(va.load_model(tmp_path / "rope-0")).values()
+    assert (repr(block.attn.position).partition("(")[0], block.attn.num_heads) == ("RotaryEncoding", 4)
+    assert cli.main([*flags, "--epochs", "2", "--lr", "0.1"]) == 2
+    assert re.search(r"epochs, lr: .*--data", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_runs_are_dispatched_to_ray(tmp_path):
+    """In a process of its own, since Ray leaves threads and files open."""
+    pytest.importorskip("ray")
+    code = f"""if True:
+        from vision_attn.tools.comparison import demo
+        variants = {{"plain": {{}}, "attention": demo.RECALL}}
+        demo.compare_on_recall(variants, seeds=(0, 1), output={str(tmp_path)!r}, steps=1, jobs=2, backend="ray")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"PoolActor pid=(\d+)", done.stdout))) == 2
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert {name: list(by_seed) for name, by_seed in runs.items()} == {"plain": ["0", "1"], "attention": ["0", "1"]}
+
+
+def test_a_missing_ray_is_named_with_its_installation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["compare", "--backend", "ray", "--output", str(tmp_path)]) == 2
+    assert "pip install ray" in capsys.readouterr().err
+
+
+def test_ray_gives_each_run_its_part_of_the_gpus(monkeypatch):
+    ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 8.0, "GPU": 4.0})
+    modules = {"ray": ray, "ray.util": ray, "ray.util.joblib": SimpleNamespace(register_ray=lambda: None)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    made = []
+    monkeypatch.setattr(
+        experiments, "Parallel", lambda jobs, ray_remote_args, **_: made.append((jobs, ray_remote_args))
+    )
+    for jobs, runs, gpu in ((None, 20, True), (6, 20, True), (None, 3, True), (None, 20, False)):
+        experiments.make_parallel("ray", jobs, runs, gpu, "")
+    assert made == [(4, {"num_gpus": 1}), (6, {"num_gpus": 0.5}), (3, {"num_gpus": 1}), (8, {})]

@@ -14,23 +14,23 @@ from vision_attn.tools.comparison.recall import COLOURS, NOTHING, TRAINING_GLYPH
 
 
 def test_the_demo_leaves_what_it_promises(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "ARMS", {"plain": {}, "attention": {"qk_norm": "match"}})
+    monkeypatch.setattr(demo, "VARIANTS", {name: demo.VARIANTS[name] for name in ("plain", "attention")})
     run_demo(tmp_path, steps=10, jobs=1)
     found, out = json.loads((tmp_path / "runs.json").read_text())["runs"], capsys.readouterr().out
     assert list(found) == ["plain", "attention"]
-    for arm, runs in found.items():
-        assert re.search(rf"\| {arm} \| {runs['0']['4 pairs %']:.1f} \|", out)
+    for variant, runs in found.items():
+        assert re.search(rf"\| {variant} \| [\d,]+ \| {runs['0']['4 pairs %']:.1f} \|", out)
     with Image.open(tmp_path / "attention.png") as picture:
         assert picture.width > 1000
     assert "Which colour has the twin" in (tmp_path / "explorer.html").read_text()
-    files = {"attention.png", "explorer.html", "runs.json", "trials.md", "plain", "attention"}
+    files = {"attention.png", "explorer.html", "runs.json", "comparison.md", "plain-0", "attention-0"}
     assert {path.name for path in tmp_path.iterdir()} == files
-    assert list(va.inserted_blocks(va.load_model(tmp_path / "attention"))) == ["stage2.1.2"]
+    assert list(va.inserted_blocks(va.load_model(tmp_path / "attention-0"))) == ["stage2.1.2"]
 
 
 @pytest.mark.thorough
 def test_attention_recalls_what_a_large_kernel_cannot(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "ARMS", {"large-kernel": {}, "attention": {"qk_norm": "match"}})
+    monkeypatch.setattr(demo, "VARIANTS", {name: demo.VARIANTS[name] for name in ("large-kernel", "attention")})
     run_demo(tmp_path)
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert found["attention"]["0"]["32 pairs %"] > 90

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from torchvision.datasets import ImageFolder
 import vision_attn as va
 from vision_attn.networks.models import create_model
 from vision_attn.tools import cli
-from vision_attn.tools.comparison import own_loop, runs
+from vision_attn.tools.comparison import experiments, runs
 from vision_attn.tools.training.data import open_data, open_image
 from vision_attn.tools.training.network import build_network
 
@@ -31,28 +32,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "train_cifar.py": ["--epochs", "1", "--batch-size", "24", "--seeds", "2", "--lr", "0.05"],
-    "finetune_folder.py": ["--model", "resnet20", "--epochs", "1", "3", "--batch-size", "12", "--workers", "0"],
-    "classify.py": [],
-    "evidence.py": ["--epochs", "1", "--seeds", "0", "--jobs", "1"],
-    "recall.py": ["--arms", "linear", "matching", "--seeds", "0", "--steps", "20", "--jobs", "1"],
-    "mosaic.py": [
-        "--arms",
-        "nearest neighbour",
-        "matching",
-        "--seeds",
-        "0",
-        "--steps",
-        "1",
-        "--thaw",
-        "1",
-        "--jobs",
-        "1",
-    ],
-    "stereo.py": ["--arms", "cost-volume", "matching", "--seeds", "0", "--steps", "1", "--jobs", "1"],
-    "denoise.py": ["--sigmas", "50", "--seeds", "0", "1", "--steps", "1"],
-    "colour_by_reference.py": ["--steps", "1", "--jobs", "1"],
+    "train_cifar.py": "--epochs 1 --batch-size 24 --seeds 2 --lr 0.05",
+    "finetune_folder.py": "--model resnet20 --epochs 1 3 --batch-size 12 --workers 0",
+    "classify.py": "",
+    "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
+    "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
+    "mosaic.py": "--variants 'nearest neighbour' matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
+    "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
+    "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
+    "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
 }
+EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def run_here(monkeypatch, capsys):
 
 @pytest.fixture(autouse=True)
 def few_timed_steps(monkeypatch):
-    monkeypatch.setattr(own_loop, "ROUNDS", 5)
+    monkeypatch.setattr(experiments, "ROUNDS", 5)
 
 
 def test_every_example_is_tested():
@@ -206,12 +196,12 @@ def test_denoising_is_noted_run_by_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     denoise = importlib.import_module("denoise")
     monkeypatch.setattr(denoise, "photograph", lambda name: torch.rand(1, 1, 51, 50))
-    arms = {arm: denoise.network(arm, 0) for arm in denoise.ARMS}
+    variants = {variant: denoise.network(variant, 0) for variant in denoise.VARIANTS}
     x, level = torch.rand(1, 1, 48, 48), torch.full((1, 1, 1, 1), 0.2)
-    assert {tuple(model(x, level).shape) for model in arms.values()} == {(1, 1, 48, 48)}
-    sizes = {arm: sum(p.numel() for p in model.parameters()) for arm, model in arms.items()}
-    assert all(abs(size - sizes["attention"]) < 150 for arm, size in sizes.items() if arm != "plain")
-    arguments = [*EXAMPLES["denoise.py"], "--arms", "plain", "convolution", "--output", str(tmp_path)]
+    assert {tuple(model(x, level).shape) for model in variants.values()} == {(1, 1, 48, 48)}
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in variants.items()}
+    assert all(abs(size - sizes["attention"]) < 150 for name, size in sizes.items() if name != "plain")
+    arguments = [*EXAMPLES["denoise.py"], "--output", str(tmp_path)]
     denoise.main(arguments)
     text = (tmp_path / "denoise.md").read_text()
     assert "| convolution − plain |" in text
@@ -258,9 +248,11 @@ def test_each_grey_photograph_has_one_coloured_twin(reference, monkeypatch, trai
 
 
 def test_colours_are_given_by_reference(reference, tmp_path):
-    arguments = [*EXAMPLES["colour_by_reference.py"], "--seeds", "0", "--output", str(tmp_path)]
-    reference.main([*arguments, "--arms", "plain", "attention"])
-    assert re.search(r"\| attention +\| +\d+ \| +[\d,]+ \| +\d+\.\d+ \| +1 \|", (tmp_path / "trials.md").read_text())
+    arguments = [*EXAMPLES["colour_by_reference.py"], "--output", str(tmp_path)]
+    reference.main([*arguments, "--variants", "plain", "attention"])
+    assert re.search(
+        r"\| attention +\| +\d+ \| +[\d,]+ \| +\d+\.\d+ \| +1 \|", (tmp_path / "comparison.md").read_text()
+    )
     reference.main([*arguments, "--picture", str(tmp_path / "colours.png")])
     with Image.open(tmp_path / "colours.png") as image:
         assert image.width > 1_000
@@ -269,7 +261,19 @@ def test_colours_are_given_by_reference(reference, tmp_path):
 # --- recall.py, mosaic.py and stereo.py -------------------------------------------------------------------------------
 
 
-def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, run_here, monkeypatch):
+def test_blocks_for_retrieval_are_inserted_without_changing_the_output(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    for block, options in importlib.import_module("recall").retrieval_blocks(6).values():
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 1), torch.nn.ReLU())
+        before = model(x)
+        if block is not None:
+            va.insert_(model, block, names="0", example_input=x, **options)
+        torch.testing.assert_close(model.eval()(x), before)
+
+
+def test_recall_draws_its_curve_and_resumes(tmp_path, run_here, monkeypatch):
     monkeypatch.setattr("vision_attn.tools.comparison.recall.BATCH", 4)
     code, out, _ = run_here("recall.py", "--output", tmp_path)
     assert (code, len(re.findall(r"^\| (?:linear|matching) \|.* 1 \|$", out, re.MULTILINE))) == (0, 2)
@@ -279,9 +283,9 @@ def test_recall_is_told_with_its_curve_and_goes_on_from_what_is_noted(tmp_path, 
     with Image.open(tmp_path / "beginnings.png") as picture:
         assert picture.width > 1200
     monkeypatch.setattr(torch.optim, "AdamW", None)  # nothing is trained again
-    assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| arm") :])
+    assert run_here("recall.py", "--output", tmp_path)[1].endswith(out[out.index("\n| variant") :])
     code, _, err = run_here("recall.py", "--output", tmp_path, "--steps", "40")
-    assert (code, "holds runs with {'steps': 20}, not {'steps': 40}" in err) == (2, True)
+    assert (code, "holds a run with {'steps': 20}, not {'steps': 40}" in err) == (2, True)
 
 
 def test_labels_of_a_mosaic_are_those_of_its_examples(tmp_path, monkeypatch):
@@ -345,13 +349,15 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
     monkeypatch.syspath_prepend(ROOT / "examples")
     evidence, made = importlib.import_module("evidence"), {}
 
-    def outcome(settings):
+    def build(settings):
         plain = replace(settings, weights=None, reset_head=False, freeze_backbone=False)
         model = build_network(plain, open_data(plain, train=True), lambda line: None).model
-        made[runs.folder_of(settings).name] = settings, list(va.inserted_blocks(model).values())
-        return runs.Outcome(50.0, 1.0, 1, 1, 1.0, 1.0, None)
+        made[settings.output.name] = settings, list(va.inserted_blocks(model).values())
+        disabled, final = None, SimpleNamespace(top1=50.0)
+        rows = [{"images_per_second": 1}]
+        return SimpleNamespace(model=model, input_size=(3, 32, 32), rows=rows, disabled=disabled, final=final)
 
-    monkeypatch.setattr(runs, "run", outcome)
+    monkeypatch.setattr(runs, "train", build)
     (tmp_path / "data").mkdir()
     for half in ("train", "test"):
         (tmp_path / "data" / half).symlink_to(image_folder / "train")

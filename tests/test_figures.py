@@ -31,7 +31,7 @@ def test_it_shows_the_images_the_query_and_its_weights(channels):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
 
-def test_what_is_made_of_heads_is_chosen():
+def test_heads_are_reduced_or_have_a_panel_each():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     weights = 64 * attention.weights[:, :, 0]
     for reduction, expected in (("max", weights.amax(1, keepdim=True)), ("none", weights)):

@@ -13,7 +13,7 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.attention import dispatch
 from vision_attn.attention.blocks import AttentionBlock2d, use_impl
-from vision_attn.networks.inspection import cost_of, count_saved_bytes, inspect_model
+from vision_attn.networks.inspection import count_saved_bytes, inspect_model
 
 #: Inspected once for several tests.
 look = cache(inspect_model)
@@ -56,6 +56,10 @@ def test_the_bytes_counted_are_those_that_autograd_keeps(variant, monkeypatch):
             with use_impl(block, counted_as):
                 counted = count_saved_bytes(block, tuple(x.shape), dtype)
             assert counted == pytest.approx(bytes_really_saved(block, x, impl), rel=0.02), impl
+
+
+def test_buffers_are_not_counted_though_autograd_keeps_them():
+    assert count_saved_bytes(nn.BatchNorm2d(512).eval(), (2, 512, 1, 1)) == 2 * 512 * 4  # the input
 
 
 def test_the_network_itself_is_counted():
@@ -145,7 +149,7 @@ def test_a_proposal_does_what_it_says_and_is_said():
         call = proposal.call(found.input_shape)
         assert call in str(found)
         report = eval(call, {"va": va, "model": timm.create_model("resnet20")})
-        assert (report.parameters, report.multiply_adds) == cost_of(proposal.sites)
+        assert (report.parameters, report.multiply_adds) == proposal.added
         assert [block.map_size for block in report.blocks] == [site.map_size for site in proposal.sites]
 
 

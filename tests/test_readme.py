@@ -40,13 +40,8 @@ WEIGHTS = sorted((ROOT / "weights").rglob("*.safetensors"))
 #: What a page imports of the extra `neighbours`; such a page runs in a process of its own, which some of these change.
 NEIGHBOURS = r"^(?:from|import) (diffusers|segmentation_models_pytorch|torchao|transformers|ultralytics)\b"
 #: There nothing is fetched or installed, and little said.
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "YOLO_OFFLINE": "1",
-    "YOLO_AUTOINSTALL": "0",
-    "YOLO_VERBOSE": "0",
-    "OMP_NUM_THREADS": "1",
-}
+QUIET = dict.fromkeys(("HF_HUB_OFFLINE", "YOLO_OFFLINE", "OMP_NUM_THREADS"), "1")
+QUIET |= dict.fromkeys(("YOLO_AUTOINSTALL", "YOLO_VERBOSE"), "0")
 
 
 def page(name):

@@ -80,15 +80,6 @@ def test_it_runs_and_leaves_what_it_says(path, written):
             assert len(image.convert("L").getcolors()) > 16
 
 
-def test_they_read_as_texts():
-    for path in WALKTHROUGHS:
-        first, *cells = re.split(r"^# %%.*\n", path.read_text(), flags=re.MULTILINE)[1:]
-        assert first.startswith("# # ")
-        assert f"python examples/{path.name}" in first
-        assert len(cells) > 8, path
-        assert any("assert" in cell for cell in cells if not cell.startswith("# ")), path
-
-
 def test_the_page_has_every_walkthrough_and_picture():
     assert sorted(set(re.findall(r"\]\((\w+\.py)\)", PAGE))) == sorted(path.name for path in EXAMPLES.glob("*.py"))
     made = set().union(*map(drawn_by, WALKTHROUGHS))

@@ -1,10 +1,11 @@
-"""What the blocks of a network contribute: how large their branches are, and what changes when they are disabled."""
+"""Contributions of the blocks of a network: the size of their branches, and what changes when they are disabled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +19,34 @@ from vision_attn.text import Report, Table
 
 
 @dataclass(frozen=True)
-class Difference:
-    """What changes when blocks are disabled, so that their map goes on as it came."""
+class Ablation:
+    """What changes when blocks are disabled, so that they pass their feature map on unchanged."""
 
-    #: predictions that are others then; None where the model gives no scores of classes
+    #: number of predictions that change; None if the model returns no scores of classes
     changed: int | None
-    #: by how much the mean cross-entropy rises; None without labels
+    #: increase of the mean cross-entropy; None without labels
     loss: float | None
 
 
 @dataclass(frozen=True)
 class BlockContribution:
-    """What one block contributes."""
+    """Contribution of one block."""
 
     #: path of the module at which the block was inserted, or of the block itself
     site: str
-    #: root mean square of what the block adds, over that of the map that it is added to
+    #: root mean square of the branch, over that of the feature map that it is added to
     share: float
     #: the same for each channel, ``(c,)``
     by_channel: Tensor
-    #: what changes when this block alone is disabled
-    without: Difference
+    #: what changes when only this block is disabled
+    without: Ablation
 
 
 @dataclass(frozen=True, repr=False)
 class Contribution(Report):
-    """What the blocks of a network contribute; prints as a table.
+    """Contributions of the blocks of a network; prints as a table.
 
-    >>> print(Contribution((), together=Difference(changed=3, loss=None), predictions=64))
+    >>> print(Contribution((), together=Ablation(changed=3, loss=None), predictions=64))
     what changes when a block is disabled
     where     branch/stream  predictions changed  loss
     together                             3 of 64
@@ -54,8 +55,8 @@ class Contribution(Report):
     #: in the order of the network's modules
     blocks: tuple[BlockContribution, ...]
     #: what changes when all of them are disabled
-    together: Difference
-    #: how many predictions there are: one an image, or one a position where the scores are a map
+    together: Ablation
+    #: number of predictions: one an image, or one a position if the scores are a feature map
     predictions: int
 
     def parts(self) -> list[str | Table]:
@@ -69,7 +70,7 @@ class Contribution(Report):
 
 
 def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribution:
-    """What each inserted block contributes to a network, and all of them together.
+    """Measure what each inserted block contributes to a network, and all of them together.
 
     Two measures. The share of a block is ``rms(block(x) - x) / rms(x)``, the root mean square of what it adds to its
     map over that of the map. And the network predicts once as it is, and once with the block disabled, its map going on
@@ -97,40 +98,33 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
     0                0.0000               0 of 4
     together                              0 of 4
     """
-    images, labels = parts_of(batch)
+    images, labels = split_batch(batch)
     sites = list(branches(model))
     if not sites:
         raise ValueError("model has no block that adds to a map: insert one by insert_(model, …)")
 
-    def scores(off: Iterable[str] = ()) -> Tensor | None:
+    def ablate(off: Iterable[str]) -> Ablation:
         with disabled(model, off):
-            try:
-                output = plain_network(model)(images)
-            except TypeError as error:
-                expected = "a batch of images, or a pair of images and labels, for a model that takes one batch"
-                raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
-        output = output.get("out", output) if isinstance(output, Mapping) else output  # of torchvision
-        output = getattr(output, "logits", output)
-        return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
-
-    def difference(off: Iterable[str]) -> Difference:
-        others = scores(off)
-        if whole is None or others is None:
-            return Difference(changed=None, loss=None)
-        changed = int((whole.argmax(1) != others.argmax(1)).sum())
-        rise = None if labels is None else F.cross_entropy(others, labels) - F.cross_entropy(whole, labels)
-        return Difference(changed, None if rise is None else rise.item())
+            ablated = compute_scores(model, images)
+        if scores is None or ablated is None:
+            return Ablation(changed=None, loss=None)
+        rise = None if labels is None else F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels)
+        changed = int((scores.argmax(1) != ablated.argmax(1)).sum())
+        return Ablation(changed, None if rise is None else rise.item())
 
     with quiet_eval(model):
-        with measured(model) as found:
-            whole = scores()
-        blocks = [BlockContribution(at, one.share, share(one.squares), difference([at])) for at, one in found.items()]
-        together = difference(sites)
-    return Contribution(tuple(blocks), together, 0 if whole is None else whole.argmax(1).numel())
+        with measure_branches(model) as found:
+            scores = compute_scores(model, images)
+        blocks = tuple(
+            BlockContribution(site, rms_ratio(squares.sum(1)).item(), rms_ratio(squares), ablate([site]))
+            for site, squares in found.items()
+        )
+        together = ablate(sites)
+    return Contribution(blocks, together, 0 if scores is None else scores.argmax(1).numel())
 
 
-def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
-    """The images, and the labels if there are any."""
+def split_batch(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], Tensor | None]:
+    """Return the images, and the labels if there are any."""
     if isinstance(batch, Tensor):
         return batch, None
     tensors = isinstance(batch, (tuple, list)) and len(batch) > 0 and all(isinstance(part, Tensor) for part in batch)
@@ -141,8 +135,20 @@ def parts_of(batch: Tensor | Sequence[Tensor]) -> tuple[Tensor | list[Tensor], T
     return batch[0], batch[1]
 
 
+def compute_scores(model: nn.Module, images: Tensor | list[Tensor]) -> Tensor | None:
+    """Return the scores ``(b, classes, …)`` of a model; None if it returns something else."""
+    try:
+        output = plain_network(model)(images)
+    except TypeError as error:
+        expected = "a batch of images, or a pair of images and labels, for a model that takes one batch"
+        raise ValueError(f"batch must be {expected}. The model does not run on it ({error})") from error
+    output = output.get("out", output) if isinstance(output, Mapping) else output  # torchvision's segmentation
+    output = getattr(output, "logits", output)
+    return output.float() if isinstance(output, Tensor) and output.dim() > 1 else None
+
+
 def branches(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model that add to a map, by site or path: those that were inserted, and gated ones of its own."""
+    """Return the blocks that add to a feature map by site or path: inserted ones, and gated ones of the network."""
     taken = replaced_modules(model)
     found = {site: block for site, block in inserted_blocks(model).items() if site not in taken}
     for path, module in plain_network(model).named_modules():
@@ -181,40 +187,31 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
     return scope(model, "output", {found[site]: lambda x, y: x for site in sites})
 
 
-class Branch:
-    """How large the branch of one block is, and the stream that it is added to, over all images that went through."""
-
-    def __init__(self, axis: int) -> None:
-        #: where the channels are in a map
-        self.axis = axis
-        #: sums of squares by channel, of the branch and of the stream
-        self.squares: Tensor = torch.zeros(2, 1)
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add a forward pass of the block, from ``x`` to ``y``."""
-        stream, output = (z.detach().float().movedim(self.axis, 0).flatten(1) for z in (x, y))
-        sums = torch.stack([(output - stream).square().sum(1), stream.square().sum(1)])
-        self.squares = self.squares.to(x.device) + sums
-        return y
-
-    @property
-    def share(self) -> float:
-        """Root mean square of the branch over that of the stream."""
-        return share(self.squares.sum(1)).item()
-
-
-def share(squares: Tensor) -> Tensor:
-    """Of sums of squares ``(2, …)`` the root of the first over the second; zero where the first is."""
+def rms_ratio(squares: Tensor) -> Tensor:
+    """Return the root of the ratio of two sums of squares ``(2, …)``; zero where the first is."""
     branch, stream = squares
     return (branch / stream).where(branch != 0, torch.zeros_like(branch)).sqrt()
 
 
 @contextmanager
-def measured(model: nn.Module) -> Iterator[dict[str, Branch]]:
-    """Measure the branch of every block in the forward passes inside a ``with`` block."""
-    blocks = branches(model)
-    # The map of an inserted block has a batch; one map without it may come to a block of the network's own.
-    axes = {site: -1 - block.rank if isinstance(block, GatedResidual) else 1 for site, block in blocks.items()}
-    found = {site: Branch(axis) for site, axis in axes.items()}
-    with scope(model, "output", {blocks[site]: branch.add for site, branch in found.items()}):
+def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Sum the squares of the branch of each block, and of the feature map that it is added to, inside a ``with`` block.
+
+    Yields:
+        The sums over all forward passes by site and channel, ``(2, c)``.
+    """
+    found = {site: torch.zeros(2, 1) for site in branches(model)}
+
+    def measure(site: str, axis: int, x: Tensor, y: Tensor) -> Tensor:
+        stream, output = (z.detach().float().movedim(axis, 0).flatten(1) for z in (x, y))
+        sums = torch.stack([(output - stream).square().sum(1), stream.square().sum(1)])
+        found[site] = found[site].to(x.device) + sums
+        return y
+
+    # The input of an inserted block has a batch; a block of the network's own may get a feature map without one.
+    hooks = {
+        block: partial(measure, site, -1 - block.rank if isinstance(block, GatedResidual) else 1)
+        for site, block in branches(model).items()
+    }
+    with scope(model, "output", hooks):
         yield found

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from vision_attn.checks import check_number, check_type
 from vision_attn.networks.maps import AttentionMap
-from vision_attn.networks.recording import numbers
+from vision_attn.networks.recording import check_indices
 from vision_attn.networks.safe import write_atomically
 
 try:
     from matplotlib import figure as matplotlib_figure, ticker
-    from matplotlib.axes import Axes
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
@@ -25,9 +24,9 @@ except ImportError as error:
 
 __all__ = ["Figure", "attention_figure", "save_figure"]
 
-#: In inches: between panels, for a line of text above them, and for the scale on the right with its numbers.
-GAP, LINE, SCALE = 0.08, 0.24, 0.95
-#: How much of the picture is covered where a cell gets two even shares or more.
+#: Inches for a line of text above the panels, and for the scale on the right with its numbers.
+LINE, SCALE = 0.24, 0.95
+#: Opacity over a cell that gets two even shares of the attention or more.
 OPAQUE = 0.8
 REDUCTIONS = ("mean", "max", "none")
 
@@ -97,7 +96,7 @@ def attention_figure(
         shape = "(b, channels, height, width), or (b, channels, t, height, width) for a map with three axes"
         raise ValueError(f"images must be {shape}; got {tuple(images.shape)} for one with {axes}")
     check_number("brightest", brightest, above=1)
-    queries = numbers("query", query, len(attention.cells))
+    queries = check_indices("query", query, len(attention.cells))
     weights = attention.weights[:, :, queries].detach().float().cpu()  # (b, heads, queries, h, w)
     label, panels = reduced(weights.transpose(1, 2).flatten(0, 1), attention.heads, reduction)
     panels = panels * panels[0, 0].numel()  # in even shares
@@ -113,49 +112,41 @@ def attention_figure(
         titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
     images = images.repeat_interleave(len(queries), dim=0)
 
-    count, size = panels.shape[1], tuple(images.shape[3:])
-    cell = [length / of_map for length, of_map in zip(size, attention.map_size[-2:], strict=True)]
-    # Every panel has its place in inches, so that nothing is left over around images of any shape.
-    wide = (width - SCALE - count * GAP) / (1 + count)
-    high = wide * size[0] / size[1]
-    tops = [LINE if titles or row == 0 else 0.0 for row in range(len(images))]
-    height = sum(tops) + len(images) * high + (len(images) - 1) * GAP
-    figure = Figure(figsize=(width, height))
-
-    def panel(left: float, top: float, wide: float, high: float) -> Axes:
-        return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
-
-    top = 0.0
+    size, cell = (
+        tuple(images.shape[3:]),
+        [n / m for n, m in zip(images.shape[3:], attention.map_size[-2:], strict=True)],
+    )
+    columns = 1 + panels.shape[1]
+    panel_height = (width - SCALE) / columns * size[0] / size[1] + (LINE if titles else 0)
+    figure = Figure(figsize=(width, len(images) * panel_height + LINE), layout="compressed")
+    axes_by_row = figure.subplots(len(images), columns, squeeze=False)
     for row, video in enumerate(images.detach().permute(0, 2, 3, 4, 1).float().cpu().numpy()):
-        top += tops[row]
-        place = attention.cells[queries[row % len(queries)]]
-        marked = int((place[0] + 0.5) * len(video) / attention.map_size[0]) if axes == 3 else 0
-        for column, frame in enumerate([marked, *frames * (count // len(frames))]):
-            axis, picture = panel(column * (wide + GAP), top, wide, high), video[frame]
+        query_cell = attention.cells[queries[row % len(queries)]]
+        marked = int((query_cell[0] + 0.5) * len(video) / attention.map_size[0]) if axes == 3 else 0
+        for column, frame in enumerate([marked, *frames * ((columns - 1) // len(frames))]):
+            axis, picture = axes_by_row[row, column], video[frame]
             plain = picture if column == 0 and picture.shape[2] == 3 else picture.mean(axis=2)
             extent = (0, size[1], size[0], 0)
             axis.imshow(plain, cmap="gray", vmin=0, vmax=1, extent=extent)
             if column:
-                share = panels[row, column - 1].numpy()
-                opacity = OPAQUE * np.log2(share.clip(1, 2))
-                shown = axis.imshow(share, "plasma", norm, alpha=opacity, extent=extent)
-                shown.set_interpolation("nearest")
+                weight = panels[row, column - 1].numpy()
+                opacity = OPAQUE * np.log2(weight.clip(1, 2))
+                overlay = axis.imshow(weight, "plasma", norm, alpha=opacity, extent=extent)
+                overlay.set_interpolation("nearest")
             elif len(queries) > 1:
                 for number in queries:
-                    at = [(0.5 + one) * side for one, side in zip(attention.cells[number][-2:], cell, strict=True)]
-                    text = axis.text(at[1], at[0], str(number), ha="center", va="center", fontsize=8, color="white")
+                    y, x = ((0.5 + at) * side for at, side in zip(attention.cells[number][-2:], cell, strict=True))
+                    text = axis.text(x, y, str(number), ha="center", va="center", fontsize=8, color="white")
                     text.set_path_effects([withStroke(linewidth=2, foreground="black")])
             axis.set_axis_off()
             if frame == marked:
-                corner = place[-1] * cell[1], place[-2] * cell[0]
+                corner = query_cell[-1] * cell[1], query_cell[-2] * cell[0]
                 axis.add_patch(Rectangle(corner, cell[1], cell[0], fill=False, edgecolor="tab:cyan", linewidth=2))
             above = label[column - 1] if column and row == 0 else titles[row] if titles and not column else ""
             axis.set_title(above, fontsize=9, loc="left", pad=3)
-        top += high + GAP
-    length = height - LINE - GAP
-    scale = figure.colorbar(shown, cax=panel(width - SCALE + GAP, LINE, 0.12, length))
+    scale = figure.colorbar(overlay, ax=axes_by_row, aspect=30, pad=0.02)
     scale.ax.yaxis.set(major_locator=ticker.LogLocator(2), major_formatter="{x:g}", minor_locator=ticker.NullLocator())
-    scale.set_label("times an even share" if length > 1.4 else "", fontsize=8)  # of which the words are as high
+    scale.set_label("times an even share", fontsize=8)
     return figure
 
 
@@ -193,5 +184,5 @@ def save_figure(figure: matplotlib_figure.Figure, path: str | Path) -> None:
 
 def as_bytes(figure: matplotlib_figure.Figure, form: str, dpi: int) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=dpi)
+    figure.savefig(buffer, format=form, dpi=dpi, bbox_inches="tight")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""A network looked at before anything is inserted: what a block would cost at each stage, and where to try one."""
+"""Inspection of a network before the insertion: the cost of a block at each stage, and where to try one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from vision_attn.text import Report, Table
 #: Sides of the maps that full attention suits: below, it mixes little; above, its cost outgrows the network's.
 SHORTEST, LONGEST = 7, 32
 
-#: Sides of windows, the most usual first.
+#: Sides of windows, the most common first.
 WINDOWS = (7, 8, 6, 9, 10, 5)
 
 MEBI, GIBI = 2**20, 2**30
@@ -38,74 +37,79 @@ MEBI, GIBI = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Site(InsertedBlock):
-    """A place of a network, and what a block there costs."""
+    """A stage of a network, and the cost of a block there."""
 
-    #: bytes that training keeps for the backward pass of a batch, with the implementation that runs
+    #: bytes that the backward pass of a batch needs, with the implementation that runs
     saved: int = 0
-    #: its index among the stages
+    #: index of the stage
     stage: int = 0
-    #: whether a block is inserted there already, so that no other can be
+    #: True if a block is inserted there already, so that no other can be
     occupied: bool = False
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to insert where, and why."""
+    """A proposal for an insertion, with the reason."""
 
-    #: where, and what the block costs there
+    #: the stages, with the cost of the block
     sites: tuple[Site, ...]
     #: of :func:`vision_attn.insert_`: ``stages`` and what differs from the default block
     arguments: Mapping[str, Any]
     why: str
 
     def call(self, example_input: object = None) -> str:
-        """The call, as one writes it, with what the dry run needs; for images of another size, with their shape."""
-        words = self.arguments if example_input is None else {**self.arguments, "example_input": example_input}
-        return f"va.insert_(model, {written(words)})"
+        """Format the call, with the ``example_input`` that the dry run needs, or the shape of the images."""
+        arguments = self.arguments if example_input is None else {**self.arguments, "example_input": example_input}
+        return f"va.insert_(model, {format_arguments(arguments)})"
+
+    @property
+    def added(self) -> Cost:
+        """Parameters and multiply-adds of the blocks at all sites."""
+        return InsertionReport(self.sites).added
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Report):
-    """What a network is made of, what a block costs in it, and where one is worth trying; prints as tables.
+    """The cost of a block at each stage of a network, and where one is worth trying; prints as tables.
 
     >>> inspect_model(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1)), input_size=32, batch_size=1).parts()[0]
     'Sequential on images of 3×32×32: 224 parameters, 55,296 multiply-adds an image'
     """
 
-    #: its name, or that of its class
+    #: name of the network, or of its class
     model: str
     #: of one image: 1, channels, rows, columns
     input_shape: tuple[int, ...]
-    #: what ``insert_`` needs as example_input; None where the model's own size does
+    #: ``example_input`` for ``insert_``; None for the model's default size
     example_input: object
-    #: images that one step of training holds
+    #: images in one training step
     batch_size: int
-    #: of the block and its maps
+    #: dtype of the block and its feature maps
     dtype: torch.dtype
-    #: of the block, beyond its heads
+    #: options of the block, beyond its heads
     options: Mapping[str, Any]
-    #: what the network itself has and does
+    #: cost of the network without blocks
     whole: Cost
     #: every stage
     sites: tuple[Site, ...]
-    #: of the GPU or else of the machine, in bytes; infinite where the system does not say
+    #: memory of the GPU or else of the machine, in bytes; infinite if unknown
     memory_limit: float
-    #: where to begin, the best first
+    #: what to try, the best first
     proposals: tuple[Proposal, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line each for maps that are too small or large for a block, and for what does not fit into memory."""
-        free = [site for site in self.sites if not site.occupied]
-        large = [f"{one.saved / GIBI:,.2f} GiB of {one.site}" for one in free if one.saved > self.memory_limit]
-        what = f"training keeps {', '.join(large)}, more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB"
-        lines = [f"{what}: take a smaller input or batch, va.Window(7) or a later stage"] if large else []
-        return (*InsertionReport(tuple(free)).warnings, *lines)
+        """Lines about feature maps that are too small or large for a block, and blocks that do not fit into memory."""
+        free = tuple(site for site in self.sites if not site.occupied)
+        large = ", ".join(f"{one.saved / GIBI:,.2f} GiB of {one.site}" for one in free if one.saved > self.memory_limit)
+        limit = f"more than the memory limit of {self.memory_limit / GIBI:,.2f} GiB"
+        line = f"training keeps {large}, {limit}: take a smaller input or batch, va.Window(7) or a later stage"
+        return (*InsertionReport(free).warnings, *([line] if large else []))
 
     def parts(self) -> list[str | Table]:
         size = "×".join(map(str, self.input_shape[1:]))
         has = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
-        options = f", {written(self.options)}" if self.options else ""
+        options = f", {format_arguments(self.options)}" if self.options else ""
         dtype = str(self.dtype).removeprefix("torch.")
         reading = (
             f"A block after a stage ({self.sites[0].block}{options}, {dtype}; %: of the network; "
@@ -116,7 +120,7 @@ class Inspection(Report):
         for site in self.sites:
             name = f"{site.site} (has a block)" if site.occupied else site.site
             place = f"{site.stage}", name, f"{site.channels}", site.size
-            numbers = zip(cost_of([site]), self.whole, strict=True)
+            numbers = zip(InsertionReport((site,)).added, self.whole, strict=True)
             costs = [text for added, own in numbers for text in (f"{added:,}", percent(added, own))]
             rows.append((*place, f"{site.options.get('num_heads', 8)}", *costs, f"{site.saved / MEBI:,.1f}"))
         heading, table = f"{self.model} on images of {size}: {has}", Table(rows, left=(1,))
@@ -127,21 +131,16 @@ class Inspection(Report):
         return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
 
     def advice(self, proposal: Proposal) -> str:
-        """One of the proposals: where and why, the call, and what it costs."""
+        """Format a proposal: the sites, the reason, the call, and its cost."""
         names = " and ".join(f"{site.site} ({site.size})" for site in proposal.sites)
-        call, cost = proposal.call(self.example_input), describe_added(cost_of(proposal.sites), self.whole)
-        return f"- {names}: {proposal.why}\n  {call}\n  {cost}"
+        cost = describe_added(proposal.added, self.whole)
+        return f"- {names}: {proposal.why}\n  {proposal.call(self.example_input)}\n  {cost}"
 
 
-def cost_of(sites: Sequence[Site]) -> Cost:
-    """What the blocks at several sites add to a network together."""
-    return InsertionReport(tuple(sites)).added
+def format_arguments(options: Mapping[str, Any]) -> str:
+    """Format the arguments of a call.
 
-
-def written(options: Mapping[str, Any]) -> str:
-    """Arguments as one writes them in a call.
-
-    >>> written({"pattern": Window(7), "stages": [-2, -1]})
+    >>> format_arguments({"pattern": Window(7), "stages": [-2, -1]})
     'pattern=va.Window(7), stages=[-2, -1]'
     """
     ours = {name for name, value in options.items() if type(value).__module__.startswith("vision_attn.")}
@@ -149,7 +148,7 @@ def written(options: Mapping[str, Any]) -> str:
     return text.replace("(size=", "(").replace(", shift=0)", ")")
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+# --- inspecting -------------------------------------------------------------------------------------------------------
 
 
 def inspect_model(
@@ -161,7 +160,7 @@ def inspect_model(
     num_heads: int | None = None,
     **block_options: Any,
 ) -> Inspection:
-    """What an attention block would cost at each stage of a network, and where it is worth trying.
+    """Report what an attention block would cost at each stage of a network, and where it is worth trying.
 
     The network is run as :func:`vision_attn.insert_` runs it; blocks are not run at all. The model is left as it is.
     What blocks at other sites cost is in the report of :func:`vision_attn.insert_`.
@@ -187,7 +186,7 @@ def inspect_model(
     """
     check_count("batch_size", batch_size)
     check_counts(num_heads=num_heads)
-    network = plain_network(network_of(model) if isinstance(model, str) else model)
+    network = plain_network(create_network(model) if isinstance(model, str) else model)
     example = example_for(network, input_size, example_input)
     run = DryRun(network, example)
     paths = find_stages(run)
@@ -203,12 +202,9 @@ def inspect_model(
         kept = count_saved_bytes(block, shape, one.form.dtype)
         return Site(**{**vars(record), "site": path}, saved=kept, stage=stage, occupied=occupied)
 
-    sites = []
-    for index, (path, one) in enumerate(maps.items()):
-        options = dict(block_options)
-        if num_heads is not None:
-            options["num_heads"] = fitting_heads(one.shape[1], num_heads)
-        sites.append(price(path, options, index))
+    heads = (num_heads and fitting_heads(one.shape[1], num_heads) for one in maps.values())
+    options = [{**block_options, **({"num_heads": count} if count else {})} for count in heads]
+    sites = [price(path, of, index) for index, (path, of) in enumerate(zip(maps, options, strict=True))]
     # The activation that ends a stem has learned nothing that positions could be compared by.
     learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
     free = [site for site in learning if not site.occupied]
@@ -230,66 +226,57 @@ def inspect_model(
     )
 
 
-def network_of(name: str) -> nn.Module:
-    """A network without weights, by a name that timm knows or, after ``torchvision:``, that torchvision knows."""
-    from vision_attn.networks.models.registry import no_such_model
+def create_network(name: str) -> nn.Module:
+    """Create a network without weights, by timm's name or, after ``torchvision:``, by torchvision's."""
+    from torchvision.models import get_model, list_models
+
+    from vision_attn.networks.models.registry import create_model, no_such_model
 
     library, _, wanted = name.rpartition(":")
     if library != "torchvision":
-        from timm.models import get_pretrained_cfg
-
-        from vision_attn.networks.models import create_model
-
-        config = None
-        with suppress(RuntimeError):  # there is no such tag, which is refused in the next line with those there are
-            config = get_pretrained_cfg(name)
-        return create_model(name, num_classes=config.num_classes if config else 1000)
-
-    from torchvision.models import get_model, list_models
-
+        return create_model(name)
     if wanted not in list_models():
         raise no_such_model(name, wanted, list_models())
-
-    # Weights are drawn and then never looked at: some of torchvision's networks ask, with a warning, how to draw them.
+    # Without this option some of torchvision's networks warn about how their weights are drawn.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
     network: nn.Module = get_model(wanted, weights=None, **options)
     return network
 
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None, example_input: Any = None) -> Example:
-    """What the model is run on: what is given, or one image of the size that is asked for, or of the model's own."""
+    """Return the input that the model is run on: the given one, or an image of ``input_size`` or the default size."""
     own = make_example(model, example_input)
     if input_size is None:
         return own
-    sides = (input_size,) * min(2, len(own.size)) if isinstance(input_size, int) else tuple(input_size)
-    size = (*own.size[:-2], *sides) if isinstance(input_size, int) else sides
+    size = (
+        tuple(input_size) if not isinstance(input_size, int) else (*own.size[:-2], *[input_size] * len(own.size[-2:]))
+    )
     if example_input is not None or len(size) != len(own.size) or min(size) < 1:
-        what = "a side or a height and a width, in pixels, and is left out with example_input"
-        raise ValueError(f"input_size must be {what}; got {input_size!r}")
+        expected = "a side or a height and a width, in pixels, and is left out with example_input"
+        raise ValueError(f"input_size must be {expected}; got {input_size!r}")
     return make_example(model, (*own.shape[:2], *size))
 
 
 def propose(
-    free: Sequence[Site], count: int, price: Callable[..., Site], num_heads: int, asked: Mapping[str, Any]
+    free: Sequence[Site], count: int, price: Callable[..., Site], num_heads: int, options: Mapping[str, Any]
 ) -> list[Proposal]:
-    """What is worth trying first at free ones of so many stages: late, on a good size, and windows on a larger one."""
+    """Propose late stages of a good size, and windows at a larger one, among the free ones of ``count`` stages."""
 
-    def proposal(chosen: Sequence[Site], why: str, **options: Any) -> Proposal:
+    def proposal(chosen: Sequence[Site], why: str, **further: Any) -> Proposal:
         heads = fitting_heads(math.gcd(*(site.channels for site in chosen)), num_heads)
-        options = {**({} if heads == 8 else {"num_heads": heads}), **asked, **options}
-        # The last two stages are counted from the end, as one speaks of them.
-        indices = [site.stage for site in chosen]
-        stages = [index - count if index >= count - 2 else index for index in indices]
-        sites = tuple(price(site.site, options) for site in chosen)
-        return Proposal(sites, {"stages": stages, **options}, why)
+        arguments = {**({} if heads == 8 else {"num_heads": heads}), **options, **further}
+        # The last two stages are counted from the end.
+        stages = [site.stage - count if site.stage >= count - 2 else site.stage for site in chosen]
+        sites = tuple(price(site.site, arguments) for site in chosen)
+        return Proposal(sites, {"stages": stages, **arguments}, why)
 
     late = [site for site in free if SHORTEST <= math.sqrt(site.tokens) <= LONGEST][-2:]
     large = [site for site in free if math.sqrt(site.tokens) > LONGEST and len(site.map_size) == 2][-1:]
     found = []
     if late:
         found.append(proposal(late, "late, with enough positions to mix and few enough to compare all"))
-    if large and not asked:
-        # A window that divides the map; else the most usual, which pads it.
+    if large and not options:
+        # A window that divides the feature map, or else the most common one, which pads it.
         window = next((side for side in WINDOWS if not any(length % side for length in large[0].map_size)), WINDOWS[0])
         why = f"finer detail, in windows: comparing all {large[0].tokens:,} positions costs too much"
         found.append(proposal(large, why, pattern=Window(window)))
@@ -297,7 +284,7 @@ def propose(
 
 
 def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """The bytes that autograd keeps of a block for its backward pass: the map that comes in and what is made of it.
+    """Count the bytes that autograd saves in a block for its backward pass: its input and what is computed from it.
 
     >>> from vision_attn.attention.blocks import AttentionBlock2d
     >>> blocks = (AttentionBlock2d(64, impl=impl, device="meta") for impl in ("bmm", "auto"))
@@ -323,7 +310,7 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
 
 
 def machine_memory() -> float:
-    """The bytes of the GPU, or of the machine's memory if there is none; infinite where the system does not say."""
+    """Return the bytes of memory of the GPU, or of the machine if there is none; infinity if unknown."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties("cuda").total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf

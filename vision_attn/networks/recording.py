@@ -89,13 +89,13 @@ def capture(
     """
     if reduce is not None and (not isinstance(reduce, str) or reduce not in REDUCTIONS):
         raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
-    points, network = points_of(queries), plain_network(model)
+    points, network = parse_points(queries), plain_network(model)
     modules = modules_at(network, sites)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
     kernels = [len(layer.kernel_size) for layer in network.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
     recording = Recording(network, points, max(ranks or kernels or [0]), reduce, math.inf if allow_large else LARGEST)
     hooks = {
-        module: partial(recording.record, path, module, swap, numbers("heads", heads, module.num_heads))
+        module: partial(recording.record, path, module, swap, check_indices("heads", heads, module.num_heads))
         for path, (module, swap) in modules.items()
     }
     recording.maps.reasons = dict.fromkeys(unread_attention(network, modules), UNREAD)
@@ -108,7 +108,7 @@ def capture(
 
 @dataclass
 class Recording:
-    """What is captured of one forward pass."""
+    """Attention maps of one forward pass."""
 
     model: nn.Module
     points: list[Point] | None
@@ -126,7 +126,7 @@ class Recording:
     #: keyword arguments of the forward pass, a new dictionary in each
     kwargs: Mapping[str, Any] | None = None
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start a forward pass with the images that the model is given."""
         self.maps.clear()
         self.skipped.clear()
@@ -148,7 +148,7 @@ class Recording:
         if depth is not None:
             *_, (_, args, kwargs) = calls = calls[: depth + 1]
             if kwargs is not self.kwargs:
-                self.begin(args, kwargs)
+                self.start(args, kwargs)
         if not self.image_size:
             raise RuntimeError("capture needs the image, so call the model itself: model(image), not a part of it")
         found: Place | str = Place(inputs.grouping.query_layout.size, inputs.grouping.key_layout.size)
@@ -165,17 +165,17 @@ class Recording:
         size, keys, outer, prefix = found
         grouping = outer or inputs.grouping
         whole = grouping.query_layout.size
-        cells = cells_of(self.points, size, self.image_size)
+        cells = find_cells(self.points, size, self.image_size)
         together = 1 if self.reduce else len(heads)
         elements = len(inputs.q) // grouping.groups * together * len(cells) * product(keys)
         self.taken += elements * max(4, inputs.q.element_size())
         if self.taken > self.limit:
-            size_of = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
-            raise ValueError(f"queries: {size_of}: choose points, sites, heads, a reduction, or allow_large=True")
+            needed = f"the maps up to that of {path!r} take {self.taken / 2**30:.2f} GiB"
+            raise ValueError(f"queries: {needed}: choose points, sites, heads, a reduction, or allow_large=True")
         merged = self.reduce and len(heads) > 1
         names = [f"{self.reduce} of {len(heads)} heads"] if merged else [f"head {head}" for head in heads]
 
-        def looked(tokens: Tensor | None) -> Tensor:
+        def compute_weights(tokens: Tensor | None) -> Tensor:
             each = (weights_on_map(inputs, tokens, group, grouping=outer)[..., prefix:] for group in groups)
             weights = fold(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(heads) if self.reduce == "mean" else weights
@@ -186,20 +186,20 @@ class Recording:
 
         # Indices are made where the network is: one that is copied there waits for what it has to do.
         grid = torch.arange(prefix, prefix + product(whole), device=inputs.q.device).view(whole)
-        tokens = grid[(*map(slice, size),)].flatten() if self.points is None else chosen(grid, cells)
-        groups = chosen(torch.arange(module.num_heads, device=inputs.q.device), heads).split(together)
+        tokens = grid[(*map(slice, size),)].flatten() if self.points is None else gather(grid, cells)
+        groups = gather(torch.arange(module.num_heads, device=inputs.q.device), heads).split(together)
         every = self.points is None and whole == size and not prefix
         with torch.no_grad():
-            weights = looked(None if every else tokens)
-            first = looked(torch.arange(prefix, device=inputs.q.device)) if prefix else None
+            weights = compute_weights(None if every else tokens)
+            first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
         earlier = sum(known.partition(":")[0] == path for known in self.maps)
         self.maps[f"{path}:{earlier + 1}" if earlier else path] = AttentionMap(
             weights, tuple(cells), self.image_size, size, tuple(names), first
         )
 
 
-def chosen(x: Tensor, places: Iterable[Any]) -> Tensor:
-    return torch.stack([x[place] for place in places])
+def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
+    return torch.stack([x[index] for index in indices])
 
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
@@ -229,8 +229,8 @@ def unread_attention(model: nn.Module, known: Container[str]) -> dict[str, str]:
     return {path: f"{path} ({type(module).__name__})" for path, module in found.items() if path not in known}
 
 
-def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
-    """Points of the image; None for every cell."""
+def parse_points(queries: Iterable[Point] | str | None) -> list[Point] | None:
+    """Return points of the image; None for every cell."""
     if queries is None or (isinstance(queries, str) and queries == "all"):
         return None
     given: Any = queries
@@ -243,16 +243,16 @@ def points_of(queries: Iterable[Point] | str | None) -> list[Point] | None:
     return points
 
 
-def numbers(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
-    """Numbers below a count, of heads or queries; all of them when None."""
-    chosen = list(range(count)) if value is None else as_list(name, value, "whole numbers", single=Integral)
-    if not chosen or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in chosen):
+def check_indices(name: str, value: int | Iterable[int] | None, count: int) -> list[int]:
+    """Return indices below a count, of heads or queries; all of them when None."""
+    indices = list(range(count)) if value is None else as_list(name, value, "whole numbers", single=Integral)
+    if not indices or not all(isinstance(one, Integral) and 0 <= int(one) < count for one in indices):
         raise ValueError(f"{name} must be from 0 to {count - 1}; got {value}")
-    return [int(one) for one in chosen]  # which True and False are not to torch
+    return [int(one) for one in indices]  # torch takes True and False for masks
 
 
-def cells_of(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:
-    """The cells of a map that points of the image lie in; all of them when None."""
+def find_cells(points: list[Point] | None, size: Sequence[int], image_size: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the cells of a feature map that points of the image lie in; all of them when None."""
     if points is None:
         return list(pairs(*map(range, size)))
     return [

@@ -110,7 +110,7 @@ def no_such_model(name: str, base: str, known: Sequence[str]) -> ValueError:
 
 
 def create_model(
-    name: str, *, num_classes: int, in_chans: int = 3, pretrained: bool = False, **options: Any
+    name: str, *, num_classes: int | None = None, in_chans: int = 3, pretrained: bool = False, **options: Any
 ) -> nn.Module:
     """Create a network by a name that is registered with timm.
 
@@ -119,7 +119,7 @@ def create_model(
 
     Args:
         name: ``"resnet20"``, ``"resnet20.cifar100"``, ``"resnet50"``, …
-        num_classes: classes.
+        num_classes: classes; those of the name's configuration when None.
         in_chans: channels of the images.
         pretrained: load the weights of this name.
         **options: further arguments of the network, such as ``drop_path_rate=0.1``.

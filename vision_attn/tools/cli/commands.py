@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -169,39 +169,46 @@ def evaluate(words: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """Does a block help? Arms by seeds, with intervals.
+    """Does a block help? Variants by seeds, with intervals.
 
-    Every arm is trained by one recipe over seeds. The same command goes on where it was interrupted. All other flags
-    are those of vision-attn train, for all arms that they suit.
+    Each variant is trained by one recipe over seeds. The same command resumes. All other flags are those of
+    vision-attn train, for all variants that they suit. Without --data the variants are compared on recall, the task of
+    vision-attn demo.
     """
 
-    # by name, or NAME=ARM FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'
-    arms: tuple[str, ...] = ("plain", "convolution", "se", "attention")
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of each arm
-    jobs: int | None = None  # runs side by side (default: as many as GPUs, or as cores)
+    # variants by name, or NAME=VARIANT FLAGS with flags of train: 'rope=attention --block-options position=Rope2d()'
+    variants: tuple[str, ...] = ("plain", "convolution", "se", "attention")
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # seeds of each variant
+    jobs: int | None = None  # runs at a time (default: as many as GPUs, or as cores)
+    backend: Literal["loky", "ray"] = "loky"  # where runs are made: processes of this machine, or a Ray cluster
     output: Output = Path("runs/compare")  # folder of the runs and the tables
 
 
 def compare(words: list[str]) -> None:
-    """Does a block help? Arms by seeds, with intervals."""
+    """Does a block help? Variants by seeds, with intervals."""
     prog = "vision-attn compare"
     how, rest = tyro.cli(Compared, args=words, prog=prog, return_unknown_args=True)
 
-    from vision_attn.tools.comparison.arms import recipe, settings_of_arm
+    from vision_attn.tools.comparison.variants import recipe, settings_for_variant
     from vision_attn.tools.training.settings import Settings, changed
 
-    unset = Settings(insert=("…",))  # the sites are the recipe's or the arm's, where flags name none
+    unset = Settings(insert=("…",))  # the sites are the recipe's or the variant's, where flags name none
     common = recipe(changed(settings_from(rest, prog, unset), unset))
-    arms: dict[str, dict[str, Any]] = {}
-    for name, sign, text in (word.partition("=") for word in how.arms):
+    variants: dict[str, dict[str, Any]] = {}
+    for name, sign, text in (word.partition("=") for word in how.variants):
         flags = shlex.split(text)
         base = flags.pop(0) if flags and not flags[0].startswith("-") else "attention" if sign else name
-        if not name or "/" in name or name in arms:
-            raise ValueError(f"arms must have names that differ and are such as folders have; got {name!r}")
-        own = changed(settings_from(flags, f"{prog} --arms {name}", unset), unset)
-        arms[name] = settings_of_arm(base, own, common)
+        if not name or "/" in name or name in variants:
+            raise ValueError(f"variants must have distinct names that folders can have; got {name!r}")
+        custom = changed(settings_from(flags, f"{prog} --variants {name}", unset), unset)
+        variants[name] = settings_for_variant(base, custom, common)
 
-    from vision_attn.tools.comparison.runs import compare as compare_arms
+    options: dict[str, Any] = {"seeds": how.seeds, "jobs": how.jobs, "backend": how.backend, "output": how.output}
+    if {"data", "dataset"} & common.keys():
+        from vision_attn.tools.comparison.runs import compare as compare_on_images
 
-    command = shlex.join(["vision-attn", *sys.argv[1:]])
-    compare_arms(arms, seeds=how.seeds, jobs=how.jobs, command=command, output=str(how.output))
+        compare_on_images(variants, command=shlex.join(["vision-attn", *sys.argv[1:]]), **options)
+    else:
+        from vision_attn.tools.comparison.demo import compare_on_recall
+
+        compare_on_recall(variants, **options)

@@ -1,4 +1,4 @@
-"""What scores over seeds allow to say: the difference of every two arms, with one rule for its verdict."""
+"""Statistics of scores over seeds: the difference of every two arms (variants), with one rule for its verdict."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from scipy import stats
 from vision_attn.networks.figures import Figure
 from vision_attn.text import markdown
 
-#: by arm, one of each seed
+#: scores by arm, one for each seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
 CONFIDENCE = 0.95
-#: The columns of the table that hold words.
+#: Columns of text in the table.
 WORDS = (0, 4)
 LEGEND = """\
-The verdict follows from the 95 % interval, by Games and Howell: each arm has its own spread over seeds, and the
-intervals of all pairs hold together. Where all arms are equal, about one table in twenty has a wrong verdict. An
-interval also says how large the difference may be."""
+The verdict follows from the 95 % interval, by Games and Howell: each variant has its own spread over seeds, and the
+intervals of all pairs hold together. If all variants are equal, about one table in twenty has a wrong verdict. An
+interval also shows how large the difference may be."""
 
-UNKNOWN = "An arm with one seed, or the same score for all, shows no spread to measure differences by: give more seeds."
+UNKNOWN = "A variant with one seed, or equal scores, has no spread to measure differences by: give more seeds."
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Difference:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    #: whether less is better, as of errors
+    #: True if less is better, as for errors
     less: bool = False
 
     @property
     def verdict(self) -> str:
-        """What the first arm is, compared with the second.
+        """Verdict on the first arm, compared with the second.
 
         >>> Difference(("attention", "plain"), 2.0, 0.5, 3.5).verdict, Difference(("a", "b"), 2.0, -1.0, 5.0).verdict
         ('better', 'no significant difference')
@@ -55,12 +55,12 @@ class Difference:
         return "better" if (self.low > 0) is not self.less else "worse"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return a dictionary for JSON."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
-    """Every arm minus every earlier one; the pairs of the last arm come first. ``less``: whether less is better.
+    """Return every arm minus every earlier one, the pairs of the last arm first; ``less``: less is better.
 
     Source: Games and Howell, *Pairwise Multiple Comparison Procedures with Unequal N's and/or Variances*, 1976,
     https://doi.org/10.3102/10769986001002113, as ``scipy.stats.tukey_hsd(..., equal_var=False)``.
@@ -86,7 +86,7 @@ def compare_scores(scores: Scores, *, less: bool = False) -> list[Difference]:
 
 
 def difference_table(differences: Sequence[Difference]) -> str:
-    """The differences as a table of Markdown, and below it what the verdicts follow from."""
+    """Format the differences as a table in Markdown, with the rule for the verdicts below."""
     rows = [("difference", "mean", "95 % interval", "p", "verdict")]
     for one in differences:
         interval = "—" if one.low is None else f"{one.low:+.2f} to {one.high:+.2f}"
@@ -97,16 +97,18 @@ def difference_table(differences: Sequence[Difference]) -> str:
     return "\n\n".join([markdown(rows, WORDS), *notes]) if any(known) else UNKNOWN
 
 
-def difference_figure(differences: Sequence[Difference]) -> Figure:
-    """The differences with their intervals, one above the other."""
-    picture = Figure(figsize=(7, 1.2 + 0.35 * len(differences)), layout="constrained")
-    axis = picture.subplots()
-    for row, one in enumerate(differences):
-        color = "tab:blue" if one.verdict in ("better", "worse") else "tab:gray"
-        axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
-        axis.plot(one.mean, row, "o", color=color)
-    axis.axvline(0, color="black", linewidth=0.7)
-    axis.set_yticks(range(len(differences)), [" − ".join(one.arms) for one in differences])
-    axis.set_xlabel("difference of top-1 %, 95 % interval")
-    axis.set_ylim(len(differences) - 0.5, -0.5)
+def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure:
+    """Draw the differences with their intervals, a panel for each measurement."""
+    rows = sum(map(len, differences.values()))
+    picture = Figure(figsize=(7, 1.2 * len(differences) + 0.35 * rows), layout="constrained")
+    panels = picture.subplots(len(differences), squeeze=False)[:, 0]
+    for axis, (name, found) in zip(panels, differences.items(), strict=True):
+        for row, one in enumerate(found):
+            color = "tab:blue" if one.verdict in ("better", "worse") else "tab:gray"
+            axis.plot([one.mean if end is None else end for end in (one.low, one.high)], [row, row], color=color)
+            axis.plot(one.mean, row, "o", color=color)
+        axis.axvline(0, color="black", linewidth=0.7)
+        axis.set_yticks(range(len(found)), [" − ".join(one.arms) for one in found])
+        axis.set_xlabel(f"difference of {name}, 95 % interval")
+        axis.set_ylim(len(found) - 0.5, -0.5)
     return picture

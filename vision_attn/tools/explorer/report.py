@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_count, check_type
-from vision_attn.networks.contributions import branches, disabled, measured
+from vision_attn.networks.contributions import branches, disabled, measure_branches, rms_ratio
 from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
 from vision_attn.networks.maps import AttentionMap
@@ -117,7 +117,7 @@ def explore_image(
     model: nn.Module, x: Tensor, sites: Names | Iterable[Names] | None, classes: Sequence[str], top: int
 ) -> dict[str, Any]:
     """Return the maps and predictions for one image."""
-    with capture(model, "all", sites=sites) as maps, measured(model) as measures:
+    with capture(model, "all", sites=sites) as maps, measure_branches(model) as measures:
         scores = predict(model, x)
     for path, one in maps.items():
         if len(one.map_size) != 2:
@@ -147,7 +147,7 @@ def explore_image(
     paths = modules_to_disable(model, maps)
     for what, off in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
         others: Any = predict(model, x, off)
-        share = round(measures[what].share, 6) if what in measures else None
+        share = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
         probability = round(others[best[0]].item(), 6)
         answer = {"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability}
         shown["closings"].append(answer)

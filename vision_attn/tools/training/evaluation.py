@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from vision_attn.networks.contributions import disabled, measured, share
+from vision_attn.networks.contributions import disabled, measure_branches, rms_ratio
 from vision_attn.networks.insertion import quiet_eval
 from vision_attn.tools.training.data import Decoded, InMemory, Source, open_images
 from vision_attn.tools.training.network import Log, Network
@@ -86,7 +86,7 @@ class Evaluation:
         classes, totals = 0, torch.zeros(3, dtype=torch.float64, device=accelerator.device)
         predictions = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
         rows = torch.arange(process, count, processes).split(self.batch_size // processes)
-        with quiet_eval(model), accelerator.autocast(), measured(model) as branches:
+        with quiet_eval(model), accelerator.autocast(), measure_branches(model) as branches:
             for batch in tqdm(self.data.batches(rows), "evaluate", len(rows), leave=False, disable=None):
                 images, labels = (part.to(accelerator.device, non_blocking=True) for part in batch)
                 logits = model(self.normalize(images)).float()
@@ -96,10 +96,10 @@ class Evaluation:
                 predictions.append(choices[:, 0])
                 loss = F.cross_entropy(logits, labels, reduction="sum")
                 totals += torch.stack([loss.double(), correct[:, 0].sum(), correct.sum()])
-        squares = [branch.squares.sum(1).to(totals) for branch in branches.values()]
+        squares = [sums.sum(1).to(totals) for sums in branches.values()]
         reduced = accelerator.reduce(torch.cat([totals, *squares]))
         loss, top1, top5 = (reduced[:3] / count).tolist()
-        ratio = share(reduced[3:].view(-1, 2).T).mean().item() if squares else None
+        ratio = rms_ratio(reduced[3:].view(-1, 2).T).mean().item() if squares else None
         return Scores(loss, 100 * top1, 100 * top5 if classes > 5 else None, ratio), torch.cat(predictions)
 
     def without_blocks(self, model: nn.Module, scores: Scores, predictions: Tensor) -> Disabled | None:
