@@ -1,7 +1,7 @@
 """Whose attention `va.swap_` runs, and how well it agrees: a model of each family of timm and its neighbours.
 
-    python tests/families.py                      # writes docs/families.md
-    python tests/families.py --only maxvit swin   # prints these families' rows
+    python benchmarks/families.py                      # writes docs/families.md
+    python benchmarks/families.py --only maxvit swin   # prints these families' rows
 
 Each row is made by doing it: the model and a copy of it that is swapped run side by side, outputs and all gradients.
 """
@@ -33,7 +33,7 @@ TABLE = Path(__file__).parents[1] / "docs/families.md"
 
 HEAD = """# Families
 
-What `va.swap_` swaps in the smallest model of each family, as `python tests/families.py` found it with
+What `va.swap_` swaps in the smallest model of each family, as `python benchmarks/families.py` found it with
 {versions}. A cell of *float32* or *float64* is the greatest difference of
 the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
 each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from

@@ -1,7 +1,7 @@
 """Compatibility table: every family of timm and torchvision, at its smallest model, with a block at all of its stages.
 
-python tests/reach.py                # writes docs/reach.md, in about a quarter of an hour on two cores
-python tests/reach.py convnext swin  # prints these families' rows
+python benchmarks/reach.py                # writes docs/reach.md, in about a quarter of an hour on two cores
+python benchmarks/reach.py convnext swin  # prints these families' rows
 """
 
 import sys
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import vision_attn as va
 from vision_attn.networks.insertion import inserted_keys, records
+from vision_attn.networks.inspection import create_network
 
 #: The file that this script writes.
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
@@ -28,7 +29,7 @@ SMALL = 64
 HEAD = """# Reach
 
 The smallest model of every model module of timm {timm} and of every classification family of torchvision
-{torchvision}, as `python tests/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of
+{torchvision}, as `python benchmarks/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of
 attention, in windows of 8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images
 must be the same bits, and the network's own keys the same in the same order; gradients must reach the output
 projection of every block whose map is read and, after one step, the others; and after removal every module, hook and
