@@ -1,0 +1,203 @@
+r"""Change the package in one place at a time, and list the changes that no fast test notices.
+
+cosmic-ray proposes the changes, coverage selects the tests that run the changed line, fastest first. Libraries are
+imported once: each change is tried in a fork. From the root of a checkout:
+
+    pip install cosmic-ray coverage
+    export COVERAGE_FILE=/tmp/coverage OMP_NUM_THREADS=1
+    printf '[run]\nsource = vision_attn\ndynamic_context = test_function\n' > /tmp/coveragerc
+    coverage run --rcfile=/tmp/coveragerc -m pytest -p no:xdist --durations=0 tests > /tmp/durations
+    printf '[cosmic-ray]\nmodule-path = "vision_attn"\ntimeout = 0\ntest-command = ""\n' > /tmp/cosmic.toml
+    cosmic-ray init /tmp/cosmic.toml /tmp/session.sqlite
+    python .ci/mutants.py /tmp/session.sqlite /tmp/coverage /tmp/durations --count 300 --output /tmp/mutants.jsonl
+
+One change is drawn at each of ``--count`` positions in the code, the same with the same ``--seed``.
+"""
+
+import argparse
+import ast
+import difflib
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+import coverage
+import pytest
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_db import WorkDB, use_db
+
+ROOT = Path.cwd()
+LIBRARIES = "accelerate", "einx", "hypothesis", "matplotlib", "scipy.stats", "timm", "torch._dynamo", "torchvision"
+
+
+class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import one module of the package from a changed source."""
+
+    def __init__(self, path, source):
+        self.path, self.source = path, source
+        self.name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def pytest_sessionstart(self):
+        sys.meta_path.insert(0, self)  # before pytest, which imports files of its command line
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        folder = [str((ROOT / self.path).parent)] if self.path.endswith("__init__.py") else None
+        where = {"loader": self, "submodule_search_locations": folder}
+        return importlib.util.spec_from_file_location(name, ROOT / self.path, **where)
+
+    def exec_module(self, module):
+        exec(compile(self.source, str(ROOT / self.path), "exec"), vars(module))
+
+
+@cache
+def annotations(path):
+    """Spans of annotations, which nothing evaluates."""
+    nodes = list(ast.walk(ast.parse(Path(path).read_text())))
+    found = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
+    return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in found if x is not None]
+
+
+def draw(session, seed, count, only):
+    """Draw one change at each of some positions of the code."""
+    positions = defaultdict(list)
+    with use_db(session, WorkDB.Mode.open) as work:
+        for change in (item.mutations[0] for item in work.work_items):
+            path, (start, end) = str(change.module_path), (change.start_pos, change.end_pos)
+            if not any(first <= start and end <= last for first, last in annotations(path)):
+                positions[path, start].append(change)
+    generator = random.Random(seed)
+    order = sorted(positions)
+    generator.shuffle(order)
+    order = [key for key in order if key[0].startswith(only)]
+    return [generator.choice(sorted(positions[key], key=str)) for key in order[:count]]
+
+
+class Tests:
+    """The tests that run a line, fastest first."""
+
+    def __init__(self, data_file, durations):
+        self.data = coverage.CoverageData(data_file)
+        self.data.read()
+        self.files = {name[name.index("vision_attn/") :]: name for name in self.data.measured_files()}
+        self.seconds = Counter()
+        for seconds, file, test in re.findall(
+            r"([\d.]+)s (?:call|setup) +tests/(\w+)\.py::(\w+)", durations.read_text()
+        ):
+            self.seconds[f"tests/{file}.py::{test}"] += float(seconds)
+
+    def select(self, path, first, last, budget):
+        """Select those of some lines, of the whole module if its lines run on import only, as the budget allows."""
+        lines = self.data.contexts_by_lineno(self.files[path]) if path in self.files else {}
+        of_lines = {self.node(x) for line in range(first, last + 1) for x in lines.get(line, ())} - {None}
+        of_module = {self.node(x) for contexts in lines.values() for x in contexts} - {None}
+        chosen, total = [], 0.0
+        for test in sorted(of_lines or of_module, key=lambda test: self.seconds[test]):
+            total += self.seconds[test]
+            if chosen and total > budget:
+                return chosen, False
+            chosen.append(test)
+        return chosen, True
+
+    def node(self, context):
+        parts = context.split(".")
+        file = next((part for part in parts if part.startswith("test_")), None)
+        return f"tests/{file}.py::{parts[-1]}" if file and parts[-1] != file else None
+
+
+def attempt(path, source, tests, log, limit):
+    """Run tests on a changed module in a fork; return the exit code, or None after the time limit."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        changed = Changed(path, source)
+        sys.meta_path.insert(0, changed)  # for conftest.py
+        doctests = [path] if ">>>" in source and not path.endswith("__init__.py") else []
+        plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        try:
+            code = int(pytest.main(["-x", "-q", "--tb=line", *plugins, *doctests, *tests], plugins=[changed]))
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("session", type=Path, help="file that `cosmic-ray init` wrote")
+    parser.add_argument("coverage", type=Path, help="data file of coverage, with a context for each test")
+    parser.add_argument("durations", type=Path, help="output of pytest --durations=0")
+    parser.add_argument("--count", type=int, default=300, help="number of changes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--only", default="", help="beginning of the paths of the modules that are changed")
+    parser.add_argument("--budget", type=float, default=90, help="seconds of tests for one change")
+    parser.add_argument("--worker", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="try every Nth change")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON lines; changes that it has are not tried again"
+    )
+    options = parser.parse_args()
+
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    tests = Tests(options.coverage, options.durations)
+    changes = draw(options.session, options.seed, options.count, options.only)
+    first, workers = options.worker
+    options.output.touch()
+    known = {json.loads(line)["id"] for line in options.output.read_text().splitlines()}
+    checked = False
+    for change in changes[first::workers]:
+        path, row, end_row = str(change.module_path), change.start_pos[0], change.end_pos[0]
+        name = f"{path}:{row}:{change.start_pos[1]}:{change.operator_name}:{change.occurrence}"
+        source = (ROOT / path).read_text()
+        operator = get_operator(change.operator_name)(**change.operator_args)
+        changed = mutate_code(source, operator, change.occurrence)
+        if name in known or changed is None or changed == source:
+            continue
+        chosen, complete = tests.select(path, row, end_row, options.budget)
+        log = options.output.with_suffix(f".{first}.log")
+        if not checked and attempt(path, source, chosen, log, 60 + 4 * options.budget) != 0:
+            sys.exit(f"the tests fail without a change: see {log}")
+        checked = True
+        code = attempt(path, changed, chosen, log, 60 + 4 * options.budget)
+        diff = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
+        result = {
+            "id": name,
+            "status": {0: "survived", None: "timeout"}.get(code, "killed"),
+            "complete": complete,
+            "diff": [line for line in diff if line[:3] not in ("---", "+++") and line[0] in "+-"],
+            "by": [
+                line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))
+            ],
+        }
+        with options.output.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
