@@ -136,7 +136,7 @@ def network(dtype=torch.float32, channels=16):
     return nn.Sequential(nn.Conv2d(3, channels, 1), nn.Flatten(2), nn.Unflatten(2, IMAGES[2:])).eval().to(dtype)
 
 
-@pytest.mark.parametrize(("block", "dtype"), TRIED, ids=str)
+@pytest.mark.parametrize(("block", "dtype"), TRIED, ids=lambda value: getattr(value, "__name__", value))
 def test_how_a_block_begins_is_found_by_trying(block, dtype):
     begins, around = TRIED[block, dtype]
     model = network(getattr(torch, dtype))
