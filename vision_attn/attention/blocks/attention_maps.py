@@ -51,7 +51,11 @@ def weights_on_map(
         if heads is not None:
             q, k, both = q[:, heads], k[:, heads], [select(x, 2, heads) for x in both]
         layout, is_whole = grouping.query_layout, grouping.query_layout.is_whole
-        group, row = grouping.locate(queries)
+        if is_whole:  # one group, which class tokens precede
+            row = torch.arange(q.shape[2], device=q.device) if queries is None else queries
+            group = torch.zeros_like(row)
+        else:
+            group, row = grouping.locate(queries)
         if queries is not None and is_whole:
             q, both = q[:, :, queries], [select(x, 3, queries) for x in both]
         elif queries is not None:  # each query is a separate group
