@@ -133,7 +133,6 @@ def load_adapter_(
     makers = file_format.find_makers(adapter, path, block)
     state = plain_state(model)
     differing = compare_network(state, adapter, path, strict=strict)
-    before = {key: state[key].clone() for key in adapter.also}
     try:
         with torch.random.fork_rng(devices=[]):  # the random values of new blocks are replaced
             file_format.insert_saved_(model, adapter, makers)
@@ -141,16 +140,15 @@ def load_adapter_(
         shapes = {(plain_key(key), state[plain_key(key)].shape) for key in insertion.inserted_keys(model)}
         if wrong := shapes ^ {(key, value.shape) for key, value in adapter.tensors.items() if key not in adapter.also}:
             raise CheckpointError(f"the blocks made here and the saved ones differ in {shorten(sorted(dict(wrong)))}")
+        report = InsertionReport(records(model))
         copy_all_([(state[key], value) for key, value in adapter.tensors.items()])
-        loaded, compared = tuple(adapter.tensors), len(adapter.base or ())
-        return AdapterReport(str(path), InsertionReport(records(model)), loaded, compared, differing)
     except BaseException as error:
         if inserted_blocks(model):
             remove_(model)
-        copy_all_([(state[key], value) for key, value in before.items()])
         if isinstance(error, Exception):
             raise CheckpointError(f"{path}: its blocks cannot be put into the model ({error})") from error
         raise
+    return AdapterReport(str(path), report, tuple(adapter.tensors), len(adapter.base or ()), differing)
 
 
 def read_adapter(path: str | Path) -> Saved:
@@ -176,12 +174,9 @@ def fingerprint_network(state: Mapping[str, Tensor], exclude: Collection[str]) -
 def compare_network(state: Mapping[str, Tensor], adapter: Saved, path: Path, *, strict: bool) -> tuple[str, ...]:
     """Return the names of tensors that differ from the network the adapter was trained on; raise if ``strict``."""
     sites = tuple(f"{block.site}." for block in adapter.blocks if block.at == "instead")
-    exclude = {key for key in state if key.startswith(sites)}.union(adapter.also)
-    base, own = adapter.base or {}, fingerprint_network(state, exclude)
-    here = {name: shape for name, (shape, *_) in own.items()}
-    here |= {key: tuple(state[key].shape) for key in adapter.also if key in state}
-    there = {name: shape for name, (shape, *_) in base.items()}
-    there |= {key: tuple(adapter.tensors[key].shape) for key in adapter.also}
+    base, own = adapter.base or {}, fingerprint_network(state, {key for key in state if key.startswith(sites)})
+    saved = base | fingerprint_network(adapter.tensors, adapter.tensors.keys() - set(adapter.also))
+    here, there = ({name: shape for name, (shape, *_) in tensors.items()} for tensors in (own, saved))
     if other := [name for name in there | here if here.get(name) != there.get(name)]:
         shapes = [f"{name} (model {here.get(name, 'none')}, adapter {there.get(name, 'none')})" for name in other]
         raise CheckpointError(f"{path} is for another network: {shorten(shapes)}. Make the one that it was trained on")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from vision_attn.checks import as_list, check_flags
 from vision_attn.errors import CheckpointError
 from vision_attn.networks.checkpoints.file_format import plain_key
 from vision_attn.networks.checkpoints.load_report import LoadReport, Shapes, is_convertible, remedies
-from vision_attn.networks.checkpoints.specification import compare_arguments, get_arguments
-from vision_attn.networks.checkpoints.weights import Rename, Tensors, Weights, find_weights, rename_hint
+from vision_attn.networks.checkpoints.specification import Arguments, compare_arguments, get_arguments
+from vision_attn.networks.checkpoints.weights import Rename, Tensors, find_weights, rename_hint
 from vision_attn.networks.insertion import keys_by_site, match_keys, plain_network, replaced_modules
 from vision_attn.networks.safe import read_file
 from vision_attn.text import shorten
@@ -85,14 +85,13 @@ def load_checkpoint(
     model = plain_network(model)
     refuse_without_values(model)
     target = Target(model, skip)
-    weights = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
-    skipped = {key for key in weights.tensors if any(fnmatchcase(key, glob) for glob in target.skip)}
-    saved = {key: value for key, value in weights.tensors.items() if key not in skipped}
+    tensors, arguments, source = find_weights(read_file(path), target.required, ema=ema, prefix=prefix, rename=rename)
+    saved = {key: value for key, value in tensors.items() if not any(fnmatchcase(key, glob) for glob in target.skip)}
     converted = convert_tensors(model, target.tensors, saved, adapt_input_conv)
-    report = compare(target, weights, saved, converted)
+    report = compare(target, saved, converted, arguments, source)
     fitting = (*report.loaded, *report.replaced)
     if not fitting or (strict and (report.missing or report.unexpected or report.mismatched or report.differing)):
-        raise explain_refusal(report, model, target, weights.tensors)
+        raise explain_refusal(report, model, target, tensors)
     copy_all_([(target.tensors[key], converted.get(key, saved[key])) for key in fitting])
     return report
 
@@ -156,13 +155,15 @@ def convert_tensors(model: nn.Module, own: Tensors, saved: Tensors, adapt_input_
     return converted
 
 
-def compare(target: Target, weights: Weights, saved: Tensors, converted: Tensors) -> LoadReport:
+def compare(
+    target: Target, saved: Tensors, converted: Tensors, arguments: Arguments, source: Mapping[str, Any]
+) -> LoadReport:
     """Compare the tensors of a checkpoint, some of them converted, with those of the model."""
     own = target.tensors
     for key in own.keys() & saved.keys():
         if (theirs := get_kind(saved[key])) != (ours := get_kind(own[key])):
-            path = weights.source["path"]
-            raise CheckpointError(f"{path} has other types of numbers: {key} is {theirs} there and {ours} in the model")
+            kinds = f"{key} is {theirs} there and {ours} in the model"
+            raise CheckpointError(f"{source['path']} has other types of numbers: {kinds}")
     mismatched = compare_shapes(own, {**saved, **converted})
     fitting = [key for key in saved if key in own and key not in mismatched]
     absent = set[str]().union(*(keys for keys in target.groups if keys.isdisjoint(saved)))
@@ -170,7 +171,7 @@ def compare(target: Target, weights: Weights, saved: Tensors, converted: Tensors
     loaded = tuple(key for key in fitting if key in target.state)
     blocks = [path for path in target.arguments if any(key.startswith(f"{path}." if path else "") for key in loaded)]
     return LoadReport(
-        **weights.source,
+        **source,
         loaded=loaded,
         new=tuple(key for key in own if key in new),
         missing=tuple(key for key in own if key not in saved.keys() | new | absent),
@@ -178,8 +179,8 @@ def compare(target: Target, weights: Weights, saved: Tensors, converted: Tensors
         mismatched=mismatched,
         resampled=compare_shapes(converted, saved),
         replaced=tuple(key for key in fitting if key not in target.state),
-        differing=compare_arguments({path: target.arguments[path] for path in blocks}, weights.arguments),
-        unchecked=tuple(path or "the block" for path in blocks if path not in weights.arguments),
+        differing=compare_arguments({path: target.arguments[path] for path in blocks}, arguments),
+        unchecked=tuple(path or "the block" for path in blocks if path not in arguments),
     )
 
 

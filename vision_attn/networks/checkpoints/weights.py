@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,21 +24,15 @@ Tensors = Mapping[str, Tensor]
 Rename = str | Mapping[str, str] | Iterable[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a network in a checkpoint, by the names that the model has for them."""
-
-    tensors: Tensors
-    #: arguments of attention blocks, by the paths of the blocks
-    arguments: Arguments
-    #: ``path``, ``entry``, ``others``, ``prefix`` and ``aside`` of :class:`LoadReport`
-    source: Mapping[str, Any]
-
-
 def find_weights(
     file: CheckpointFile, required: Tensors, *, ema: bool = False, prefix: str = "", rename: Rename = ()
-) -> Weights:
-    """Find the weights in a file for a model that requires some of them."""
+) -> tuple[dict[str, Tensor], Arguments, dict[str, Any]]:
+    """Find the weights in a file for a model that requires some of them, by the names that the model has for them.
+
+    Returns:
+        The tensors; the arguments of attention blocks, by the paths of the blocks; and ``path``, ``entry``, ``others``,
+        ``prefix`` and ``aside`` of :class:`LoadReport`.
+    """
     entry = find_entry(file, ema=ema)
     values = read_values(file, entry, required)
     # Parallel and averaged models are in a module of that name, of which a network may have its own.
@@ -56,7 +49,7 @@ def find_weights(
     aside = tuple(name for key, name in plain.items() if key not in names and not key.endswith("."))
     source = {"path": str(file.path), "entry": entry, "others": others, "prefix": prefix + found_prefix, "aside": aside}
     arguments = {name.strip("."): values[key] for key, name in names.items() if key.endswith(".")}
-    return Weights(select_tensors(file.path, names, values), arguments, source)
+    return select_tensors(file.path, names, values), arguments, source
 
 
 def read_values(file: CheckpointFile, entry: str, required: Tensors) -> dict[str, Any]:

@@ -29,13 +29,13 @@ from vision_attn.attention.blocks import AugmentedConv2d, StridedAttention2d
 from vision_attn.attention.position import RelPosDecomposed
 from vision_attn.networks.insertion import insert_
 from vision_attn.networks.models.cifar_resnet import CIFAR10, CIFAR100, FEATURES, CifarResNet
-from vision_attn.networks.models.registry import register_network, weights_file
+from vision_attn.networks.models.registry import register_network, weights_folder
 
 __all__: list[str] = []  # timm adds the names of the networks
 
 _CFG = {"pool_size": (7, 7), "first_conv": "conv1", "classifier": "fc"}  # otherwise timm's defaults
 
-_TRAINED = CIFAR100 | {"file": weights_file("resnet20_attention_cifar100")}
+_TRAINED = CIFAR100 | {"file": str(weights_folder() / "resnet20_attention_cifar100" / "model.safetensors")}
 
 default_cfgs = generate_default_cfgs(
     {"resnet20_attention.cifar100": _TRAINED, "resnet20_attention.cifar10": CIFAR10}

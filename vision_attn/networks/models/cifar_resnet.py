@@ -92,11 +92,10 @@ class PadShortcut(nn.Module):
 
     def __init__(self, new_channels: int) -> None:
         super().__init__()
-        self.before = new_channels // 2
-        self.after = new_channels - self.before
+        self.padding = (0, 0, 0, 0, new_channels // 2, new_channels - new_channels // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
+        return F.pad(x[:, :, ::2, ::2], self.padding)
 
 
 def basic_block(in_channels: int, channels: int, stride: int, option: str, drop_path: nn.Module | None) -> nn.Module:

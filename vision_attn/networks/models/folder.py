@@ -182,7 +182,11 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         folder = folder / RUN_SUBFOLDER
-    config = read_config(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
+    with open(path, "rb") as opened:
+        config = check_config(path, opened.read(MAX_CONFIG_BYTES))
     file = read_file(folder / "model.safetensors")
     weights: Mapping[str, Any] = file.content
     saved = file_format.read_saved(file)
@@ -215,24 +219,11 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     if len(kinds) == 1:
         model.to(kinds.pop())
     load_checkpoint(model, folder / "model.safetensors")
-    classes = config.get("label_names")
-    vars(model).update(classes=tuple(classes) if classes else None, transform=create_eval_transform(model))
+    classes, data = config.get("label_names"), resolve_data_config(pretrained_cfg=get_model_cfg(model))
+    mode = RGB() if data["input_size"][0] == 3 else Grayscale()  # timm's transform takes images of any mode then
+    transform = Compose([mode, *create_transform(**data).transforms])
+    vars(model).update(classes=tuple(classes) if classes else None, transform=transform)
     return model.eval()
-
-
-def create_eval_transform(model: nn.Module) -> Compose:
-    """Return timm's transform for the evaluation of a network, for images of any mode."""
-    config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
-    return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check the ``config.json`` of a folder."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{escaped(path)}: there is no such file: give a folder that save_model or timm wrote")
-    with open(path, "rb") as file:
-        return check_config(path, file.read(MAX_CONFIG_BYTES))
 
 
 def check_config(path: Path, text: str | bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from timm.models import generate_default_cfgs
 from torch import nn
 
 from vision_attn.networks.insertion import insert_
-from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network, weights_file
+from vision_attn.networks.models.registry import StagedNetwork, make_cfg, register_network, weights_folder
 
 __all__ = ["RecallNet"]  # timm adds the names of the networks
 
@@ -49,7 +49,7 @@ FEATURES = {"out_indices": (0, 1, 2)}
 
 _CFG = make_cfg(8, (3, 96, 96), 8, "stage1.0", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
-_TRAINED = _CFG | {"file": weights_file("recall_attention")}
+_TRAINED = _CFG | {"file": str(weights_folder() / "recall_attention" / "model.safetensors")}
 
 default_cfgs = generate_default_cfgs({"recall.untrained": _CFG, "recall_attention.seed0": _TRAINED})
 

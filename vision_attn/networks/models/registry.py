@@ -180,11 +180,6 @@ def weights_folder() -> Path:
     return (package if (package / "weights").is_dir() else package.parent) / "weights"
 
 
-def weights_file(name: str) -> str:
-    """Return the path of a network's weights."""
-    return str(weights_folder() / name / "model.safetensors")
-
-
 def get_model_cfg(model: nn.Module) -> dict[str, Any]:
     """Return timm's configuration of a model: ``input_size``, ``mean``, ``std``, ``classifier`` and so on."""
     return vars(model)["pretrained_cfg"]

@@ -105,15 +105,12 @@ def read_file(path: str | Path, *, by_name: bool = True) -> CheckpointFile:
 def read_one(path: Path, by_name: bool) -> CheckpointFile:
     with ShortReads(path) as file:
         try:
-            is_torch = path.suffix != ".safetensors"
-            content, metadata = (read_torch(file), {}) if is_torch else read_safetensors(file, path)
+            content, metadata = (read_safetensors if path.suffix == ".safetensors" else read_torch)(file)
         except NotAllowedError as error:
-            needs = "a checkpoint needs tensors and plain values"
             remedy = "If you trust its source, load it there and save the state dict alone, best as .safetensors"
-            raise CheckpointError(f"{path} asks {error} on loading, and was not loaded: {needs}. {remedy}") from error
+            raise CheckpointError(f"{path} asks {error} on loading, and was not loaded. {remedy}") from error
         except Exception as error:  # a damaged file can make the reader fail in any way
-            what = f"{path} is truncated or no checkpoint"
-            raise CheckpointError(f"{what}: fetch or save it again, and compare its checksum") from error
+            raise CheckpointError(f"{path} is truncated or no checkpoint: fetch or save it again") from error
         # After reading: a hash over a large file that is no checkpoint takes minutes.
         if by_name:
             verify_hash(file, path)
@@ -133,10 +130,10 @@ def find_file(path: Path) -> Path:
     raise FileNotFoundError(f"{escaped(path)}: there is no such checkpoint file{where}")
 
 
-def read_safetensors(file: ShortReads, path: Path) -> tuple[object, dict[str, str]]:
+def read_safetensors(file: ShortReads) -> tuple[object, dict[str, str]]:
     if int.from_bytes(file.read(8), "little") > MAX_LIST:
         raise NotAllowedError("for too many tensors")
-    with safe_open(path, framework="pt") as mapped:
+    with safe_open(file.name, framework="pt") as mapped:
         return {key: mapped.get_tensor(key) for key in mapped.keys()}, mapped.metadata() or {}  # noqa: SIM118
 
 
@@ -149,8 +146,7 @@ def verify_hash(file: ShortReads, path: Path) -> None:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not digest.startswith(match[1]):
         what = f"{path}: expected a SHA-256 that begins with {match[1]}, as in the name, got {digest[:8]}"
-        remedy = f"Fetch it again, or rename it if -{match[1]} is no hash"
-        raise CheckpointError(f"{what}: the file is damaged or another one. {remedy}")
+        raise CheckpointError(f"{what}. Fetch it again, or rename it if -{match[1]} is no hash")
 
 
 # --- files of torch.save --------------------------------------------------------------------------------------------
@@ -171,10 +167,10 @@ class ShortReads(io.FileIO):
         return super().read(size)
 
 
-def read_torch(file: ShortReads) -> object:
-    magic = file.read(4)
+def read_torch(file: ShortReads) -> tuple[object, dict[str, str]]:
+    is_zip = file.read(4) == b"PK\x03\x04"
     file.seek(0)
-    return read_zip(file) if magic == b"PK\x03\x04" else read_legacy(file)
+    return read_zip(file) if is_zip else read_legacy(file), {}
 
 
 def read_zip(file: ShortReads) -> object:
