@@ -139,8 +139,10 @@ def harmful(folder, honest):
         (folder / f"{name} {form}.pth").write_bytes(wrap(content))
     for name, write in FILES.items():
         write(folder / name)
-    for name, said in OPTIONS.items():
-        crafted.adapter(folder / f"{name}.safetensors", honest, **said)
+    (block,) = crafted.read_entry(honest)["blocks"]
+    for name, changed in OPTIONS.items():
+        blocks = [{**block, "options": block["options"] | changed}]
+        crafted.rewrite(honest, folder / f"{name}.safetensors", blocks=blocks)
     return {path: load_adapter if path.suffix == ".safetensors" else read_checkpoint for path in folder.iterdir()}
 
 

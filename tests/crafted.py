@@ -25,11 +25,8 @@ class Call:
         self.name, self.arguments, self.state = name, arguments, state
 
 
-class Named:
+class Named(str):
     """Pickled as what has this name."""
-
-    def __init__(self, name):
-        self.name = name
 
 
 class New(Call):
@@ -45,8 +42,8 @@ def pickled(value):
 
     def write(value):
         match value:
-            case Named(name=name):
-                module, _, name = name.rpartition(".")
+            case Named():
+                module, _, name = value.rpartition(".")
                 return f"c{module}\n{name}\n".encode()
             case Call(name=name, arguments=arguments, state=state):
                 made = b")\x81" if isinstance(value, New) else write(arguments) + b"R"
@@ -158,13 +155,6 @@ def rewrite(source, path, more=None, **changes):
     said["file_hash"] = compute_hash([said, fingerprint(tensors)])
     save_file(tensors, path, {ENTRY: json.dumps(said)})
     return path
-
-
-def adapter(path, source, **options):
-    """Write an adapter whose block has other options."""
-    (block,) = read_entry(source)["blocks"]
-    block["options"].update(options)
-    rewrite(source, path, blocks=[block])
 
 
 def shards(folder, name, state, **changes):

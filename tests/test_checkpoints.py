@@ -249,16 +249,11 @@ def test_loading_before_or_after_insertion_gives_the_same_model(tmp_path):
     with pytest.raises(va.CheckpointError, match=r"'layer3.2': insert_\(model, names=\['layer3.2'\]\)"):
         va.load_checkpoint(timm.create_model("resnet20_a"), path)
 
-
-def test_a_block_in_part_is_missing_and_an_absent_one_is_new(tmp_path):
-    model = small_network()
-    va.insert_(model, names=["0", "1"], num_heads=2, example_input=(1, 3, 8, 8))
-    state = model.state_dict()
-    first = {key: value for key, value in state.items() if not key.startswith("1.inserted.")}
-    assert set(va.load_checkpoint(model, save(first, tmp_path)).new) == state.keys() - first.keys()
-    del first["0.inserted.gate"]
-    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: 0\.inserted\.gate"):
-        va.load_checkpoint(model, save(first, tmp_path))
+    # Of each block a checkpoint has all tensors or none.
+    state = models[1].state_dict()
+    del state["layer3.2.inserted.gate"]
+    with pytest.raises(va.CheckpointError, match=r"1 missing in the checkpoint: layer3\.2\.inserted\.gate"):
+        va.load_checkpoint(models[0], save(state, tmp_path))
 
 
 def test_loading_before_or_after_replacement_leaves_the_same_model(tmp_path):
@@ -287,14 +282,6 @@ def with_block(**options):
     return model
 
 
-def save_block(form, folder, model):
-    state = nn.DataParallel(model).state_dict() if form == "parallel" else model.state_dict()
-    if form == "safetensors":
-        write_saved(folder / "net.safetensors", Saved(state, (), arguments=get_arguments(state)))
-        return folder / "net.safetensors"
-    return save({"state_dict": dict(state) if form == "plain" else state, "epoch": 3}, folder)
-
-
 DIFFERENT = [
     ({"num_heads": 8, "num_kv_heads": 4, "position": None, "key_dim": 4, "value_dim": 4}, "num_heads=4 in .* and 8"),
     ({"position": va.Rope2d()}, r"position=RelPosDecomposed\(feat_size=None\) in the file and Rope2d"),
@@ -303,10 +290,14 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("form", ["torch", "parallel", "safetensors"])
+@pytest.mark.parametrize("form", ["parallel", "safetensors"])
 @pytest.mark.parametrize(("options", "message"), DIFFERENT)
 def test_blocks_with_the_same_shapes_and_other_options_are_refused(form, options, message, tmp_path):
-    path, model = save_block(form, tmp_path, with_block()), with_block(**options)
+    path, state, model = tmp_path / "net.safetensors", with_block().state_dict(), with_block(**options)
+    if form == "safetensors":
+        write_saved(path, Saved(state, (), arguments=get_arguments(state)))
+    else:
+        path = save({"state_dict": nn.DataParallel(with_block()).state_dict()}, tmp_path)
     before = copied(model)
     with pytest.raises(va.CheckpointError, match=rf"1 .*: 0\.inserted\.attn has .*{message}"):
         va.load_checkpoint(model, path)
@@ -318,7 +309,7 @@ def test_blocks_with_the_same_shapes_and_other_options_are_refused(form, options
 
 
 def test_a_block_alone_is_compared_and_one_without_options_is_reported(tmp_path):
-    report = va.load_checkpoint(with_block(pattern=va.Grid(4)), save_block("plain", tmp_path, with_block()))
+    report = va.load_checkpoint(with_block(pattern=va.Grid(4)), save(dict(with_block().state_dict()), tmp_path))
     assert report.unchecked == ("0.inserted.attn",)
     assert "0.inserted.attn" in str(report)
     block = va.Attention2d(8, 2)

@@ -78,14 +78,12 @@ def select_tensors(path: object, names: Mapping[str, str], values: Mapping[str, 
 
 
 def find_entry(file: CheckpointFile, *, ema: bool) -> str:
-    entries = EMA_ENTRIES if ema else WEIGHT_ENTRIES + EMA_ENTRIES
-    for entry in entries:
-        if is_state_dict(file.content.get(entry)):
-            return entry
-    if not ema and is_state_dict(file.content):
-        return ""
+    places = {**file.content, "": file.content}
+    entries = EMA_ENTRIES if ema else (*WEIGHT_ENTRIES, *EMA_ENTRIES, "")
+    if (entry := next((name for name in entries if is_state_dict(places.get(name))), None)) is not None:
+        return entry
     what = "averaged weights for ema=True" if ema else "weights"
-    expected = f"expected tensors by name, alone or under {', '.join(entries)}"
+    expected = f"expected tensors by name, alone or under {', '.join(filter(None, entries))}"
     raise CheckpointError(f"{file.path} holds no {what}: {expected}; the file has {shorten(map(str, file.content))}")
 
 

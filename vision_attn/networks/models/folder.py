@@ -258,8 +258,8 @@ def iterate_numbers(value: object) -> Iterator[float]:
 def create(config: Mapping[str, Any]) -> nn.Module:
     """Create the network of a configuration, with random weights."""
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {})}
-    cfg = config["pretrained_cfg"] | {"label_names": config.get("label_names")}
-    cfg["num_classes"] = arguments["num_classes"]
+    classes = {"label_names": config.get("label_names"), "num_classes": arguments["num_classes"]}
+    cfg = config["pretrained_cfg"] | classes
     kept = {key: tuple(value) if isinstance(value, list) else value for key, value in cfg.items() if key in CFG_KEYS}
     channels = arguments.get("in_chans", kept["input_size"][0])
     kept["input_size"] = (channels, *kept["input_size"][1:])
