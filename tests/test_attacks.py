@@ -58,23 +58,16 @@ def test_hostile_and_mutated_files_are_read_or_refused():
 
 SIZES = {"channels": 8, "num_heads": 2}
 AUGMENTED = {"in_channels": 8, "out_channels": 8, "num_heads": 2, "key_channels": 4, "value_channels": 4}
-#: Classes of blocks, patterns and position encodings, with valid arguments.
-CLASSES = {
-    "block": {
-        **{getattr(va, f"{kind}{rank}d"): SIZES for kind in ("Attention", "AttentionBlock") for rank in (1, 2, 3)},
-        **dict.fromkeys((va.LinearAttention2d, va.StridedAttention2d, va.TransformerBlock2d), SIZES),
-        va.AugmentedConv2d: AUGMENTED,
-    },
-    "pattern": {
-        **{kind: {"size": 2} for kind in (va.Window, va.Grid)},
-        va.Halo: {"block_size": 2, "halo_size": 1},
-        va.Neighborhood: {"kernel_size": 3},
-    },
-    "position": {
-        **{kind: {"feat_size": (4, 5)} for kind in (va.RelPosDecomposed, va.RelPosTable, va.AbsPos)},
-        **{kind: {} for kind in (va.Rope2d, va.SinCos, va.ConditionalPos)},
-    },
-}
+RANKS = [getattr(va, f"{kind}{rank}d") for kind in ("Attention", "AttentionBlock") for rank in (1, 2, 3)]
+#: Blocks, patterns and position encodings, with valid arguments.
+PARTS = [
+    *(("block", make, SIZES) for make in (*RANKS, va.LinearAttention2d, va.StridedAttention2d, va.TransformerBlock2d)),
+    ("block", va.AugmentedConv2d, AUGMENTED),
+    *(("pattern", make, {"size": 2}) for make in (va.Window, va.Grid)),
+    *(("pattern", va.Halo, {"block_size": 2, "halo_size": 1}), ("pattern", va.Neighborhood, {"kernel_size": 3})),
+    *(("position", make, {"feat_size": (4, 5)}) for make in (va.RelPosDecomposed, va.RelPosTable, va.AbsPos)),
+    *(("position", make, {}) for make in (va.Rope2d, va.SinCos, va.ConditionalPos)),
+]
 #: Values for any argument.
 ANYTHING = (
     None, True, False, 0, 1, 2, -1, 2**31, 10**30, 0.0, 0.5, -1.0, 1e300, float("nan"), float("inf"), "", "full",
@@ -87,8 +80,7 @@ ANYTHING = (
 def test_wrong_arguments_end_in_a_result_or_an_error_that_names_them():
     for number in range(300):
         rng = random.Random(number)
-        kind = rng.choice(list(CLASSES))
-        make, arguments = rng.choice(list(CLASSES[kind].items()))
+        kind, make, arguments = rng.choice(PARTS)
         names = [one.name for one in inspect.signature(make).parameters.values() if one.kind != one.VAR_KEYWORD]
         changed, value, failure = rng.choice(names), rng.choice(ANYTHING), None
         try:
@@ -104,32 +96,29 @@ def test_wrong_arguments_end_in_a_result_or_an_error_that_names_them():
             assert re.search(changed.split("_")[0], str(failure)), (make, changed, value, failure)
 
 
-def blocks():
-    model = convolutions(3, 8, 8)
-    va.insert_(model, names=["0", "2"], num_heads=2, example_input=(1, 3, 8, 8))
-    return model
+def capture(*arguments, **options):
+    va.capture(nn.Sequential(va.Attention2d(8, 2)), *arguments, **options).__enter__()
 
 
 MAPS = Maps({"0": AttentionMap(torch.ones(1, 1, 1, 1, 1), ((0, 0),), (1, 1))})
 QKV = [torch.rand(1, 2, 4, 4)] * 3
-
-
+IMAGE = torch.rand(1, 3, 4, 4)
 #: Calls that refuse a number or a text as this argument.
 CALLS = {
     "model": [
         va.gates, va.remove_, va.swap_, va.stage_names, va.freeze_backbone_, lambda x: va.set_impl_(x, "bmm"),
-        lambda x: va.use_impl(x, "bmm").__enter__(), lambda x: va.explore(x, torch.rand(1, 3, 4, 4), "page.html"),
+        lambda x: va.use_impl(x, "bmm").__enter__(), lambda x: va.explore(x, IMAGE, "page.html"),
     ],
     **{name: [lambda x, name=name: attend(**{**dict(zip("qkv", QKV, strict=True)), name: x})] for name in "qkv"},
     "causal": [lambda x: attend(*QKV, causal=x)],
     "dropout": [lambda x: attend(*QKV, dropout=x)],
     "x": [va.Attention2d(8, 2), va.Attention2d(8, 2).attention_weights],
-    "queries": [lambda x: va.capture(blocks(), x).__enter__(), lambda x: va.capture(blocks(), [x]).__enter__()],
-    "heads": [lambda x: va.capture(blocks(), heads=x).__enter__()],
+    "queries": [capture, lambda x: capture([x])],
+    "heads": [lambda x: capture(heads=x)],
     "residual": [lambda x: MAPS.rollout(residual=x)],
-    "sites": [lambda x: va.capture(blocks(), sites=torch.tensor(len(str(x)))).__enter__()],
-    "images": [lambda x: va.explore(blocks(), x, "page.html"), lambda x: attention_figure(x, MAPS["0"])],
-    "query": [lambda x: attention_figure(torch.rand(1, 3, 4, 4), MAPS["0"], query=[x])],
+    "sites": [lambda x: capture(sites=torch.tensor(len(str(x))))],
+    "images": [lambda x: va.explore(convolutions(3, 8), x, "page.html"), lambda x: attention_figure(x, MAPS["0"])],
+    "query": [lambda x: attention_figure(IMAGE, MAPS["0"], query=[x])],
 }  # fmt: skip
 
 

@@ -307,12 +307,11 @@ def test_a_folder_is_renamed_when_its_files_are_on_disk(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_write_protected_file_is_not_replaced(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    path.chmod(0o444)
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "file").chmod(0o444)
     with pytest.raises(PermissionError):
-        write_atomically(path, b"content")
-    assert path.read_bytes() == b"old"
+        write_atomically(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"old"
 
 
 def test_keys_and_file_names_are_shown_escaped(tmp_path):
