@@ -57,10 +57,14 @@ def lightning(state):
     return {"state_dict": {**prefixed("model.", state), "criterion.pos_weight": torch.ones(3)}, "epoch": 3}
 
 
+def script(state):
+    return {"state_dict": state, "args": argparse.Namespace(lr=0.1), "best": torch.tensor(91.7)}
+
+
 #: Content of a file, the entry in which the weights are found, and the prefix that is removed.
 FORMATS = {
     "plain": (lambda state: state, "", ""),
-    "training script": (lambda state: {"state_dict": state, "args": argparse.Namespace(lr=0.1)}, "state_dict", ""),
+    "training script": (script, "state_dict", ""),
     "model and its average": (lambda state: {"model_ema": averaged(state), "model": state}, "model", ""),
     "average alone": (lambda state: {"model_ema": state}, "model_ema", ""),
     "data parallel": (lambda state: {"state_dict": prefixed("module.", state)}, "state_dict", ""),
