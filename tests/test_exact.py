@@ -155,6 +155,26 @@ def test_how_a_block_begins_is_found_by_trying(block, dtype):
     assert any(grad is not None and grad.any() for grad in grads)
 
 
+class Rare(nn.Module):
+    """An identity on all but large values."""
+
+    def __init__(self, channels):
+        super().__init__()
+
+    def forward(self, x):
+        return x + F.relu(x - 20)
+
+
+@pytest.mark.parametrize(("block", "seed", "gated"), [("cbam", 16, False), (Rare, 0, True)])  # 16: a ReLU gives zeros
+def test_a_block_that_is_an_identity_on_some_maps_alone_is_made_one_on_those_of_the_network(block, seed, gated):
+    torch.manual_seed(seed)
+    x, model = torch.randn(2, 3, 6, 6) * (100 if gated else 1), nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU())
+    before = model(x)
+    report = va.insert_(model, block, names="0", example_input=x)
+    assert torch.equal(model(x), before)
+    assert (report.changed, report.blocks[0].around.get("gated", False)) == (0, gated)
+
+
 def test_without_exactness_the_report_says_by_how_much_the_output_changes():
     model, x = network(), torch.randn(IMAGES)
     before = model(x)

@@ -70,8 +70,12 @@ def unwrap(block: nn.Module) -> nn.Module:
     return block.block if isinstance(block, ExactBlock) else block
 
 
-def init_identity_(block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool) -> dict[str, Any]:
-    """Run a block on a random map, and make it an identity at initialization if ``exact`` is set.
+def init_identity_(
+    block: nn.Module, site: str, shape: tuple[int, ...], like: Any, exact: bool, zeros: bool = True
+) -> dict[str, Any]:
+    """Run a block on random maps, and make it an identity at initialization if ``exact`` is set.
+
+    Without ``zeros``, every block gets a gate.
 
     Returns:
         Fields of its record: ``around``, the options of the :class:`ExactBlock` that it needs, and ``begins``.
@@ -83,6 +87,7 @@ def init_identity_(block: nn.Module, site: str, shape: tuple[int, ...], like: An
     with quiet_eval(block), same_random_numbers(block):
         # Over some orders of magnitude: what is halved in half precision may not come back.
         x = torch.randn(2, *shape[1:]) * torch.exp2(-12 * torch.rand(2, *shape[1:]))
+        x = torch.cat([x, -x])  # a layer in front of a ReLU may give zeros for one of them
         x = x.movedim(1, -1).contiguous().movedim(-1, 1).to(device=like.device, dtype=like.dtype)
         try:
             trial = Trial(block, x)
@@ -92,10 +97,10 @@ def init_identity_(block: nn.Module, site: str, shape: tuple[int, ...], like: An
             what = f"{type(block).__name__} gives NaN or infinity on a map of {'×'.join(map(str, shape[2:]))}"
             raise SiteError(f"{site!r}: {what}: choose a larger one")
         around: dict[str, Any] = {"copied": True} if trial.copied else {}
-        if not exact or trial.y.shape != x.shape or trial.ratio == 1:
+        if not exact or trial.y.shape != x.shape or (zeros and trial.ratio == 1):
             return {"around": around}
-        if zeros := trial.zero_last_layers_():
-            begins, scale = f"{' and '.join(zeros)} zero at first", 1 / (trial.ratio or 1.0)
+        if zeros and (layers := trial.zero_last_layers_()):
+            begins, scale = f"{' and '.join(layers)} zero at first", 1 / (trial.ratio or 1.0)
             if scale > 1:
                 around["scale"], begins = scale, f"{begins}, its output times {scale:g}"
             return {"around": around, "begins": begins}

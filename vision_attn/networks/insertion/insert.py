@@ -105,13 +105,18 @@ def insert_(
     sites = select_sites(dry_run, stages, names, where, exclude)
     side = "before" if at == "before" else "after"
     maps = dry_run.select_maps(find_targets(dry_run, sites, at), side)
-    blocks = [new_block(dry_run, block, x, side, block_options, exact=exact) for x in maps]
-    report = make_report(blocks, "inserted", dry_run)
-    try:
-        changed = attach_verified(dry_run, blocks)
-    except SiteError:
-        attach.place_inside_(model, blocks)
-        changed = attach_verified(dry_run, blocks)
+    # Zeros that are the identity on a random map may not be on the maps of the network: gates always are.
+    for zeros in (True, False):
+        blocks = [new_block(dry_run, block, x, side, block_options, exact=exact, zeros=zeros) for x in maps]
+        report = make_report(blocks, "inserted", dry_run)
+        try:
+            changed = attach_verified(dry_run, blocks)
+        except SiteError:
+            attach.place_inside_(model, blocks)
+            changed = attach_verified(dry_run, blocks)
+        if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
+            break
+        attach.detach_(model, blocks)
     return replace(report, changed=changed)
 
 
@@ -229,6 +234,7 @@ def new_block(
     options: Mapping[str, Any],
     y: FeatureMap | None = None,
     exact: bool = False,
+    zeros: bool = True,
 ) -> nn.Module:
     """Build a block for a feature map, with its record; one that replaces a module returns another feature map."""
     make, channels = makers.get_maker(block, len(x.size)), x.shape[1]
@@ -246,7 +252,7 @@ def new_block(
         if form.device.type == "meta":  # where a block cannot be tried
             form = form._replace(device=torch.device("cpu"))
             new = attach.build_block(dry_run.model, record, make, form)
-        record = replace(record, **init_identity_(new, x.target, x.shape, form, exact))
+        record = replace(record, **init_identity_(new, x.target, x.shape, form, exact, zeros))
     new = attach.add_record(new, record, x.form)
     cost, compared = measure_cost(new, x, y or x), pairs_compared(new, x.size)
     vars(new)[RECORD] = replace(record, compared=compared, **cost._asdict())
