@@ -121,58 +121,29 @@ def sized(*sizes):
     return tuple(torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(size)) for size in sizes)
 
 
-#: how a network runs its convolution, the convolution, the shape of its input and the layout of its maps
-AXES = {
-    # frames or slices (b, t, c, h, w) in the batch of a network for images: audioset_tagging_cnn#32
-    "folded": (
-        lambda net, x: net.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3, 4)),
-        nn.Conv2d(3, 16, 3), (2, 3, 3, 8, 8), "b c h w",
-    ),
-    "a spectrogram (b, t, mel)": (
-        lambda net, x: net.conv(x[:, None]).mean((2, 3)), nn.Conv2d(1, 16, 3), (2, 20, 12), "b c h w"
-    ),
-    "slices (d, c, h, w) of one volume": (
-        lambda net, x: net.conv(x.transpose(0, 1)[None]).mean((2, 3, 4)),
-        nn.Conv3d(1, 16, 3), (6, 1, 8, 8), "b c t h w",
-    ),
-}  # fmt: skip
-
 #: a pre-activation residual block whose first ReLU works in place (torchvision's DenseNet, timm's PreAct blocks)
 PRE_ACTIVATION = residual(nn.ReLU(inplace=True), convolution(8, 8))
-ALIASED = {
-    "a branch": (PRE_ACTIVATION, {"names": "branch", "at": "before"}, "^'branch.0' .*in place"),
-    "one of two sites": (PRE_ACTIVATION, {"names": "branch.?", "at": "before"}, "^'branch.0' .*in place"),
-    "dropout": (aliased(nn.Dropout()), {"names": "side"}, "^'side' .*in place"),
-    "an identity": (aliased(nn.Identity()), {"names": "side"}, "^'side' .*in place"),
-    "a view": (aliased(nn.Unflatten(1, (8,))), {"names": "side"}, "^'side' .*in place"),
-}
-REFUSED = {
-    **{f"{case}, None": row for case, row in ALIASED.items()},
-    **{f"{case}, cbam": (model, {"block": "cbam", **row}, error) for case, (model, row, error) in ALIASED.items()},
-    "ignored": (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "'side': the network ignores"),
-    "ignored, labels": (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "'side': the network ignores"),
-    "no layout": (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
-    "grids of two sizes": (
-        siamese(timm.create_model("test_vit", dynamic_img_size=True)),
-        {"names": "encoder.blocks.0", "num_heads": 1, "example_input": sized(64, 96)},
-        r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder",
-    ),
-    "stage": (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
-    "name": (resnet(), {"name": "layer2"}, "'name'. Did you mean 'names'"),
-    "exmaple_input": (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "did you mean 'example_input'"),
-    "gate_init of another block": (
-        resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*did you mean 'gate_init')"
-    ),
+TWO_GRIDS = siamese(timm.create_model("test_vit", dynamic_img_size=True))
+AT_GRID = {"names": "encoder.blocks.0", "num_heads": 1, "example_input": sized(64, 96)}
+REFUSED = [
+    (PRE_ACTIVATION, {"names": "branch.?", "at": "before"}, "^'branch.0' .*in place"),
+    (PRE_ACTIVATION, {"block": "cbam", "names": "branch", "at": "before"}, "^'branch.0' .*in place"),
+    (aliased(nn.Dropout()), {"names": "side"}, "^'side' .*in place"),
+    (aliased(nn.Unflatten(1, (8,))), {"block": "cbam", "names": "side"}, "^'side' .*in place"),
+    (ignoring(nn.ReLU(inplace=True), nn.Identity()), {"names": "side"}, "'side': the network ignores"),
+    (ignoring(convolution(8, 8), LABELS), {"names": "side"}, "'side': the network ignores"),
+    (nn.Conv2d(3, 8, 1), {"names": "", "layout": "b h w"}, "layout .*got 'b h w'"),
+    (TWO_GRIDS, AT_GRID, r"'encoder.blocks.0' is called 2 times.*va.insert_\(model.encoder"),
+    (resnet(), {"stage": -1}, "'stage'. Did you mean 'stages'"),
+    (resnet(), {"stages": -1, "exmaple_input": IMAGE}, "did you mean 'example_input'"),
+    (resnet(), {"block": "se", "stages": -1, "gate_init": 0.1}, "gate_init(?!.*did you mean 'gate_init')"),
     # mmdetection#9786
-    "a block more": (
-        with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "already has a block.*one class.*va.remove_"
-    ),
-}  # fmt: skip
+    (with_block("layer2.1")[0], {"block": "se", "names": "layer2.1"}, "'layer2.1' already has a block"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_by_name_and_the_network_left_as_it_was(case):
-    model, options, message = REFUSED[case]
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED)
+def test_it_is_refused_by_name_and_the_network_left_as_it_was(model, options, message):
     model = copy.deepcopy(model).eval()
     before = anatomy(model)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -211,10 +182,8 @@ def test_older_hooks_see_the_map_with_the_block(at, names):
 @pytest.mark.parametrize(
     ("name", "options", "size"),
     [
-        ("resnet10t", {}, 32),  # FeatureListNet
         ("vit_tiny_patch16_224", {"img_size": 32, "depth": 3}, 32),  # FeatureGetterNet
         ("selecsls42", {}, 64),  # FeatureListNet, which cuts off the last declared module
-        ("selecsls42", {"feature_cls": "getter"}, 64),
         ("pit_ti_224", {}, 224),  # FeatureHookNet
         ("resnet10t", {"feature_cfg": {"feature_cls": "fx"}}, 32),  # FeatureGraphNet
     ],
@@ -236,30 +205,25 @@ def test_stages_of_a_features_only_network_are_those_that_stage_names_lists(name
 
 def exchanging(path, make):
     """A conversion that puts what is made of a module in its place."""
-
-    def convert(model):
-        model.set_submodule(path, make(model.get_submodule(path)))
-        return model
-
-    return convert
-
-
-CONVERSIONS = {
-    "freeze": freeze_batch_norm_2d,
-    "synchronize": nn.SyncBatchNorm.convert_sync_batchnorm,
-    "copy": exchanging("layer2.1.bn2", copy.deepcopy),
-    "compile": exchanging("layer2.1.bn2", partial(torch.compile, backend="eager")),
-}
+    return lambda model: model.set_submodule(path, make(model.get_submodule(path))) or model
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        freeze_batch_norm_2d,
+        nn.SyncBatchNorm.convert_sync_batchnorm,
+        exchanging("layer2.1.bn2", copy.deepcopy),
+        exchanging("layer2.1.bn2", partial(torch.compile, backend="eager")),
+    ],
+)
 @pytest.mark.parametrize("at", ["branch", "after"])
 def test_a_block_at_a_norm_survives_its_conversion(convert, at):
     # timm#1254: freezing batch norms after a module was added
     model, before = with_block("layer2.1" if at == "branch" else "layer2.1.bn2", at)
     keys, block = keys_of_blocks(model), va.inserted_blocks(model)["layer2.1.bn2"]
-    model = CONVERSIONS[convert](model)
+    model = convert(model)
     torch.testing.assert_close(model(IMAGE), before)
     assert only_block(model) is block
     assert keys_of_blocks(model) == keys
@@ -272,19 +236,16 @@ def fusing(*names):
     return lambda model: torch.ao.quantization.fuse_modules(model, [[*names]])
 
 
-#: the site of a block, and a conversion
-REPLACED = [
-    ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
-    ("bn1", fusing("conv1", "bn1", "relu")),
-    ("conv1", fusing("conv1", "bn1")),
-    ("conv1", fusing("conv1", "bn1", "relu")),
-    ("relu", fusing("conv1", "bn1", "relu")),
-    ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
-    ("layer2.1.conv1", exchanging("layer2", lambda old: torchvision.models.resnet18().layer2)),
-]
-
-
-@pytest.mark.parametrize(("names", "convert"), REPLACED)
+@pytest.mark.parametrize(
+    ("names", "convert"),
+    [
+        ("layer2.1.bn2", fusing("layer2.1.conv2", "layer2.1.bn2")),
+        ("conv1", fusing("conv1", "bn1")),
+        ("relu", fusing("conv1", "bn1", "relu")),
+        ("conv1", exchanging("conv1", lambda old: nn.Conv2d(3, 64, 7, stride=2, padding=3))),
+        ("layer2.1.conv1", exchanging("layer2", lambda old: torchvision.models.resnet18().layer2)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_a_block_whose_module_was_replaced_is_an_error_that_names_the_remedy(names, convert):
     # pytorch#187298: fuse_modules and hooks; ultralytics' fuse(); LoRA-like replacements by hand
@@ -315,7 +276,7 @@ def untraceable(channels):
 @pytest.mark.parametrize(
     ("names", "options"),
     [
-        *((site, {}) for site in ("layer2.1", "relu", "maxpool", "conv1")),
+        *((site, {}) for site in ("layer2.1", "relu", "conv1")),
         ("layer2.1", {"block": untraceable, "exact": False}),
     ],
 )
@@ -370,28 +331,25 @@ def test_a_block_that_its_parent_holds_compiles_whole_and_exports():
 
 # --- normalized weights ----------------------------------------------------------------------------------------------
 
-NORMALIZATIONS = {
-    "spectral_norm": nn.utils.parametrizations.spectral_norm,
-    "weight_norm": nn.utils.parametrizations.weight_norm,
-    "spectral_norm, by hooks": nn.utils.spectral_norm,
-}
 
-
-@pytest.mark.parametrize("kind", NORMALIZATIONS)
-@pytest.mark.parametrize("block", [None, "cbam", "se", "gc"])
-def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(kind, block):
+@pytest.mark.parametrize(
+    "normalize",
+    [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm],
+)
+@pytest.mark.parametrize("block", [None, "se", "gc"])
+def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(normalize, block):
     # Self-Attention-GAN#31: spectral normalization of every layer
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()).eval()
     va.insert_(model, block, names="1", example_input=IMAGE)
     layers = [x for x in only_block(model).modules() if isinstance(x, nn.modules.conv._ConvNd)]
-    assert [NORMALIZATIONS[kind](layer) for layer in layers if not layer.weight.any()]
+    assert [normalize(layer) for layer in layers if not layer.weight.any()]
     for _ in range(2):
         with pytest.raises(ValueError, match=r"spectral_norm and weight_norm.*gate_init=0"):
             model(IMAGE)
     va.remove_(model)
     va.insert_(model, names="1", gate_init=0.0, example_input=IMAGE)  # the remedy: the gate opens first
-    NORMALIZATIONS[kind](only_block(model).attn.proj)
+    normalize(only_block(model).attn.proj)
     model(IMAGE).square().sum().backward()
     gate = only_block(model).gate
     assert gate.grad.isfinite().all()
@@ -409,8 +367,7 @@ def train(model, optimizer, steps=12, step=None):
 
 
 def train_without_a_warning(*args, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(*args, **options)
 
 
@@ -433,27 +390,22 @@ def test_check_optimizer_lists_the_blocks_that_an_optimizer_lacks():
     va.check_optimizer(model, optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(kind, options):
-    # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
-    model, optimizer = late(kind, **options)
-    with pytest.warns(UserWarning, match="'0' .* is not updated.*va.check_optimizer") as found:
-        train(model, optimizer)
-    assert len(found) == 1
-    train_without_a_warning(model, optimizer)
-
-
-def test_a_custom_optimizer_and_a_compiled_network_are_warned_of_too():
-    model, optimizer = late()
-
-    @torch.no_grad()
-    def step():  # as fastai's optimizers, which are not torch's
+def custom(optimizer):
+    """A step as of fastai's optimizers, which are not torch's."""
+    with torch.no_grad():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter -= 1e-3 * parameter.grad
 
-    with pytest.warns(UserWarning, match="is not updated"):
-        train(torch.compile(model, backend="eager"), optimizer, step=step)
+
+@pytest.mark.parametrize(("options", "step"), [({}, None), ({"fused": True}, None), ({}, custom)])
+def test_a_block_that_an_older_optimizer_does_not_update_is_warned_of_once(options, step):
+    # fastai's Learner and mmengine's runner create the optimizer before callbacks and hooks run
+    model, optimizer = late(torch.optim.AdamW, **options)
+    network, step = (torch.compile(model, backend="eager"), partial(step, optimizer)) if step else (model, None)
+    with pytest.warns(UserWarning, match="'0' .* is not updated.*va.check_optimizer") as found:
+        train(network, optimizer, step=step)
+    assert len(found) == 1
+    train_without_a_warning(network, optimizer, step=step)
 
 
 #: how often the network and the block are updated: every so many steps
@@ -489,9 +441,16 @@ def test_copies_of_a_network_are_not_watched_and_the_watch_keeps_no_network_aliv
 # --- axes, inputs and shared modules ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", AXES)
-def test_layout_decides_what_the_axes_of_a_map_are(case):
-    run, conv, shape, layout = AXES[case]
+@pytest.mark.parametrize(
+    ("run", "conv", "shape", "layout"),
+    [
+        # frames or slices (b, t, c, h, w) in the batch of a network for images: audioset_tagging_cnn#32
+        (lambda net, x: net.conv(x.flatten(0, 1)).mean((2, 3)), nn.Conv2d(3, 16, 3), (2, 3, 3, 8, 8), "b c h w"),
+        # slices (d, c, h, w) of one volume
+        (lambda net, x: net.conv(x.transpose(0, 1)[None]).mean(2), nn.Conv3d(1, 16, 3), (6, 1, 8, 8), "b c t h w"),
+    ],
+)
+def test_layout_decides_what_the_axes_of_a_map_are(run, conv, shape, layout):
     model, x = Net(run, conv=conv).eval(), torch.randn(shape)
     before = model(x)
     with pytest.raises(va.SiteError, match="layout="):
@@ -504,26 +463,18 @@ def test_layout_decides_what_the_axes_of_a_map_are(case):
     va.remove_(model)
 
 
-def overwrites(net, clips):
-    """Two clips of different length in a list (SlowFast; VidSitu#18), which the forward overwrites."""
-    clips[0], clips[1] = net.slow(clips[0]), net.conv(clips[1])
-    return sum(clip.mean((2, 3, 4)) for clip in clips)
-
-
-CLIPS = [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]
-
-
 @pytest.mark.parametrize(
-    ("model", "example"),
+    ("take", "example"),
     [
-        (Net(overwrites, slow=nn.Conv3d(3, 8, 1), conv=nn.Conv3d(3, 8, 1)), CLIPS),
-        # takes the images out of a dictionary, and normalizes them in place
-        (Net(lambda net, x: net.conv(x.pop("x").sub_(0.5)), conv=nn.Conv2d(3, 8, 1)), {"x": torch.rand(1, 3, 8, 8)}),
+        # Two clips of different length in a list (SlowFast; VidSitu#18), the last of which the forward takes out.
+        (lambda net, x: net.conv(x.pop()).mean() + x[0].mean(), [torch.rand(1, 3, 2, 8, 8), torch.rand(1, 3, 8, 8, 8)]),
+        (lambda net, x: net.conv(x.pop("x").sub_(0.5)), {"x": torch.rand(1, 3, 8, 8, 8)}),
     ],
 )
-def test_the_example_of_the_user_is_left_as_it_is(model, example):
+def test_the_example_of_the_user_is_left_as_it_is(take, example):
     before = copy.deepcopy(example)
-    assert len(va.insert_(model.eval(), names="conv", num_heads=2, example_input=(example,))) == 1
+    model = Net(take, conv=nn.Conv3d(3, 8, 1)).eval()
+    assert len(va.insert_(model, names="conv", num_heads=2, example_input=(example,))) == 1
     torch.testing.assert_close(example, before, rtol=0, atol=0)
 
 
@@ -546,10 +497,9 @@ def test_maps_of_images_in_whole_numbers_are_captured_and_a_call_without_images_
         (nn.InstanceNorm2d(8), lambda x, y: y.add_(x)),
         # EDSR and timm's inception_resnet_v2: a scaled branch
         (nn.Conv2d(8, 8, 1), lambda x, y: y * 0.2 + x),
-        (nn.ReLU(), lambda x, y: x + y / 2),
+        (nn.ReLU(), lambda x, y: torch.add(x, y / 2, alpha=0.2)),
         # timm's nf_regnet and dm_nfnet: a scale in place
         (None, lambda x, y: y.mul_(0.2).add_(x)),
-        (None, lambda x, y: torch.add(x, y, alpha=0.2)),
     ],
 )
 def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
@@ -565,21 +515,8 @@ def test_the_branch_of_a_residual_block_is_found_however_it_is_added(last, add):
 
 
 @pytest.mark.parametrize(
-    ("name", "site"),
-    [("nf_regnet_b0", "stages.1.0"), ("dm_nfnet_f0", "stages.1.0"), ("inception_resnet_v2", "repeat.0")],
-)
-@pytest.mark.slow
-def test_the_branches_of_timms_scaled_residual_networks_are_found(name, site):
-    model, (image,) = timm.create_model(name).eval(), sized(96)
-    before = model(image)
-    va.insert_(model, names=site, at="branch", example_input=image)
-    assert torch.equal(model(image), before)
-
-
-@pytest.mark.parametrize(
     ("make", "site", "sizes"),
     [
-        (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 32)),
         (lambda: nn.Sequential(resnet(), nn.Flatten()), "0.layer2", (32, 48)),
         (lambda: timm.create_model("test_vit", dynamic_img_size=True), "blocks.0", (64, 64)),
     ],
@@ -603,7 +540,7 @@ def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(make, site, sizes
 def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
     model = resnet()
     with torch.inference_mode():
-        va.insert_(model, names="layer2", example_input=torch.rand(1, 3, 32, 32))
+        va.insert_(model, names="layer2", example_input=IMAGE.clone())
     model(IMAGE).sum().backward()
     assert all(p.grad is not None for p in only_block(model).parameters())
 
@@ -611,11 +548,8 @@ def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():
 @pytest.mark.parametrize(
     ("make", "head"),
     [
-        (lambda: timm.create_model("convnext_atto", num_classes=3), "head.fc"),
-        (lambda: timm.create_model("densenet121", num_classes=3), "classifier"),
-        (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=3, depth=2), "head"),
-        (lambda: timm.create_model("levit_128s", num_classes=3), "head"),
-        (torchvision.models.mobilenet_v3_small, "classifier"),
+        (lambda: timm.create_model("convnext_atto"), "head.fc"),
+        (lambda: timm.create_model("levit_128s"), "head"),  # two of them
         (torchvision.models.resnet18, "fc"),
     ],
 )

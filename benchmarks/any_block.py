@@ -1,6 +1,6 @@
 """Table of blocks: how `va.insert_` makes 15 blocks an identity at initialization in 20 networks.
 
-python tests/any_block.py      # writes docs/blocks.md
+python benchmarks/any_block.py      # writes docs/blocks.md
 """
 
 import functools
@@ -21,7 +21,7 @@ from vision_attn.networks.insertion import CHILD
 
 HEAD = """# Blocks
 
-What `va.insert_(model, block)` does with 15 blocks in 20 networks, as `python tests/any_block.py` found it with torch
+What `va.insert_(model, block)` does with 15 blocks in 20 networks, as `python benchmarks/any_block.py` found it with torch
 {torch}, timm {timm} and torchvision {torchvision}. Each cell is made by doing it. The output must be the same bits, and
 the old keys must be there in their order. The block must have a finite gradient that is not zero at the first step, and
 after `remove_` each module must be the same object. Names in small letters are those of timm's `create_attn`.
