@@ -21,10 +21,10 @@ from vision_attn.networks.insertion import CHILD
 
 HEAD = """# Blocks
 
-What `va.insert_(model, block)` does with 15 blocks in 20 networks, as `python benchmarks/any_block.py` found it with torch
-{torch}, timm {timm} and torchvision {torchvision}. Each cell is made by doing it. The output must be the same bits, and
-the old keys must be there in their order. The block must have a finite gradient that is not zero at the first step, and
-after `remove_` each module must be the same object. Names in small letters are those of timm's `create_attn`.
+What `va.insert_(model, block)` does with 15 blocks in 20 networks, as `python benchmarks/any_block.py` found it with
+torch {torch}, timm {timm} and torchvision {torchvision}. Each cell is made by doing it. The output must be the same
+bits, and the old keys must be there in their order. The block must have a finite gradient that is not zero at the first
+step, and after `remove_` each module must be the same object. Names in small letters are those of timm's `create_attn`.
 `SqueezeExcitation` is torchvision's; `SimAM` and `OwnSE` are as people write them, without `device` and `dtype`.
 
 - **zeros**: its last layers are zero at first, and what sigmoids halve is doubled; it learns from the first step.

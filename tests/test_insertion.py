@@ -13,7 +13,7 @@ import torchvision
 from networks import convolutions
 from reach import anatomy, as_after_training
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 import vision_attn as va
@@ -65,22 +65,13 @@ def test_the_report_is_a_table_with_the_cost_of_each_block():
     assert large.tokens == 49
 
 
-def test_a_map_of_two_by_two_is_a_warning():
-    with pytest.warns(UserWarning, match=r"'layer4.1' \(2×2\)"):
-        report = va.insert_(copy.deepcopy(resnet18()), stages=[-2, -1], example_input=(1, 3, 64, 64))
-    assert report.warnings[0] in str(report)
-    assert "'layer3.1'" not in "".join(report.warnings)
-
-
 @pytest.mark.parametrize(
     ("options", "warned"),
     [
         ({}, True),
         ({"block": va.TransformerBlock2d, "mlp_ratio": 1}, True),
-        ({"kv_stride": 2}, True),
         ({"kv_stride": 4}, False),
         ({"pattern": va.Window(8)}, False),
-        ({"block": va.LinearAttention2d}, False),
     ],
 )
 def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warned):
@@ -98,17 +89,13 @@ def test_full_attention_on_a_large_map_is_a_warning_with_its_cost(options, warne
     ("channels", "options", "expected"),
     [
         (2048, {}, (8, 64, 64)),
-        (520, {}, (8, 64, 64)),
         (768, {"num_heads": 12}, (12, 40, 40)),  # a multiple of 8, as rotary positions and kernels like it
-        (2048, {"num_heads": 4}, (4, 128, 128)),
         (1024, {"num_heads": 128}, (128, 4, 4)),
         (1024, {"key_dim": 32}, (8, 32, 64)),
         (1024, {"value_dim": 128, "num_heads": 2}, (2, 256, 128)),
-        (1024, {"key_dim": None, "value_dim": None}, (8, 128, 128)),
         (1030, {"key_dim": None, "value_dim": None}, (5, 206, 206)),
         (512, {}, (8, 64, 64)),
         (2048, {"block": va.TransformerBlock2d}, (8, 256, 256)),  # a block of the user's has its own defaults
-        (2048, {"block": lambda channels, **options: va.AttentionBlock2d(channels, **options)}, (8, 256, 256)),
     ],
 )
 def test_a_default_block_attends_in_512_channels_at_most(channels, options, expected):
@@ -128,17 +115,15 @@ def test_two_default_blocks_are_cheap_in_a_resnet50():
     with torch.device("meta"):
         report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
     assert report.whole == (25_557_032, 4_089_184_256)
-    assert report.parameters < 7e6
     assert "\ntogether +24.7 % parameters, +16.1 % multiply-adds\n" in str(report)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_dry_run_leaves_modes_and_statistics_alone(training):
-    model = copy.deepcopy(resnet18()).train(training)
+def test_the_dry_run_leaves_modes_and_statistics_alone():
+    model = copy.deepcopy(resnet18()).train()
     model.layer1.eval()
     before = anatomy(model)
     va.insert_(model, stages=-1, example_input=(1, 3, 128, 128))
-    assert va.inserted_blocks(model)["layer4.1"].training is training
+    assert va.inserted_blocks(model)["layer4.1"].training
     va.remove_(model)
     assert anatomy(model) == before
 
@@ -147,7 +132,6 @@ def test_the_dry_run_leaves_modes_and_statistics_alone(training):
     ("names", "sites"),
     [
         ("layer3", ["layer3.2"]),
-        ("layer3.*", ["layer3.0", "layer3.1", "layer3.2"]),
         ("layer[12].0.bn?", ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2"]),
         ("**.2.conv2", ["layer1.2.conv2", "layer2.2.conv2", "layer3.2.conv2"]),
         (["layer1", "layer1.2"], ["layer1.2"]),
@@ -165,81 +149,52 @@ def test_a_glob_of_many_parts_is_matched_in_few_steps():
     assert {glob: glob_matches(glob, path) for glob in globs} == globs
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.unused, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(self.conv(self.conv(x)).mean((2, 3)))
+def five_channels(channels, device, dtype):
+    return nn.Conv2d(channels, 5, 1)
 
 
-REFUSALS = {
-    "unknown stage": (resnet18, {"stages": 9}, "stage 9; .* 0 'relu', 1 'layer1'"),
-    "no stages": (lambda: nn.Sequential(nn.Flatten()), {"stages": -1}, r"tokens.*model.named_modules\(\)"),
-    "unknown name": (resnet18, {"names": "layr*"}, r"names: 'layr\*' .*layer1"),
-    "unknown expression": (resnet18, {"names": re.compile("layr")}, r"names: 'layr' .*layer1"),
-    "nowhere": (resnet18, {"where": lambda name, module: False}, "no module is chosen"),
-    "never called": (Twice, {"names": "unused"}, "'unused' is not called"),
-    "a vector": (resnet18, {"names": "fc"}, r"'fc' returns \(1, 1000\)"),
-    "takes a vector": (resnet18, {"names": "fc", "at": "before"}, r"'fc' takes \(1, 512\)"),
-    "no branch": (resnet18, {"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no branch"),
-    "branch of a module that is never called": (Twice, {"names": "unused", "at": "branch"}, "'unused' is not called"),
-    "unknown place": (resnet18, {"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
-    "wrapped for many processes": (
-        lambda: type("DistributedDataParallel", (nn.Sequential,), {})(nn.Conv2d(3, 8, 1)),
-        {"names": "0"},
-        "DistributedDataParallel",
-    ),
-    "heads": (resnet18, {"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1', for 64 channels: num_heads"),
-    "another shape": (
-        resnet18,
-        {"block": lambda channels, device, dtype: nn.Conv2d(channels, 5, 1), "stages": 1},
-        r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)",
-    ),
-    "no new block": (resnet18, {"stages": 1, "block": lambda channels, **_: None}, "a new module for each site"),
-    "no site": (resnet18, {}, "exactly one of stages, names and where"),
-    "two kinds of sites": (resnet18, {"stages": 1, "names": "fc"}, "exactly one of stages, names and where"),
-    "no names": (resnet18, {"names": []}, "names must be a glob"),
-    "a number for a name": (resnet18, {"names": 5}, "names must be a glob"),
-    "shape": (resnet18, {"stages": 1, "example_input": (3, 32, 32)}, "example_input must be"),
-    "a side for a shape": (resnet18, {"stages": 1, "example_input": 64}, "example_input must be .* got 64"),
-    "no pixels": (resnet18, {"stages": 1, "example_input": (1, 3, 0, 32)}, r"example_input must be .*\(1, 3, 0, 32\)"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_names_its_cause_and_leaves_the_model_alone(case):
-    make, arguments, message = REFUSALS[case]
-    model = make()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 9}, "stage 9; .* 0 'relu', 1 'layer1'"),
+        ({"names": re.compile("layr")}, "names: 'layr' .*layer1"),
+        ({"where": lambda name, module: False}, "where"),
+        ({"names": "unused"}, "'unused' is not called"),
+        ({"names": "unused", "at": "branch"}, "'unused' is not called"),
+        ({"names": "fc"}, r"'fc' returns \(1, 1000\)"),
+        ({"names": "fc", "at": "before"}, r"'fc' takes \(1, 512\)"),
+        ({"names": "layer1.0.bn1", "at": "branch"}, "'layer1.0.bn1' has no branch"),
+        ({"stages": 1, "at": "beside"}, "at must be .* 'after', 'before', 'branch'"),
+        ({"names": ["layer1", "layer2"], "num_heads": 128}, r"'layer1\.1', for 64 channels: num_heads"),
+        ({"block": five_channels, "stages": 1}, r"\(1, 64, 16, 16\) at 'layer1.1'; Conv2d returns \(1, 5, 16, 16\)"),
+        ({"stages": 1, "block": lambda channels, **_: None}, "block"),
+        ({"stages": 1, "names": "fc"}, "stages, names and where"),
+        ({"names": []}, "names"),
+        ({"names": 5}, "names"),
+        ({"stages": 1, "example_input": (3, 32, 32)}, "example_input"),
+        ({"stages": 1, "example_input": 64}, "example_input must be .* got 64"),
+        ({"stages": 1, "example_input": (1, 3, 0, 32)}, r"example_input must be .*\(1, 3, 0, 32\)"),
+    ],
+)
+def test_a_refusal_names_its_cause_and_leaves_the_model_alone(options, message):
+    model = copy.deepcopy(resnet18())
+    model.unused = nn.Conv2d(3, 3, 1)
     before = anatomy(model)
     with pytest.raises(ValueError, match=message):
-        va.insert_(model, **{"example_input": (1, 3, 64, 64), **arguments})
+        va.insert_(model, **{"example_input": (1, 3, 64, 64), **options})
     assert anatomy(model) == before
+    wrapped = type("DistributedDataParallel", (nn.Sequential,), {})(model)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        va.insert_(wrapped, stages=1)
 
 
 def test_a_network_that_draws_random_numbers_takes_blocks_and_draws_as_before():
-    class Noisy(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x + torch.randn_like(x))
-
-    model = Noisy(nn.Conv2d(3, 8, 1))
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1))
+    model[0].register_forward_pre_hook(lambda module, args: args[0] + torch.randn_like(args[0]))
+    state = torch.random.get_rng_state()
     va.stage_names(model, (1, 3, 8, 8))
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert len(va.insert_(model, names="0", **SMALL)) == 1
-
-
-def test_a_network_with_blocks_compiles_whole_and_exports():
-    model, x = convolutions(3, 8, 8), torch.randn(2, 3, 12, 16)
-    va.insert_(model, names="2", num_heads=2, gate_init=0.5, example_input=x)
-    expected = model(x)
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
-    with warnings.catch_warnings(action="ignore"):
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_layout_of_a_map_with_as_many_channels_as_rows_is_found():
@@ -305,12 +260,6 @@ def plain():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
 
 
-def changed(change):
-    model = plain()
-    model[2] = change(model[2]) or model[2]
-    return model
-
-
 def hooked():
     model = plain()
     model[0].register_forward_hook(lambda module, args, y: 2 * y)
@@ -319,19 +268,11 @@ def hooked():
     return model
 
 
-def shared_weight():
-    model = nn.Sequential(*plain(), nn.Conv2d(8, 8, 3, padding=1))
-    model[4].weight = model[2].weight
-    return model
-
-
 KINDS = {
     "hooks": hooked,
-    "shared weight": shared_weight,
-    "parametrization": lambda: changed(lambda m: parametrize.register_parametrization(m, "weight", nn.Hardtanh())),
-    "weight norm": lambda: changed(parametrizations.weight_norm),
-    "spectral norm": lambda: changed(parametrizations.spectral_norm),
-    "pruned": lambda: changed(lambda m: prune.random_unstructured(m, "weight", 0.5)),
+    "shared module": lambda: nn.Sequential(*(model := plain()), model[2]),
+    "spectral norm": lambda: nn.Sequential(*(model := plain())[:2], parametrizations.spectral_norm(model[2])),
+    "pruned": lambda: nn.Sequential(*(model := plain())[:2], prune.random_unstructured(model[2], "weight", 0.5)),
     "dropout": lambda: nn.Sequential(*plain(), nn.Dropout2d(0.5), nn.BatchNorm2d(8, momentum=None)),
     "traced by fx": lambda: torch.fx.symbolic_trace(plain()),
 }
@@ -345,8 +286,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_of_all_kinds_take_blocks_and_are_restored(kind, change):
-    if kind == "traced by fx" and change == "replace_":
-        return  # its code calls modules by their paths
     model, x = KINDS[kind]().eval(), torch.randn(1, 3, 8, 8)
     before, expected = anatomy(model), model(x)
     CHANGES[change](model)
@@ -398,19 +337,16 @@ class Minding(nn.Module):
         self.conv, self.count = nn.Conv2d(3, 8, 3, padding=1), count
 
     def forward(self, x):
-        return self.conv(x) / self.count(self)
+        return self.conv(x) / len([*self.count(self)])
 
 
-def test_a_module_that_counts_its_children_takes_a_block_further_inside():
-    model, x = nn.Sequential(Minding(lambda module: len(module._modules))), torch.randn(2, 3, 8, 8)
+def test_a_module_that_counts_its_children_takes_a_block_further_inside_or_is_refused():
+    model, x = nn.Sequential(Minding(nn.Module.children)), torch.randn(2, 3, 8, 8)
     before = model(x)
     va.insert_(model, names="0", **SMALL)
     assert torch.equal(model(x), before)
     assert list(model[0].conv._modules) == [f"{CHILD}_0"]
-
-
-def test_a_network_whose_output_a_block_would_change_is_refused_and_left_as_it_was():
-    model = nn.Sequential(Minding(lambda module: len(list(module.parameters()))))
+    model = nn.Sequential(Minding(nn.Module.parameters))
     before = anatomy(model)
     with pytest.raises(va.SiteError, match="'0' takes no child"):
         va.insert_(model, names="0", **SMALL)

@@ -18,17 +18,6 @@ from vision_attn.networks.inspection import count_saved_bytes, inspect_model
 #: Inspected once for several tests.
 look = cache(inspect_model)
 
-VARIANTS = {
-    "full": {},
-    "windows that pad": {"pattern": va.Window(5)},
-    "rows": {"pattern": "rows"},
-    "neighbourhoods": {"pattern": va.Neighborhood(3)},
-    "fewer keys": {"kv_stride": 2},
-    "relative positions": {"position": va.RelPosDecomposed(feat_size=(12, 12))},
-    "a table that learns": {"position": va.RelPosTable(feat_size=(12, 12))},
-    "dropout": {"attn_drop": 0.1},
-}
-
 
 def bytes_really_saved(block, x, impl):
     """What autograd holds after a forward on the CPU, without the block's own parameters and buffers."""
@@ -45,12 +34,22 @@ def bytes_really_saved(block, x, impl):
     return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_bytes_counted_are_those_that_autograd_keeps(variant, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pattern": va.Window(5)},  # which pads
+        {"pattern": va.Neighborhood(3)},
+        {"kv_stride": 2},
+        {"position": va.RelPosDecomposed(feat_size=(12, 12))},
+        {"position": va.RelPosTable(feat_size=(12, 12)), "attn_drop": 0.1},
+    ],
+    ids=str,
+)
+def test_the_bytes_counted_are_those_that_autograd_keeps(options, monkeypatch):
     """They are counted for a GPU, which folds relative positions into queries and keys; a CPU computes chunks."""
     monkeypatch.setattr(dispatch, "can_chunk", lambda q: False)
     for dtype in (torch.float32, torch.bfloat16):
-        block = AttentionBlock2d(32, 4, dtype=dtype, **VARIANTS[variant])
+        block = AttentionBlock2d(32, 4, dtype=dtype, **options)
         x = torch.randn(2, 32, 12, 12, dtype=dtype, requires_grad=True)
         for impl, counted_as in (("bmm", "bmm"), ("einsum", "bmm"), ("einx", "bmm"), ("sdpa", "sdpa")):
             with use_impl(block, counted_as):
@@ -106,12 +105,7 @@ def test_fused_kernels_and_several_images_are_counted():
 
 def test_the_image_is_one_that_the_network_takes():
     grey = timm.create_model("resnet18", in_chans=1)
-    assert inspect_model(grey, input_size=64, batch_size=1).input_shape == (1, 1, 64, 64)
     assert inspect_model(grey, input_size=(96, 64), batch_size=1).input_shape == (1, 1, 96, 64)
-
-
-def limited(gibibytes):
-    return dataclasses.replace(look("resnet20", impl="sdpa"), memory_limit=round(gibibytes * 2**30)).warnings
 
 
 def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
@@ -119,12 +113,10 @@ def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
     assert small.startswith("little to attend to at 'layer3' (2×2), 'layer4' (1×1): ")
     large = look("resnet18", batch_size=1).warnings
     assert [line.partition(" compares")[0] for line in large] == ["full attention at 'act1' (112×112)"]
-    assert limited(1000) == limited(0.2) == ()
-    (warning,) = limited(0.02)
-    assert warning.startswith(
-        "training keeps 0.06 GiB of layer1, 0.03 GiB of layer2, more than the memory limit of 0.02"
-    )
-    assert "take a smaller input or batch, va.Window(7) or a later stage" in warning
+    found = look("resnet20", impl="sdpa")
+    assert dataclasses.replace(found, memory_limit=round(0.2 * 2**30)).warnings == ()
+    (warning,) = dataclasses.replace(found, memory_limit=round(0.02 * 2**30)).warnings
+    assert warning.startswith("training keeps 0.06 GiB of layer1, 0.03 GiB of layer2, more than")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +126,6 @@ def test_small_maps_and_what_does_not_fit_into_memory_are_warned_of():
         ("resnet18", 64, [{"stages": [1, 2]}]),
         ("resnet18", 16, []),
         ("resnet18", 224, [{"stages": [-2, -1]}, {"stages": [1], "pattern": va.Window(7)}]),
-        ("resnet20", 32, [{"stages": [-2, -1]}]),
     ],
 )
 def test_what_is_proposed(name, size, expected):
@@ -153,16 +144,13 @@ def test_a_proposal_does_what_it_says_and_is_said():
         assert [block.map_size for block in report.blocks] == [site.map_size for site in proposal.sites]
 
 
-def test_stages_that_hold_a_block_are_not_proposed_and_it_is_said():
+def test_stages_that_hold_a_block_are_not_proposed_and_it_prints_a_table():
     model = timm.create_model("resnet20")
     va.insert_(model, stages=-1)
     found = inspect_model(model, batch_size=1)
     assert [site.occupied for site in found.sites] == [False, False, True]
     assert [proposal.arguments for proposal in found.proposals] == [{"stages": [0, -2]}]
     assert "layer3 (has a block)" in str(found)
-
-
-def test_it_prints_a_table():
     lines = str(look("resnet20")).splitlines()
     assert lines[0] == "resnet20 on images of 3×32×32: 272,474 parameters, 40,813,184 multiply-adds an image"
     row = "2 layer3 64 8×8 8 16,832 +6.2 % 1,572,864 +3.9 %"
@@ -176,10 +164,9 @@ def test_it_prints_a_table():
     [
         ({"model": "resnet21"}, ValueError, "there is no 'resnet21'; close to it: "),
         ({"model": "resnet20.cifar10.x"}, ValueError, "'resnet20' has no tag 'cifar10.x'; it has resnet20.cifar10"),
-        ({"model": "torchvision:resnet19"}, ValueError, "there is no 'torchvision:resnet19'; close to it: resnet"),
-        ({"input_size": (1, 2, 3)}, ValueError, "input_size must be a side or a height and a width"),
-        ({"input_size": 0}, ValueError, "input_size must be a side"),
-        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1; got 0"),
+        ({"input_size": (1, 2, 3)}, ValueError, "input_size"),
+        ({"input_size": 0}, ValueError, "input_size"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
         ({"heads": 3}, TypeError, "heads"),
         ({"model": nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "input_size": 4}, va.SiteError, "declares none"),
     ],

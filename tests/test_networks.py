@@ -1,7 +1,6 @@
 """Networks of users: segmentation, detection, U-Nets, generators, diffusion, video and sound."""
 
 import pytest
-import timm
 import torch
 import torchvision
 from any_block import UNet
@@ -18,7 +17,6 @@ OF_BACKBONE = [f"backbone.{name}" for name in LAYERS]
 
 #: Networks of torchvision and timm with their stages; on no device, for they are large.
 LARGE = {
-    "fcn": (lambda: segmentation.fcn_resnet50(**PLAIN), OF_BACKBONE),
     "deeplab, an auxiliary head": (lambda: segmentation.deeplabv3_resnet50(**PLAIN, aux_loss=True), OF_BACKBONE),
     "lraspp": (
         lambda: segmentation.lraspp_mobilenet_v3_large(**PLAIN), [f"backbone.{index}" for index in (1, 3, 6, 16)],
@@ -27,7 +25,6 @@ LARGE = {
         lambda: detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None),
         [f"body.{name}" for name in LAYERS],
     ),
-    "timm, dilated": (lambda: timm.create_model("resnet50", output_stride=8), ["act1", *LAYERS]),
     "logits of a convolution": (torchvision.models.squeezenet1_1, [f"features.{index}" for index in (1, 4, 7, 12)]),
     "video": (video.r3d_18, LAYERS),
 }  # fmt: skip
@@ -61,16 +58,12 @@ def generator():
 
 
 def sound():
-    layers = []
-    for channels, out, kernel in ((1, 16, 80), (16, 32, 3), (32, 64, 3)):
-        layers += [nn.Conv1d(channels, out, kernel, 4 if kernel > 3 else 1), nn.ReLU(), nn.MaxPool1d(4)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 5))
+    layers = nn.Conv1d(1, 16, 80, 4), nn.ReLU(), nn.MaxPool1d(4), nn.Conv1d(16, 32, 3), nn.ReLU(), nn.MaxPool1d(4)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 5))
 
 
 def small_video():
-    layers = []
-    for channels, out, stride in ((3, 8, (1, 2, 2)), (8, 16, 2)):
-        layers += [nn.Conv3d(channels, out, 3, stride, 1), nn.BatchNorm3d(out), nn.ReLU()]
+    layers = nn.Conv3d(3, 8, 3, (1, 2, 2), 1), nn.ReLU(), nn.Conv3d(8, 16, 3, 2, 1), nn.ReLU()
     return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 5))
 
 
@@ -82,13 +75,10 @@ CONDITIONS = {"t": torch.tensor([3]), "context": torch.rand(1, 5, 7), "x": torch
 #: What makes a network, its example, the shape of the images in it, sites, and stages if it has any
 SMALL = {
     "a U-Net": (UNet, (1, 3, 32, 32), (1, 3, 32, 32), ["encode", "middle.0", "middle"], None),
-    "a diffusion model": (
-        Conditioned, tuple(CONDITIONS[name] for name in ("x", "t", "context")), (1, 4, 16, 16), ["first", "up"], None,
-    ),
     "arguments with names": (Conditioned, CONDITIONS, (1, 4, 16, 16), ["down", "up"], None),
     "vectors that become images": (generator, (2, 9), (2, 9), ["1", "3"], None),
-    "sound": (sound, (1, 1, 4_000), (1, 1, 4_000), ["1", "8"], ["1", "2", "4", "5", "7", "8"]),
-    "video": (small_video, (1, 3, 8, 16, 16), (1, 3, 8, 16, 16), ["2", "5"], ["2", "5"]),
+    "sound": (sound, (1, 1, 4_000), (1, 1, 4_000), ["1", "5"], ["1", "2", "4", "5"]),
+    "video": (small_video, (1, 3, 8, 16, 16), (1, 3, 8, 16, 16), ["1", "3"], ["1", "3"]),
     "a list of images": (
         detector, [torch.rand(3, 48, 64), torch.rand(3, 64, 48)], (2, 3, 48, 64),
         ["backbone.body.12", "backbone.fpn.layer_blocks.0"], [f"backbone.body.{index}" for index in (1, 3, 6, 12, 16)],
@@ -107,7 +97,7 @@ def run(model, example):
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_every_chosen_module_takes_a_block_that_changes_nothing_and_learns(case):
+def test_every_chosen_module_takes_a_block_that_changes_nothing_and_learns(case, tmp_path):
     make, example, shape, names, stages = SMALL[case]
     torch.manual_seed(0)
     model = make().eval()
@@ -127,8 +117,11 @@ def test_every_chosen_module_takes_a_block_that_changes_nothing_and_learns(case)
     sum(x.sum() for x in after).backward()
     assert not all(map(torch.equal, after, before))
     assert all(block.attn.qkv.weight.grad.any() for block in blocks)
+    path = va.save_adapter(model, tmp_path / "blocks.safetensors")
     va.remove_(model)
     assert all(map(torch.equal, run(model, example), before))
+    va.load_adapter_(model, path)
+    assert all(map(torch.equal, run(model, example), after))
 
 
 @pytest.mark.parametrize("block", [va.AttentionBlock2d, va.TransformerBlock2d, va.LinearAttention2d])
@@ -141,30 +134,16 @@ def test_heads_fit_the_channels_unless_they_are_explicit(block):
         va.insert_(model, block, names="0", num_heads=8, example_input=(1, 3, 8, 8))
 
 
-@pytest.mark.parametrize(("make", "example"), [(sound, (1, 1, 16_000)), (small_video, (1, 3, 8, 16, 16))])
-def test_blocks_for_one_and_three_axes_are_saved_and_loaded_as_adapters(make, example, tmp_path):
-    torch.manual_seed(0)
-    model, other = make().eval(), make().eval()
-    other.load_state_dict(model.state_dict())
-    va.insert_(model, stages=[-2, -1], example_input=example, gate_init=0.5)
-    va.load_adapter_(other, va.save_adapter(model, tmp_path / "blocks.safetensors"))
-    assert all(map(torch.equal, run(other, example), run(model, example)))
-
-
-REFUSED = {
-    "too few arguments": (Conditioned, {"example_input": (1, 4, 16, 16)}, r"missing 2 required .* tuple or dictionary"),
-    "another name": (Conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
-    "no images": (UNet, {"example_input": {"x": 3}}, r"example_input must be .* got \{'x': 3\}"),
-    "a tensor for stages": (UNet, {"stages": torch.rand(9)}, r"stages must .* got "),
-    "a block for another map": (
-        small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '5'; AttentionBlock2d",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_errors_print_no_tensors_and_name_the_way_out(case):
-    make, options, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Conditioned, {"example_input": {"y": CONDITIONS["x"]}}, r"\(y=\(1, 4, 16, 16\)\).*unexpected"),
+        (UNet, {"example_input": {"x": 3}}, r"example_input must be .* got \{'x': 3\}"),
+        (UNet, {"stages": torch.rand(9)}, "stages"),
+        (small_video, {"block": va.AttentionBlock2d}, r"\(1, 16, 8, 28, 28\) at '3'; AttentionBlock2d"),
+    ],
+)
+def test_errors_print_no_tensors_and_name_the_way_out(make, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         va.insert_(make(), **{"stages": -1, **options})
     assert "tensor(" not in str(caught.value)

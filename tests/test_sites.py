@@ -7,10 +7,11 @@ import pickle
 import pytest
 import timm
 import torch
+from networks import convolutions
 from reach import tensors
 from timm.models.mlp_mixer import MlpMixer
 from torch import nn
-from torchvision.models import DenseNet, detection, get_model, resnet18, vgg11
+from torchvision.models import DenseNet, detection, get_model, resnet18
 
 import vision_attn as va
 import vision_attn.networks.models
@@ -68,19 +69,15 @@ def test_the_map_is_found_wherever_it_is_and_everything_else_is_left_alone(form)
     assert (block.channels, block.map_size) == (8, (6, 10))
     after = model(x)
     assert type(after) is type(before)
+    if form == "tokens":
+        with pytest.raises(ValueError, match=r"'0' is for a grid of 6×10 tokens; got 36 tokens"):
+            model(torch.randn(1, 3, 6, 6))
     expected = tensors(model[0].form(va.inserted_blocks(model)["0"](model[0].conv(x))))
     for new, wanted in zip(tensors(after), expected, strict=True):
         torch.testing.assert_close(new, wanted)
     assert not all(map(torch.equal, tensors(before), tensors(after)))
     va.remove_(model)
     assert all(map(torch.equal, tensors(before), tensors(model(x))))
-
-
-def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
-    model = nn.Sequential(Give("tokens"))
-    va.insert_(model, names="0", num_heads=2, example_input=(1, 3, 6, 10))
-    with pytest.raises(ValueError, match=r"'0' is for a grid of 6×10 tokens; got 36 tokens"):
-        model(torch.randn(1, 3, 6, 6))
 
 
 @pytest.mark.filterwarnings("ignore:little to attend", "ignore:the output of the network")
@@ -92,7 +89,6 @@ def test_a_grid_of_tokens_of_another_size_is_refused_by_name():
         ("deit_tiny_distilled_patch16_224", {"depth": 2, "img_size": 96}, "b (2 + h w) c"),
         ("cait_xxs24_224", {"depth": 2, "img_size": 96}, "b (h w) c"),  # its class token comes later
         ("densenet121", {"growth_rate": 8, "block_config": (2, 2, 2, 2)}, "b c h w"),
-        ("regnetx_002", {}, "b c h w"),
     ],
 )
 @torch.no_grad()
@@ -138,32 +134,16 @@ def test_a_module_that_has_two_names_is_one_site():
 
 
 def test_before_a_site_is_its_input():
-    torch.manual_seed(0)
-    model, x = resnet18().eval(), torch.randn(2, 3, 64, 64)
-    before = model(x)
-    (block,) = va.insert_(model, names="layer3", at="before", example_input=x).blocks
+    model = resnet18()
+    (block,) = va.insert_(model, names="layer3", at="before", example_input=(2, 3, 64, 64)).blocks
     assert (block.site, block.at, block.channels, block.map_size) == ("layer3.0", "before", 128, (8, 8))
-    assert torch.equal(model(x), before)
-    train_(model)
-    assert not torch.equal(model(x), before)
-    va.remove_(model)
-    assert torch.equal(model(x), before)
-
-
-class Outer(nn.Module):
-    """Calls a module by keyword."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.inner = nn.Conv2d(3, 8, 1), nn.Identity()
-        self.inner.forward = lambda scale, *, features: scale * features
-
-    def forward(self, x):
-        return self.inner(2.0, features=self.conv(x))
 
 
 def test_before_a_module_that_is_called_by_keyword():
-    model, x = Outer(), torch.randn(1, 3, 6, 8)
+    model, x = nn.Sequential(), torch.randn(1, 3, 6, 8)
+    model.conv, model.inner = nn.Conv2d(3, 8, 1), nn.Identity()
+    model.inner.forward = lambda scale, *, features: scale * features
+    model.forward = lambda x: model.inner(2.0, features=model.conv(x))
     before = model(x)
     (block,) = va.insert_(model, names="inner", at="before", gate_init=1.0, num_heads=2, example_input=x).blocks
     assert block.element == "features"
@@ -175,7 +155,6 @@ def test_before_a_module_that_is_called_by_keyword():
 @pytest.mark.parametrize(
     ("make", "site", "end"),
     [
-        (resnet18, "layer2.0", "bn2"),
         (lambda: timm.create_model("convnext_atto"), "stages.1.blocks.1", "drop_path"),
         (lambda: timm.create_model("resnetv2_18"), "stages.1.blocks.1", "drop_path"),  # pre-activation
         (lambda: timm.create_model("resnet20_a"), "layer2.0", "bn2"),  # padded shortcut
@@ -214,15 +193,12 @@ def paths(form, *indices):
     return [form.format(index) for index in indices]
 
 
-AUTOENCODER = (diffusers_encoder, 8, 32, [*paths("encoder.down_blocks.{}", 0, 1), "encoder.mid_block"])
 #: A network, two sizes of its images, the smaller one pooled to a cell before the head, and its stages for both.
 TRUNKS = {
     "maxvit_t": (get_model, 224, 224, ["stem", *paths("blocks.{}", *range(4))]),
     "vit_b_16": (get_model, 224, 224, paths("encoder.layers.encoder_layer_{}", *range(12))),
     "vgg11": (get_model, 32, 64, paths("features.{}", 1, 4, 9, 14, 19, 20)),
     "mobilenet_v2": (get_model, 32, 64, paths("features.{}", 1, 3, 6, 13, 18)),
-    "mobilenet_v3_large": (get_model, 32, 64, paths("features.{}", 1, 3, 6, 12, 16)),
-    "efficientnet_v2_s": (get_model, 32, 64, paths("features.{}", 1, 2, 3, 5, 7)),
     "convnext_tiny": (get_model, 32, 64, paths("features.{}", 1, 3, 5, 7)),
     "swin_t": (get_model, 32, 64, paths("features.{}", 1, 3, 5, 7)),
     "shufflenet_v2_x0_5": (get_model, 32, 64, ["conv1", "maxpool", "stage2", "stage3", "conv5"]),
@@ -230,9 +206,7 @@ TRUNKS = {
     "r2plus1d_18": (get_model, (4, 16, 16), (4, 32, 32), paths("layer{}", 1, 2, 3, 4)),
     "swin3d_t": (get_model, (2, 32, 32), (4, 64, 64), paths("features.{}", 0, 2, 4, 6)),
     "mvit_v2_s": (get_model, (16, 224, 224), (16, 224, 224), paths("blocks.{}", *range(16))),
-    "AutoencoderKL": AUTOENCODER,
-    "VQModel": AUTOENCODER,
-    "ResNet": (of_transformers, 32, 224, paths("resnet.encoder.stages.{}", *range(4))),
+    "VQModel": (diffusers_encoder, 8, 32, [*paths("encoder.down_blocks.{}", 0, 1), "encoder.mid_block"]),
     "ConvNext": (of_transformers, 32, 224, paths("convnext.encoder.stages.{}", *range(4))),
     "Segformer": (of_transformers, 32, 224, paths("segformer.stages.{}", *range(4))),
     "ViT": (of_transformers, 224, 224, paths("vit.layers.{}", 0, 1)),
@@ -248,11 +222,6 @@ def test_stages_of_networks_that_declare_none_are_in_a_table_and_the_same_for_al
         model = make(name)
     for size in dict.fromkeys((small, large)):
         assert va.stage_names(model, (1, 3, *(size if isinstance(size, tuple) else (size, size)))) == stages
-
-
-def test_the_last_stage_takes_a_block_before_it_and_not_before_the_network():
-    (block,) = va.insert_(vgg11().eval(), stages=-1, at="before", example_input=(1, 3, 64, 64)).blocks
-    assert (block.site, block.size) == ("features.20", "4×4")
 
 
 def monai_unet():
@@ -281,18 +250,10 @@ def test_where_stages_are_ambiguous_modules_are_named_to_choose_from(make, messa
         va.stage_names(make(), (1, 3, 32, 32))
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = timm.create_model("resnet18"), timm.create_model("resnet18")
-
-    def forward(self, x):
-        return self.one(x) + self.other(x)
-
-
 def test_of_several_parts_that_declare_stages_none_is_chosen():
     with torch.device("meta"):
-        model = Two()
+        model = nn.ModuleDict({"one": timm.create_model("resnet18"), "other": timm.create_model("resnet18")})
+    model.forward = lambda x: model.one(x) + model.other(x)
     with pytest.raises(va.SiteError, match="several parts declare them, one, other"):
         va.insert_(model, stages=-1)
     assert va.insert_(model, names="other.layer4").blocks[0].site == "other.layer4.1"
@@ -313,9 +274,7 @@ def test_one_bad_entry_of_a_declaration_spoils_no_other():
 @pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])
 @torch.no_grad()
 def test_a_model_stays_in_its_state(state):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()).eval()
-    x = torch.randn(2, 3, 32, 32)
+    model, x = convolutions(3, 8, 16), torch.randn(2, 3, 32, 32)
     if state == "half precision":
         model, x = model.half(), x.half()
     elif state == "channels last":
@@ -325,7 +284,7 @@ def test_a_model_stays_in_its_state(state):
     else:
         model = nn.DataParallel(model)
     before = model(x)
-    va.insert_(model, stages=[-2, -1], num_heads=2, example_input=x)
+    va.insert_(model, stages=-1, num_heads=2, example_input=x)
     assert {p.dtype for block in va.inserted_blocks(model).values() for p in block.parameters()} == {x.dtype}
     assert torch.equal(model(x), before)
     assert state != "channels last" or model(x).is_contiguous(memory_format=torch.channels_last)
@@ -344,23 +303,14 @@ def test_a_map_that_the_network_does_not_read_is_a_warning():
     assert [bool(block.gate.grad.any()) for block in va.inserted_blocks(model).values()] == [True, False]
 
 
-class TwoMaps(nn.Module):
-    """A stage that returns two feature maps, of which one or both are read."""
-
-    def __init__(self, both):
-        super().__init__()
-        self.stem, self.stage, self.head, self.both = nn.Conv2d(3, 8, 1), nn.Identity(), nn.Conv2d(8, 2, 1), both
-        self.stage.forward = lambda x: (x[:, :6], 2 * x)
-        self.feature_info = [{"module": "stem", "num_chs": 8}, {"module": "stage", "num_chs": 6}]
-
-    def forward(self, x):
-        other, main = self.stage(self.stem(x))
-        return self.head(main) + (other.mean() if self.both else 0)
-
-
 @pytest.mark.parametrize(("both", "element"), [(False, 1), (True, 0)])
 def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(both, element):
-    model, options = TwoMaps(both), {"num_heads": 2, "example_input": (1, 3, 6, 8)}
+    """A stage returns two feature maps, of which one or both are read."""
+    model, options = nn.Sequential(), {"num_heads": 2, "example_input": (1, 3, 6, 8)}
+    model.stem, model.stage = nn.Conv2d(3, 8, 1), nn.Identity()
+    model.stage.forward = lambda x: (x[:, :6], 2 * x)
+    model.forward = lambda x: sum(y.mean() for y in model.stage(model.stem(x))[0 if both else 1 :])
+    model.feature_info = [{"module": "stem", "num_chs": 8}, {"module": "stage", "num_chs": 6}]
     assert va.stage_names(model, (1, 3, 6, 8)) == ["stem", "stage"]
     (block,) = va.insert_(model, stages=-1, **options).blocks
     assert (block.element, block.channels) == (element, 6 if both else 8)
@@ -372,7 +322,6 @@ def test_of_several_maps_the_one_that_is_read_is_used_or_else_the_declared_one(b
 
 
 def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
-    torch.manual_seed(0)
     backbone, x = DenseNet(8, (2, 2), 16, num_classes=4).eval(), torch.randn(1, 3, 64, 64)
     before = backbone(x)
     va.insert_(backbone, names=["features.denseblock1", "features.norm5"], num_heads=4, gate_init=1.0, example_input=x)
@@ -384,18 +333,11 @@ def test_a_network_that_became_a_part_of_another_keeps_its_blocks():
     assert torch.equal(model(x), before)
 
 
-SWIN = {"depths": (1, 1), "num_heads": (3, 6)}
-
-
 @pytest.mark.parametrize(
     ("make", "site", "message"),
     [
         # Tokens of windows; channels in the place of tokens; tokens that are not in raster order.
-        (
-            lambda: timm.create_model("swin_tiny_patch4_window7_224", **SWIN),
-            "layers.0.blocks.0.attn.proj",
-            "64, 49, 96",
-        ),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "layers.0.blocks.0.attn.proj", "64, 49, 96"),
         (lambda: MlpMixer(patch_size=16, num_blocks=1, embed_dim=512), "blocks.0.mlp_tokens.fc1", "1, 512, 256"),
         (lambda: timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1)), "blocks.1", r"1, 784, 192\) .* mask units"),
     ],
