@@ -55,7 +55,6 @@ def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(f
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.images).float()[:, None] / 8 - 1, torch.tensor(digits.target))
     images = data.tensors[0][:256]
-    torch.manual_seed(0)
     network = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU()),

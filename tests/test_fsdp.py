@@ -52,10 +52,9 @@ def test_a_checkpoint_is_loaded_into_a_sharded_model(write, tmp_path):
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_a_sharded_model_as_it_was(tmp_path):
-    model = sharded(network())
-    before = {key: value.clone() for key, value in complete(model).items()}
+    model, before = sharded(network()), network().state_dict()
     torch.save({**network(1).state_dict(), "3.bias": torch.ones(5)}, tmp_path / "file.pth")
-    with pytest.raises(va.CheckpointError, match=r"3.bias \(model \(7,\), checkpoint \(5,\)\)"):
+    with pytest.raises(va.CheckpointError, match=r"3.bias .*\(7,\), .*\(5,\)"):
         va.load_checkpoint(model, tmp_path / "file.pth")
     assert_same(complete(model), before)
 

@@ -69,7 +69,6 @@ TRAIN += " --insert layer2"
     ("command", "code", "message"),
     [
         ("explore {images}/val/red/0.png --model tiny", 2, "vit_tiny_patch16_224"),
-        ("explore {folder}/none.png --model tiny", 1, "images: there is no {folder}/none.png"),
         ("inspect torchvision:resnet999", 2, "'torchvision:resnet999'; close to it: resnet"),
         (f"{TRAIN} --block-options num_head=4", 2, "'num_head': did you mean 'num_heads'?"),
         (f"{TRAIN} --block test_mistakes:Breaks", 1, "test_mistakes:Breaks raised KeyError ('window') in line "),

@@ -24,7 +24,6 @@ dilated = partial(bottlenecks, replace_stride_with_dilation=[False, False, True]
 #: a network, its convolutions, and the channels and the stride of each
 CONVOLUTIONS = {
     "bottlenecks, stride 2 in the first": (bottlenecks, "layer4.*.conv2", [(512, 512, 2), (512, 512, 1)]),
-    "a change of channels": (resnet18, "layer3.0.conv1", [(128, 256, 2)]),
     "a group for each channel": (
         lambda: timm.create_model("convnext_atto"), "stages.3.blocks.*.conv_dw", [(320, 320, 1)] * 2
     ),
@@ -63,20 +62,12 @@ def test_a_convolution_is_replaced_with_its_stride_and_channels(case):
     assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (torchvision.models.mobilenet_v3_small, "features.[89].block.2"),
-        (lambda: timm.create_model("seresnet33ts"), "stages.3.*.attn"),
-    ],
-)
 @torch.no_grad()
-def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
-    torch.manual_seed(0)
-    model, x = make().eval(), torch.randn(1, 3, 96, 96)
+def test_squeeze_and_excitation_becomes_a_gated_block():
+    model, x = torchvision.models.mobilenet_v3_small().eval(), torch.randn(1, 3, 96, 96)
     as_after_training(model)
     before = model(x)
-    assert len(va.replace_(model, names=names, example_input=x)) > 1
+    assert len(va.replace_(model, names="features.[89].block.2", example_input=x)) == 2
     # It is an identity at initialization: what is left is the network without the recalibration.
     without = model(x)
     assert not torch.equal(without, before)
@@ -89,7 +80,11 @@ def test_squeeze_and_excitation_becomes_a_gated_block(make, names):
 def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
     model, x = timm.create_model("resnet20"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
     norm = model.layer3[1].bn2.eval()  # a norm that is frozen by its mode keeps it
-    va.replace_(model, names="layer3.2.conv2")
+
+    def convolution(channels, stride, out_channels, device, dtype):
+        return nn.Conv2d(channels, out_channels, 1, stride)
+
+    va.replace_(model, convolution, names="layer3.2.conv2")
     va.replace_(model, lambda channels, device, dtype: nn.Identity(), names="layer3.1")
     va.remove_(model.double())
     assert model.layer3[2].conv2.weight.dtype == torch.float64
@@ -99,19 +94,6 @@ def test_what_comes_back_is_where_the_model_is_and_in_its_mode():
     va.remove_(model.eval())
     assert not model.layer3[2].conv2.training
     assert model(x).dtype == torch.float64
-
-
-def test_a_block_of_ones_own_takes_the_place_of_both_kinds():
-    def convolution(channels, stride, out_channels, device, dtype):
-        return nn.Conv2d(channels, out_channels, 1, stride)
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
-    old = [*model]
-    va.replace_(model, convolution, names="0", example_input=(1, 3, 8, 8))
-    va.replace_(model, lambda channels, device, dtype: nn.GELU(), names="1", example_input=(1, 3, 8, 8))
-    assert [type(module) for module in model] == [nn.Conv2d, nn.GELU]
-    assert len(va.remove_(model)) == 2
-    assert [*model] == old
 
 
 def test_blocks_are_inserted_after_what_is_replaced():
@@ -129,19 +111,16 @@ def test_blocks_are_inserted_after_what_is_replaced():
     assert torch.equal(model(x), plain)
 
 
-REFUSALS = {
-    "a linear layer": (resnet18, "fc", r"'fc' takes \(1, 512\)"),
-    "a stage": (resnet18, "layer2", r"Sequential that returns \(1, 128, 28, 28\)"),
-    "no padding": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3)), "0", r"\(1, 8, 222, 222\)"),
-    "two strides": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a map"),
-    "one inside another": (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' is or holds .* another site"),
-    "a map in a list": (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(case):
-    make, names, message = REFUSALS[case]
+@pytest.mark.parametrize(
+    ("make", "names", "message"),
+    [
+        (resnet18, "layer2", r"Sequential that returns \(1, 128, 28, 28\)"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 1, stride=(2, 1))), "0", "must return a map"),
+        (resnet18, ["layer3.1.conv2", "layer3.1"], "'layer3.1' is or holds .* another site"),
+        (lambda: timm.create_model("hrnet_w18_small"), "stage2", "'stage2'"),  # a map in a list
+    ],
+)
+def test_what_cannot_be_replaced_is_refused_by_name_and_left_alone(make, names, message):
     with torch.device("meta"):
         model = make()
     modules = dict(model.named_modules())
