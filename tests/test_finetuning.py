@@ -15,14 +15,7 @@ from torch import nn
 
 import vision_attn as va
 import vision_attn.networks.models
-from vision_attn.networks.insertion import (
-    freeze_backbone_,
-    gates,
-    inserted_blocks,
-    inserted_keys,
-    parameter_groups,
-    unfreeze_backbone_,
-)
+from vision_attn.networks.insertion import gates, inserted_keys
 
 BLOCK = {"num_heads": 4, "example_input": (1, 3, 64, 64)}
 
@@ -43,7 +36,7 @@ def images(seed=1):
 
 def learn(model, epochs=2):
     """A few epochs as people write them: ``model.train()`` at the start of each, evaluation at its end."""
-    optimizer = torch.optim.SGD(parameter_groups(model, 0.1, weight_decay=0.1), momentum=0.9)
+    optimizer = torch.optim.SGD(va.parameter_groups(model, 0.1, weight_decay=0.1), momentum=0.9)
     for epoch in range(epochs):
         model.train()
         optimizer.zero_grad()
@@ -58,9 +51,6 @@ def changed(model, before, blocks=False):
     return {key for key, value in before.items() if (key in own) == blocks and not torch.equal(now[key], value)}
 
 
-# Gates
-
-
 def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
     model = network(stages=[-1])
     with pytest.raises(ValueError, match="nothing is inserted"):
@@ -72,27 +62,24 @@ def test_blocks_without_a_gate_are_passed_over_and_none_at_all_is_refused():
         gates(network(block=va.Attention2d, stages=[-1], exact=False))
 
 
-# Freezing
-
-
 @pytest.mark.parametrize("name", ["resnet20", "regnetx_002"])
 def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
     model, x = network(name), images()
-    sites = list(inserted_blocks(model))
-    freeze_backbone_(model)
+    sites = list(va.inserted_blocks(model))
+    va.freeze_backbone_(model)
     before, plain = copied(model), copy.deepcopy(model)
     va.remove_(plain)
     expected = plain.eval()(x)
     model.train()  # a frozen norm in training is torch's in evaluation; what else there is goes with the mode
     assert torch.equal(model(x), copy.deepcopy(model).eval()(x))
-    assert all(block.training for block in inserted_blocks(model).values())
+    assert all(block.training for block in va.inserted_blocks(model).values())
     learn(model)
     assert changed(model, before) == set()
     assert changed(model, before, blocks=True)
     assert not torch.equal(model.eval()(x), expected)
-    assert list(inserted_blocks(model)) == sites
+    assert list(va.inserted_blocks(model)) == sites
     va.remove_(model)
-    unfreeze_backbone_(model)
+    va.unfreeze_backbone_(model)
     assert torch.equal(model.eval()(x), expected)
 
 
@@ -102,7 +89,7 @@ def test_a_frozen_backbone_keeps_every_bit_while_its_blocks_learn(name):
 def test_every_norm_with_running_statistics_is_frozen(make):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), make(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     va.insert_(model, names="0", **BLOCK)
-    freeze_backbone_(model)
+    va.freeze_backbone_(model)
     before = copied(model)
     learn(model, epochs=1)
     assert changed(model, before) == set()
@@ -116,14 +103,14 @@ def test_a_frozen_model_is_copied_pickled_and_compiled():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     va.insert_(model, names="2", **BLOCK)
     before, x = copied(model), images()
-    freeze_backbone_(model)
+    va.freeze_backbone_(model)
     assert list(model.state_dict()) == list(before)
     expected = copy.deepcopy(model).eval()(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other.train()(x), expected)
         assert changed(other, before) == set()
         # A copy is thawed alone, and the model that it is of stays frozen.
-        unfreeze_backbone_(other)
+        va.unfreeze_backbone_(other)
         assert (other.train()[1].training, model.train()[1].training) == (True, False)
         assert (other[0].weight.requires_grad, model[0].weight.requires_grad) == (True, False)
     torch.compiler.reset()
@@ -144,43 +131,40 @@ def test_thawing_puts_everything_back():
 
     before = state()
     for also_train in ((), "fc.*", ()):
-        freeze_backbone_(model, also_train=also_train)
+        va.freeze_backbone_(model, also_train=also_train)
     assert state() != before
     for _ in range(2):
-        unfreeze_backbone_(model)
+        va.unfreeze_backbone_(model)
         assert state() == before
     # The mode that was asked for meanwhile is the one it comes back in.
-    freeze_backbone_(model)
+    va.freeze_backbone_(model)
     model.eval()
-    unfreeze_backbone_(model)
+    va.unfreeze_backbone_(model)
     assert not any(module.training for module in model.modules())
 
 
 def test_what_else_is_trained_is_chosen_by_globs():
     model = network()
-    blocks = sum(p.numel() for block in inserted_blocks(model).values() for p in block.parameters())
-    assert freeze_backbone_(model) == blocks
-    assert freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
+    blocks = sum(p.numel() for block in va.inserted_blocks(model).values() for p in block.parameters())
+    assert va.freeze_backbone_(model) == blocks
+    assert va.freeze_backbone_(model, also_train="fc.*") == blocks + 5 * 65
     before = copied(model)
     learn(model)
     assert changed(model, before) == {"fc.weight", "fc.bias"}
     # The statistics of a norm are keys like others: they go with a stage that is trained, not with its scales.
-    freeze_backbone_(model, also_train=["layer3.*"])
+    va.freeze_backbone_(model, also_train=["layer3.*"])
     assert model.train().layer3[0].bn1.training
-    freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
+    va.freeze_backbone_(model, also_train=["layer3.0.bn1.weight", "layer3.0.bn1.bias"])
     assert not model.train().layer3[0].bn1.training
     assert model.layer3[0].bn1.weight.requires_grad
     everything = sum(p.numel() for p in model.parameters())
-    assert unfreeze_backbone_(model) == everything
+    assert va.unfreeze_backbone_(model) == everything
     with pytest.raises(ValueError, match=r"also_train='head\.\*' matches no parameter"):
-        freeze_backbone_(model, also_train=("fc.*", "head.*"))
+        va.freeze_backbone_(model, also_train=("fc.*", "head.*"))
     va.remove_(model)
     with pytest.raises(ValueError, match="nothing to train"):
-        freeze_backbone_(model)
+        va.freeze_backbone_(model)
     assert all(p.requires_grad for p in model.parameters())
-
-
-# Parameter groups
 
 
 def by_parameter(model, groups, lr=1.0):
@@ -201,24 +185,24 @@ def test_groups_are_those_of_timm(name):
         model = timm.create_model(name, num_classes=5)
     names = getattr(model, "no_weight_decay", set)()
     theirs = by_parameter(model, param_groups_weight_decay(model, 0.05, no_weight_decay_list=names), lr=0.3)
-    assert by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05)) == theirs
+    assert by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05)) == theirs
     theirs = by_parameter(model, param_groups_layer_decay(model, 0.05, names, layer_decay=0.75), lr=0.3)
-    found = by_parameter(model, parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
+    found = by_parameter(model, va.parameter_groups(model, 0.3, weight_decay=0.05, layer_decay=0.75))
     assert found == {key: (pytest.approx(rate), decay) for key, (rate, decay) in theirs.items()}
 
 
 def test_blocks_have_a_rate_of_their_own_and_leave_the_backbones_as_they_were():
     model = timm.create_model("convnext_atto", num_classes=5)
     options = {"weight_decay": 0.05, "layer_decay": 0.75}
-    before = by_parameter(model, parameter_groups(model, 0.3, **options))
+    before = by_parameter(model, va.parameter_groups(model, 0.3, **options))
     va.insert_(model, stages=[0, 1, 2], **BLOCK, position=va.RelPosDecomposed(feat_size=8))
-    groups, blocks = parameter_groups(model, 0.3, attention_lr=2.0, **options), inserted_keys(model)
+    groups, blocks = va.parameter_groups(model, 0.3, attention_lr=2.0, **options), inserted_keys(model)
     found = by_parameter(model, groups)
     assert {key: value for key, value in found.items() if key not in blocks} == before
     assert {key: rate for key, (rate, _) in found.items() if key in blocks} == dict.fromkeys(blocks, 2.0)
     # Of a block, the two projections decay: not its norm, its gate, its biases and its tables of positions.
     assert {key.partition("attn.")[2] for key in blocks if found[key][1]} == {"qkv.weight", "proj.weight"}
-    found = by_parameter(model, parameter_groups(model, 0.3, **options))
+    found = by_parameter(model, va.parameter_groups(model, 0.3, **options))
     assert all(found[key][0] == 0.3 for key in blocks)
     # From the stem to the head and then the blocks.
     rates = [group["lr"] for group in groups]
@@ -232,7 +216,7 @@ def test_scales_and_positions_do_not_decay_whatever_their_shape():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm([8, 4, 4]), attention)
     model.gamma_1, model.gamma_net = nn.Parameter(torch.ones(1, 8, 1)), nn.Linear(2, 2)
     model.layer_scale = nn.Parameter(torch.ones(8, 1, 1))
-    found = by_parameter(model, parameter_groups(model, 1.0, weight_decay=0.1))
+    found = by_parameter(model, va.parameter_groups(model, 1.0, weight_decay=0.1))
     decayed = {"0.weight", "2.qkv.weight", "2.proj.weight", "gamma_net.weight"}
     assert {key for key, (_, decay) in found.items() if decay} == decayed
     assert any("position" in key for key in found)
@@ -241,10 +225,10 @@ def test_scales_and_positions_do_not_decay_whatever_their_shape():
 def test_an_optimizer_of_timm_takes_them_and_its_state_fits_those_of_the_same_model_made_anew():
     options = {"weight_decay": 0.01, "attention_lr": 0.3, "layer_decay": 0.5}
     model = network()
-    optimizer = create_optimizer_v2(parameter_groups(model, 0.1, **options), "lamb")
+    optimizer = create_optimizer_v2(va.parameter_groups(model, 0.1, **options), "lamb")
     model(images()).sum().backward()
     optimizer.step()
-    other = create_optimizer_v2(parameter_groups(network(), 0.1, **options), "lamb")
+    other = create_optimizer_v2(va.parameter_groups(network(), 0.1, **options), "lamb")
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [group["name"] for group in other.param_groups] == [group["name"] for group in optimizer.param_groups]
 
@@ -260,4 +244,4 @@ def test_an_optimizer_of_timm_takes_them_and_its_state_fits_those_of_the_same_mo
 )
 def test_groups_that_cannot_be_made_are_refused(trained, options, message):
     with pytest.raises(ValueError, match=message):
-        parameter_groups(nn.Linear(3, 3).requires_grad_(trained), **{"lr": 0.1, **options})
+        va.parameter_groups(nn.Linear(3, 3).requires_grad_(trained), **{"lr": 0.1, **options})

@@ -28,7 +28,9 @@ def bare(model, loader, optimizer):
 
 def accelerates(model, loader, optimizer):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process keeps the precision of its first one
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for images, labels in loader:
@@ -37,19 +39,10 @@ def accelerates(model, loader, optimizer):
             optimizer.step()
             optimizer.zero_grad()
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
-
-
-@pytest.fixture
-def forget_accelerators():
-    """A process keeps the precision of its first one."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map(forget_accelerators):
+def test_after_a_hundred_steps_a_block_weighs_more_than_a_hundredth_of_its_map():
     from sklearn.datasets import load_digits
 
     digits = load_digits()

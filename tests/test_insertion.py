@@ -52,6 +52,10 @@ def test_inserting_changes_no_output_and_no_key_and_is_undone(name, size):
 
 
 def test_the_report_is_a_table_with_the_cost_of_each_block():
+    with torch.device("meta"):
+        report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
+    assert report.whole == (25_557_032, 4_089_184_256)
+    assert "\ntogether +24.7 % parameters, +16.1 % multiply-adds\n" in str(report)
     report = va.insert_(copy.deepcopy(resnet18()), stages=[2, -1], num_heads=4)
     small, large = report.blocks
     assert (small.site, small.channels, small.map_size, small.tokens) == ("layer2.1", 128, (28, 28), 784)
@@ -109,13 +113,6 @@ def test_a_default_block_attends_in_512_channels_at_most(channels, options, expe
         attach_records_(model, [old], {record.block: block})
         assert va.inserted_blocks(model)["0"].attn.key_dim == key_dim
         va.remove_(model)
-
-
-def test_two_default_blocks_are_cheap_in_a_resnet50():
-    with torch.device("meta"):
-        report = va.insert_(timm.create_model("resnet50"), stages=[-2, -1])
-    assert report.whole == (25_557_032, 4_089_184_256)
-    assert "\ntogether +24.7 % parameters, +16.1 % multiply-adds\n" in str(report)
 
 
 def test_the_dry_run_leaves_modes_and_statistics_alone():
@@ -250,9 +247,6 @@ def test_records_that_do_not_fit_leave_the_model_as_it_was(wrong):
     with pytest.raises(va.SiteError):
         attach_records_(model, [record, replace(record, **wrong)], MAKERS)
     assert anatomy(model) == before
-
-
-# --- networks of all kinds, and failures at every step ----------------------------------------------------------------
 
 
 def plain():

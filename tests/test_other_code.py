@@ -84,9 +84,6 @@ def keys_of_blocks(model):
     return {key for key in model.state_dict() if "inserted" in key}
 
 
-# --- what insert_ refuses by name, and leaves as it was ---------------------------------------------------------------
-
-
 def aliased(module):
     """A network with a module whose output may be its input, which is then changed in place."""
 
@@ -158,9 +155,6 @@ def test_a_network_without_gradients_is_checked_by_other_values():
     assert all(p.requires_grad for p in model.parameters())
 
 
-# --- hooks that are older than the block -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("at", "names"), [("after", "layer2"), ("before", "layer2.1.conv1")])
 def test_older_hooks_see_the_map_with_the_block(at, names):
     # U-Net skip connections by hooks, as fastai's DynamicUnet and timm's FeatureHookNet take them
@@ -198,9 +192,6 @@ def test_stages_of_a_features_only_network_are_those_that_stage_names_lists(name
     assert not torch.equal(model(image)[-1], before[-1])
     va.remove_(model)
     assert all(map(torch.equal, model(image), before))
-
-
-# --- modules that other code replaces --------------------------------------------------------------------------------
 
 
 def exchanging(path, make):
@@ -329,9 +320,6 @@ def test_a_block_that_its_parent_holds_compiles_whole_and_exports():
         torch.testing.assert_close(torch.jit.trace(model, IMAGE)(IMAGE), before)
 
 
-# --- normalized weights ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "normalize",
     [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm],
@@ -354,9 +342,6 @@ def test_a_normalized_weight_of_zeros_is_an_error_that_names_the_remedy(normaliz
     gate = only_block(model).gate
     assert gate.grad.isfinite().all()
     assert gate.grad.any()
-
-
-# --- optimizers that are older than the block ------------------------------------------------------------------------
 
 
 def train(model, optimizer, steps=12, step=None):
@@ -436,9 +421,6 @@ def test_copies_of_a_network_are_not_watched_and_the_watch_keeps_no_network_aliv
     gc.collect()
     assert [part() for part in seen] == [None] * len(seen)
     assert untrained.PATIENCE < 12
-
-
-# --- axes, inputs and shared modules ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -532,9 +514,6 @@ def test_a_shared_encoder_takes_a_block_that_runs_in_each_call(make, site, sizes
         assert len(va.inspect_model(model, example_input=images).sites) == 5
     with pytest.raises(ValueError, match="batch must be a batch of images"):
         va.contribution(model, images)
-
-
-# --- smaller ones ----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_are_inserted_in_inference_mode_can_be_trained():

@@ -21,11 +21,6 @@ SHAPE = (1, 3, 128, 128)
 pytestmark = pytest.mark.filterwarnings("ignore:Unwrapped parameters", "ignore::DeprecationWarning")
 
 
-@pytest.fixture
-def tp():
-    return pytest.importorskip("torch_pruning")
-
-
 def network():
     torch.manual_seed(0)
     return timm.create_model("resnet18", num_classes=10, zero_init_last=False).eval()
@@ -64,7 +59,8 @@ def test_masks_of_torch_on_the_network_or_on_its_blocks(of_blocks, tmp_path):
     assert_adapter_restores(model, images, pruned, tmp_path / "adapter.safetensors")
 
 
-def prune_channels(tp, model, *ignored):
+def prune_channels(model, *ignored):
+    tp = pytest.importorskip("torch_pruning")
     importance, layers = tp.importance.MagnitudeImportance(), [model.fc, *ignored]
     options = {"importance": importance, "pruning_ratio": 0.3, "round_to": 8, "ignored_layers": layers}
     tp.pruner.MagnitudePruner(model, torch.randn(SHAPE), **options).step()
@@ -82,12 +78,12 @@ def prune_channels(tp, model, *ignored):
     ],
     ids=repr,
 )
-def test_torch_pruning_prunes_around_ignored_blocks(tp, options, tmp_path):
+def test_torch_pruning_prunes_around_ignored_blocks(options, tmp_path):
     model, images = with_blocks(**options), torch.randn(SHAPE)
     blocks = va.inserted_blocks(model)
     before = {key: value.clone() for key, value in model.state_dict().items() if ".inserted." in key}
     sites = [module for module in map(model.get_submodule, blocks) if isinstance(module, nn.Conv2d)]
-    prune_channels(tp, model, *blocks.values(), *(sites if options.get("at", "after") == "after" else []))
+    prune_channels(model, *blocks.values(), *(sites if options.get("at", "after") == "after" else []))
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert model.conv1.out_channels < 64
@@ -96,10 +92,10 @@ def test_torch_pruning_prunes_around_ignored_blocks(tp, options, tmp_path):
     assert_adapter_restores(model, images, expected, tmp_path / "adapter.safetensors")
 
 
-def test_a_block_refuses_the_channels_that_pruning_left(tp):
+def test_a_block_refuses_the_channels_that_pruning_left():
     """A convolution at a site is pruned although its block is ignored (Torch-Pruning#503)."""
     model = with_blocks(names="layer3.1.conv1")
-    prune_channels(tp, model, *va.inserted_blocks(model).values())
+    prune_channels(model, *va.inserted_blocks(model).values())
     with pytest.raises(ValueError, match=rf"\(batch, {CHANNELS}, height, width\); got \(1, 1"):
         model(torch.randn(SHAPE))
 
@@ -107,8 +103,8 @@ def test_a_block_refuses_the_channels_that_pruning_left(tp):
 @pytest.mark.parametrize(
     ("change", "options"), [(va.insert_, {"stages": -2}), (va.replace_, {"names": "layer4.*.conv2", "num_heads": 4})]
 )
-def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(tp, change, options):
-    model, images = prune_channels(tp, network()), torch.randn(SHAPE)
+def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(change, options):
+    model, images = prune_channels(network()), torch.randn(SHAPE)
     expected = model(images)
     report = change(model, example_input=images, **options)
     assert all(block.channels < CHANNELS * 2 and block.channels % 8 == 0 for block in report.blocks)
@@ -117,7 +113,8 @@ def test_a_pruned_network_takes_blocks_for_the_channels_that_are_left(tp, change
     assert torch.equal(model(images), expected)
 
 
-def test_the_code_of_the_page_runs(tp):
+def test_the_code_of_the_page_runs():
+    pytest.importorskip("torch_pruning")
     codes, page = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S), {}
     exec(next(code for code in codes if "torch_pruning" in code), page)
     site = page["model"].layer3[1]

@@ -167,9 +167,6 @@ def test_the_end_of_a_branch_is_found_before_its_addition(make, site, end):
     assert (block.site, block.at) == (f"{site}.{end}", "after")
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
 def test_stages_are_those_declared_by_a_network_or_a_part_of_it():
     stages = [f"stages.{index}" for index in range(4)]
     with torch.device("meta"):
@@ -230,7 +227,6 @@ def monai_unet():
 
 UP = (nn.Conv2d(3, 8, 1, 2), nn.Conv2d(8, 8, 1, 2), nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 1))
 POOLED = (*(nn.Conv2d(3, 3, 3, 2, padding=1) for _ in range(5)), nn.AdaptiveAvgPool2d(1))
-TOKENS = (nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), *(nn.Linear(64, 64) for _ in range(3)))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +237,10 @@ TOKENS = (nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), *(nn.Linear(64, 64) for _ in ran
         (monai_unet, r"larger.*'model.0' \(16×16\), 'model.1.submodule.1' \(8×8\), .*'model.2.1' \(32×32\)"),
         # A stage of one position, or pooling.
         (lambda: nn.Sequential(*POOLED), r"larger example_input=.* as among '0' .*, '3' \(2×2\)$"),
-        (lambda: nn.Sequential(*TOKENS), r"tokens.* '0' \(8×8\)"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(64, 64), nn.Linear(64, 64)),
+            r"tokens.* '0' \(8×8\)",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::Warning")
@@ -266,9 +265,6 @@ def test_one_bad_entry_of_a_declaration_spoils_no_other():
     assert [block.site for block in va.insert_(model, stages=[1, 3]).blocks] == ["layer1.1", "layer3.1"]
     with pytest.raises(va.SiteError, match="'nowhere'"):
         va.insert_(model, stages=2)
-
-
-# --- states of a model, and feature maps that are read or not ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["half precision", "channels last", "compiled in place", "data parallel"])

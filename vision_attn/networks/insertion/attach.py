@@ -58,13 +58,6 @@ def choose_block_path(model: nn.Module, target: str, inside: bool = False) -> st
     raise SiteError(f"{target!r} takes no child, since it has attributes called {CHILD!r}: choose another module")
 
 
-def place_inside_(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Make blocks children of modules inside their targets, which depend on how many children they have."""
-    for block in blocks:
-        record: InsertedBlock = vars(block)[RECORD]
-        vars(block)[RECORD] = replace(record, held=choose_block_path(model, record.site, inside=True))
-
-
 def locate_block(record: InsertedBlock) -> tuple[str, str]:
     """Return the path of the module that a block is a child of, and the name of the block in it."""
     child = record.held.lstrip(".")
@@ -94,19 +87,14 @@ def attach_(model: nn.Module, block: nn.Module) -> None:
     hooks.hook_(target, block)
     # The network checks that the block still runs, and so does a module around it that may be called alone.
     outside = record.held.startswith(".")
-    for around in {"", path if outside else closest_called(model, record.site)}:
+    runs = (x for x in modules_around(record.site) if type(model.get_submodule(x)).forward is not nn.Module.forward)
+    for around in {"", path if outside else max(runs, key=len, default="")}:
         start = len(around) + bool(around)
         block_path = f"{path}.{child}"[start:] if outside else None
         check = partial(hooks.check_block, target=record.site[start:], path=block_path, record=record)
         model.get_submodule(around).register_forward_pre_hook(check)
     if "(" in record.layout:
         model.register_forward_pre_hook(partial(hooks.check_grid, record=record), with_kwargs=True)
-
-
-def closest_called(model: nn.Module, path: str) -> str:
-    """Return the path of the closest module around a module that has a forward pass."""
-    names = reversed(modules_around(path))
-    return next((x for x in names if type(model.get_submodule(x)).forward is not nn.Module.forward), "")
 
 
 def attach_records_(

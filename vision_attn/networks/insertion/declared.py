@@ -106,10 +106,9 @@ def read_module(module: nn.Module, path: str, wrapped: bool) -> Declared | None:
             paths.pop()
     channels = [entry.get("num_chs") for entry in entries] + [None] * len(paths)
     prefix = getattr(module, "num_prefix_tokens", None)
+    pairs = zip((parent + name for name in paths), channels, strict=False)  # crossvit has stages twice
     return Declared(
-        stages=tuple(
-            dict(zip((parent + name for name in paths), channels, strict=False)).items()
-        ),  # crossvit has pairs
+        stages=tuple(dict(pairs).items()),
         trunk=None if paths else path,
         prefix=prefix if isinstance(prefix, int) else None,
         channels_last="NHWC" in str(getattr(module, "output_fmt", "")),

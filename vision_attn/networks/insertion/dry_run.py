@@ -109,7 +109,9 @@ class DryRun:
         calls = self.calls.get(target, [])
         by_signature: dict[Any, list[FeatureMap]] = {}
         for x in (x for call in calls for x in self.maps_in_call(target, call[at])):
-            by_signature.setdefault(x.signature, []).append(x)
+            # Of a block that runs in all calls, only a token grid has to keep its size.
+            signature = x.element, x.layout, x.shape[1], x.size if "(" in x.layout else None
+            by_signature.setdefault(signature, []).append(x)
         alike = [maps for maps in by_signature.values() if len(maps) == len(calls)]
         return [max(maps, key=lambda x: product(x.size))._replace(calls=tuple(x.form for x in maps)) for maps in alike]
 
@@ -131,7 +133,9 @@ class DryRun:
         if len(shape) == 2 + axes:
             return self.spatial_layout(shape, target)
         if len(shape) == 3 and axes == 2 and shape[0] == batch and not self.declared.non_raster:
-            return self.token_layout(shape[1])
+            for prefix in PREFIXES if self.declared.prefix is None else (self.declared.prefix, 0):
+                if (grid := token_grid(shape[1] - prefix, *self.example.size)) is not None:
+                    return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
         return None
 
     def user_layout(self, shape: tuple[int, ...], layout: str) -> Layout | None:
@@ -168,13 +172,6 @@ class DryRun:
             return True
         (height, width), (rows, columns) = size[-2:], self.example.size[-2:]
         return abs(height * columns - width * rows) <= rows + columns
-
-    def token_layout(self, tokens: int) -> Layout | None:
-        """Return a grid with the aspect ratio of the image, after a declared or common number of other tokens."""
-        for prefix in PREFIXES if self.declared.prefix is None else (self.declared.prefix, 0):
-            if (grid := token_grid(tokens - prefix, *self.example.size)) is not None:
-                return f"b ({prefix} + h w) c" if prefix else "b (h w) c", grid
-        return None
 
     def select_maps(self, targets: Iterable[str], at: str) -> list[FeatureMap]:
         """Return the feature map of each of several modules, with ``read=False`` if the output does not depend on it.

@@ -151,7 +151,6 @@ class Trial:
             if torch.equal(before.nan_to_num(), self.y.nan_to_num()):
                 for parameter in direct_parameters(module):
                     parameter.copy_(values[parameter])
-                self.y = before
                 continue
             zeros.append(module)
             if self.ratio:

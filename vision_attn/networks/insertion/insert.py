@@ -111,8 +111,10 @@ def insert_(
         report = make_report(blocks, "inserted", dry_run)
         try:
             changed = attach_verified(dry_run, blocks)
-        except SiteError:
-            attach.place_inside_(model, blocks)
+        except SiteError:  # a module may depend on how many children it has
+            for x, new in zip(maps, blocks, strict=True):
+                held = attach.choose_block_path(model, x.target, inside=True)
+                vars(new)[RECORD] = replace(vars(new)[RECORD], held=held)
             changed = attach_verified(dry_run, blocks)
         if not zeros or not changed or not exact or all(isinstance(x, GatedResidual) for x in blocks):
             break
@@ -222,7 +224,6 @@ def remove_(model: nn.Module) -> InsertionReport:
     attach.detach_(model, blocks)
     for block in blocks:
         del vars(block)[RECORD]
-    attach.reset_compiled_graphs()
     return report
 
 

@@ -58,11 +58,6 @@ class FeatureMap(NamedTuple):
         """The shape of the feature map in each call of the module."""
         return [map_shape(form.shape, self.layout, self.size) for form in self.calls]
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Everything that has to be the same in all calls for one block: only a token grid has to keep its size."""
-        return self.element, self.layout, self.shape[1], self.size if "(" in self.layout else None
-
 
 def count_prefix(layout: str) -> int:
     """Return the number of tokens before the grid: 5 in ``"b (5 + h w) c"``."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from vision_attn.checks import as_list, product
+from vision_attn.checks import as_list, check_choice, product
 from vision_attn.errors import SiteError
 from vision_attn.networks.insertion.attach import CONTAINERS, inserted_blocks
 from vision_attn.networks.insertion.backbone import end_of_sequential, modules_around, plain_network, shown
@@ -33,9 +33,6 @@ Where = Callable[[str, nn.Module], bool] | None
 
 #: Operations between a branch and its addition: a constant or learned scale, dropout, another dtype.
 SCALING = ("MulBackward0", "DivBackward0", "NativeDropoutBackward0", "ToCopyBackward0", "CloneBackward0")
-
-#: Where a block can go, relative to a site.
-PLACES = ("after", "before", "branch")
 
 
 def parse_sites(words: Sequence[str]) -> dict[str, Any]:
@@ -132,11 +129,14 @@ def glob_matches(pattern: str, name: str) -> bool:
 
 def find_targets(dry_run: DryRun, sites: Iterable[str], at: str) -> list[str]:
     """Return the paths of the modules at which the blocks of these sites run."""
-    if at not in PLACES:
-        raise ValueError(f"at must be one of {', '.join(map(repr, PLACES))}; got {at!r}")
+    check_choice("at", at, ("after", "before", "branch"))
     targets = [end_of_sequential(dry_run.model, site, 0 if at == "before" else -1) for site in sites]
     if at == "branch":
-        targets = [end_of_sequential(dry_run.model, end) for end in branch_ends(dry_run, targets)]
+        ends: dict[str, str] = {}
+        for site in targets:
+            dry_run.check_called(site)
+        dry_run.run([(site, partial(find_branch_end, ends, site)) for site in targets])
+        targets = [end_of_sequential(dry_run.model, end) for end in ends.values()]
     return first_names(dry_run.model, targets)
 
 
@@ -223,15 +223,6 @@ def find_units(dry_run: DryRun, path: str, sizes: int = 2) -> list[FeatureMap]:
 
 
 # --- the end of a residual branch: the module whose output is added to the shortcut ----------------------------------
-
-
-def branch_ends(dry_run: DryRun, sites: Sequence[str]) -> list[str]:
-    """Return the modules in residual blocks whose outputs are the branches that are added to the shortcuts."""
-    ends: dict[str, str] = {}
-    for site in sites:
-        dry_run.check_called(site)
-    dry_run.run([(site, partial(find_branch_end, ends, site)) for site in sites])
-    return list(ends.values())
 
 
 def find_branch_end(ends: dict[str, str], site: str, block: nn.Module, args: Any, kwargs: Any, output: object) -> None:

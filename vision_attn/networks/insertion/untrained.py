@@ -11,12 +11,9 @@ from torch import Tensor, nn
 #: Updates of the other parameters after which a block that has not been updated is reported.
 PATIENCE = 5
 
-#: Networks for which the warning has been given.
-WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
 
 def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
-    """Warn once if other parameters of a model are updated and those of a block are not.
+    """Warn once for a block if other parameters of a model are updated and those of a block are not.
 
     The check runs after gradients have been accumulated in the first trainable parameter of the block, for any
     optimizer, compiled or not, until that parameter has been updated. Copies of the network are not watched.
@@ -37,13 +34,11 @@ def warn_if_untrained(model: nn.Module, block: nn.Module, site: str) -> None:
             updates.add(fingerprint(p for p in others if p.requires_grad))
             if len(updates) <= PATIENCE:
                 return
-            if model not in WARNED:
-                WARNED.add(model)
-                warnings.warn(
-                    f"the block at {site!r} gets gradients and is not updated: the optimizer is older than the block. "
-                    "Create it after insertion; va.check_optimizer(model, optimizer) lists the blocks that it lacks",
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"the block at {site!r} gets gradients and is not updated: the optimizer is older than the block. "
+                "Create it after insertion; va.check_optimizer(model, optimizer) lists the blocks that it lacks",
+                stacklevel=2,
+            )
         handle.remove()
 
     handle = watched.register_post_accumulate_grad_hook(check)
