@@ -1,4 +1,4 @@
-"""Any block as an identity at initialization: how is found by running the block on a random map.
+"""Any block as an identity at initialization: how is found by running the block on random maps.
 
 The last layers of a block are set to zero if its output is the map then, as at the end of a residual branch, or a half
 or a quarter of it, as in front of the sigmoids that weigh a map, which is scaled back. Such a block learns from the
@@ -8,6 +8,7 @@ first step. Any other block gets a gate of zeros, one a channel, which learns fi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -115,17 +116,16 @@ class Trial:
         self.block, self.x, self.copied = block, x, False
         #: modules with parameters, in the order of their calls
         self.calls: list[nn.Module] = []
-        modules = [module for module in block.modules() if direct_parameters(module)]
-        hooks = [module.register_forward_hook(lambda module, *_: self.calls.append(module)) for module in modules]
         given = x.clone()
-        try:
-            self.y: Tensor = block(given)
-            self.copied = not torch.equal(given, x)
-        except RuntimeError:
-            self.copied = True
-            self.y = self.run()
-        for hook in hooks:
-            hook.remove()
+        with ExitStack() as stack:
+            for module in filter(direct_parameters, block.modules()):
+                stack.callback(module.register_forward_hook(lambda module, *_: self.calls.append(module)).remove)
+            try:
+                self.y: Tensor = block(given)
+                self.copied = not torch.equal(given, x)
+            except RuntimeError:
+                self.copied = True
+                self.y = self.run()
 
     def run(self) -> Tensor:
         return run_on_copy(self.block, self.x, self.copied)

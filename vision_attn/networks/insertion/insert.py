@@ -51,10 +51,10 @@ def insert_(
     one: the output of the network stays bitwise identical, its own keys and checkpoints stay valid, and :func:`remove_`
     takes the blocks out. At a ``Sequential``, the block runs after its last module.
 
-    Each block is tried on a random feature map. If its last layers can be zeros, as in front of a sigmoid or at the end
-    of a residual branch, they are set to zero, and the factor of one half from each sigmoid is undone. Any other block
-    becomes ``x + gate · (block(x) − x)`` with a gate of zeros. The report lists which. An explicit ``gate_init`` takes
-    precedence.
+    Each block is tried on random feature maps. If its last layers can be zeros, as in front of a sigmoid or at the end
+    of a residual branch, they are set to zero, and the factor of one half from each sigmoid is undone. Any other block,
+    and one that changes the output of the network nevertheless, becomes ``x + gate · (block(x) − x)`` with a gate of
+    zeros. The report lists which. An explicit ``gate_init`` takes precedence.
 
     Args:
         model: any network on images, sound or video. Its feature maps may be ``(b, c, h, w)``, ``(b, h, w, c)``, or
