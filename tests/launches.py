@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HALF = (torch.float16, torch.bfloat16)
-#: Launches of operations that take more than one.
-LAUNCHES = {"constant_pad_nd": 2, "convolution_backward": 3}
 #: Operations that read as many elements as they write, however large their input is.
-GATHERS = ("index_select", "index", "embedding")
+GATHERS = ("index_select", "index")
 #: Largest y and z dimensions of a CUDA grid.
 MAX_GRID = 65_535
 
@@ -67,7 +65,7 @@ class Record:
 
 
 def measure(function, backward: bool = False) -> Record:
-    """Record the second call of a forward pass on meta tensors, with warm caches; or its backward pass."""
+    """Record the second call of a forward pass on meta tensors, with warm caches; or the operations of its backward."""
     with fake_attention(Record()):
         function()
     record = Record()
@@ -94,8 +92,8 @@ class LaunchCounter(TorchDispatchMode):
         is_view = not func._schema.is_mutable and all(storage_id(x) in storages for x in outputs)
         if is_view or name.startswith(("empty", "new_empty")):
             return result
-        launches = max(1, len(args[2])) if name == "roll" and len(args) > 2 else LAUNCHES.get(name, 1)
-        moved = sum(map(count_bytes, inputs + outputs)) * (launches if name == "roll" else 1)
+        launches = 2 if name == "constant_pad_nd" else 1
+        moved = sum(map(count_bytes, inputs + outputs))
         if name in GATHERS:
             moved = 2 * sum(map(count_bytes, outputs)) + sum(map(count_bytes, inputs[1:]))
         self.record.operations.append(Operation(name, launches, moved, max(x.numel() for x in outputs)))
@@ -155,35 +153,20 @@ def prepare_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FakeKernel(torch.autograd.Function):
-    """One fused kernel; the math kernel is several that write and read the logits in float32."""
+    """One fused kernel; its backward pass is not recorded."""
 
     @staticmethod
     def forward(ctx, record, kernel, query, key, value, mask):
-        ctx.record, ctx.kernel = record, kernel
         ctx.save_for_backward(query, key, value, mask)
-        add_kernel(record, kernel, query, key, value, mask)
         batch, heads, queries = query.shape[:3]
-        return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+        output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+        moved = sum(map(count_bytes, (query, key, value, mask, output)))
+        record.operations.append(Operation(f"attention_{kernel}", 1, moved, query.numel()))
+        return output
 
     @staticmethod
     def backward(ctx, gradient):
-        query, key, value, mask = ctx.saved_tensors
-        add_kernel(ctx.record, ctx.kernel, query, key, value, mask, backward=True, learned=ctx.needs_input_grad[5])
-        mask_gradient = torch.empty_like(mask) if ctx.needs_input_grad[5] else None
-        return None, None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), mask_gradient
-
-
-def add_kernel(record, kernel, query, key, value, mask, backward=False, learned=False):
-    batch, heads, queries, _ = query.shape
-    logits = batch * heads * queries * key.shape[2]
-    moved = sum(map(count_bytes, (query, key, value))) + batch * heads * queries * value.shape[3] * query.element_size()
-    launches, largest = 1, query.numel()
-    if kernel == "math":
-        launches, largest, moved = 6, logits, moved + 4 * 4 * logits
-    if backward:
-        launches, moved = (8 if kernel == "math" else 3) + learned, int(2.2 * moved)
-    name = f"attention_{kernel}" + "_backward" * backward
-    record.operations.append(Operation(name, launches, moved + count_bytes(mask), largest))
+        return None, None, *(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 # --- Which kernel torch selects on a GPU of compute capability 8.0 or later -------------------------------------------

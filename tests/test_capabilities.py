@@ -1,12 +1,10 @@
 """Features of torch that work with a block, by implementation (a table in the docs), and with a network with blocks."""
 
 import copy
-import io
 import pickle
 import re
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -65,8 +63,7 @@ def compiles_once_for_all_sizes(block):
 
 @torch.no_grad()
 def exports(block):
-    exported = torch.export.export(block, (example(),)).module()
-    torch.testing.assert_close(exported(example()), block(example()))
+    torch.testing.assert_close(torch.export.export(block, (example(),)).module()(example()), block(example()))
 
 
 @torch.no_grad()
@@ -145,20 +142,6 @@ CAPABILITIES = {
 }
 
 
-def read_table():
-    """Read the table in the docs: ``{(capability, impl): bool}``."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:2] == "| "]
-    heads = next(row[1:] for row in rows if row[:2] == ["", "`einx`"])
-    cells = {
-        (row[0], impl.strip("`")): cell
-        for row in rows
-        if row[0] in CAPABILITIES
-        for impl, cell in zip(heads, row[1:], strict=True)
-    }
-    assert set(cells.values()) <= {"yes", "no"}
-    return {key: cell == "yes" for key, cell in cells.items()}
-
-
 #: The error of torch, einx or ours where the table has a no.
 REFUSALS = {
     ("… one graph for all sizes (`dynamic=True`)", "einx"): (TorchRuntimeError, r"einx|unhashable type: .*SymInt"),
@@ -166,11 +149,11 @@ REFUSALS = {
     ("forward-mode gradients (`jvp`), on the CPU", "sdpa"): (NotImplementedError, r"forward AD with _scaled_dot_prod"),
     ("gradients of gradients, on the CPU", "sdpa"): (NotImplementedError, "bmm"),
     ("… and its gradients on the CPU", "flex"): (Unsupported, "flex"),
-    ("`torch.func.vmap`", "flex"): (ValueError, r"flex.*torch\.func"),
+    ("`torch.func.vmap`", "flex"): (ValueError, "flex"),
     ("gradients by sample (`vmap` of `grad`), on the CPU", "flex"): (ValueError, "flex"),
-    ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, r"flex"),
+    ("forward-mode gradients (`jvp`), on the CPU", "flex"): (ValueError, "flex"),
     ("gradients of gradients, on the CPU", "flex"): (ValueError, "flex"),
-    ("the meta device", "flex"): (ValueError, "flex.*meta"),
+    ("the meta device", "flex"): (ValueError, "flex"),
 }
 
 
@@ -199,8 +182,10 @@ def test_capabilities_are_those_of_the_table(name, impls):
 
 
 def test_the_table_has_every_capability():
-    expected = {(name, impl): (name, impl) not in REFUSALS for name in CAPABILITIES for impl in va.IMPLS}
-    assert read_table() == expected
+    assert f"| | {' | '.join(f'`{impl}`' for impl in va.IMPLS)} |" in PAGE
+    for name in CAPABILITIES:
+        cells = ["no" if (name, impl) in REFUSALS else "yes" for impl in va.IMPLS]
+        assert f"| {' | '.join([name, *cells])} |" in PAGE
 
 
 OPTIONS = {
@@ -210,25 +195,23 @@ OPTIONS = {
     "neighborhood, decomposed": {"pattern": va.Neighborhood(3), "position": va.RelPosDecomposed()},
     "rotary, shared heads": {"position": va.Rope2d(), "num_kv_heads": 1, "qk_norm": True},
     "rows, convolution": {"pattern": "rows", "position": va.ConditionalPos(3), "output_gate": True},
+    "absolute": {"position": va.AbsPos((7, 7))},
     "stripes, waves": {"pattern": va.Pattern("b n d h (w s) -> (b s) n (h w) d", s=7), "position": va.SinCos()},
 }
-
-
-BLOCKS = (va.AttentionBlock2d, va.LinearAttention2d, va.TransformerBlock2d, va.StridedAttention2d)
-OTHERS = {block.__name__: block for block in BLOCKS}
-NAMES = (*OPTIONS, *OTHERS)
+BLOCKS = ("AttentionBlock2d", "LinearAttention2d", "TransformerBlock2d", "StridedAttention2d")
+NAMES = (*OPTIONS, *BLOCKS)
 #: Compiled and exported in every run of the tests; the others before a release.
 ALWAYS = ("rows, convolution", "TransformerBlock2d")
 
 
 def by_name(name):
-    return make("auto", **OPTIONS[name]) if name in OPTIONS else OTHERS[name](16, 2).eval()
+    return make("auto", **OPTIONS[name]) if name in OPTIONS else getattr(va, name)(16, 2).eval()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pattern_position_and_block_runs_in_vmap_and_is_traced(name):
-    for capability in (maps_over_a_further_axis, is_traced_by_fx):
-        capability(by_name(name))
+    maps_over_a_further_axis(by_name(name))
+    is_traced_by_fx(by_name(name))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.thorough) for n in NAMES])
@@ -246,48 +229,22 @@ def test_every_implementation_is_compiled_to_machine_code():
             torch.testing.assert_close(compiled(block, "inductor")(example()), block(example()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, OPTIONS["shifted window, table"], OPTIONS["rotary, shared heads"]], ids=str)
-def test_the_exporter_by_traces_writes_what_the_block_computes(options):
-    """``dynamo=False``: it ended the process, at an axis that was counted from the last one."""
-    block, file = make("auto", **options), io.BytesIO()
-    torch.onnx.export(block, (example(),), file, dynamo=False)
-    session = onnxruntime.InferenceSession(file.getvalue())
-    (found,) = session.run(None, {session.get_inputs()[0].name: example().numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), block(example()), rtol=0, atol=1e-5)
-
-
 # --- a network with blocks --------------------------------------------------------------------------------------------
 
 
-def network(family):
-    torch.manual_seed(0)
-    model, shape = timm.create_model(family, num_classes=5).eval(), (2, 3, 64, 64)
-    va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=shape)
-    return model, torch.randn(shape, generator=torch.Generator().manual_seed(1))
+def test_a_network_with_blocks_is_compiled_and_recomputes_its_activations():
+    model, x = timm.create_model("test_convnext", num_classes=5).eval(), torch.randn(2, 3, 64, 64)
+    va.insert_(model, stages=[-2, -1], gate_init=0.5, num_heads=4, example_input=x)
 
+    def gradients(run):
+        model.zero_grad()
+        y = run(x)
+        y.sum().backward()
+        return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
-def gradients(model, x, run):
-    model.zero_grad()
-    y = run(x)
-    y.sum().backward()
-    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-
-def test_a_network_is_compiled_and_exported():
-    """The smallest one; the tests of export have it as ONNX."""
-    model, x = network("tiny")
-    for found, expected in zip(gradients(model, x, compiled(model)), gradients(model, x, model), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
-    with torch.no_grad():
-        for images in (x, torch.randn(5, 3, 64, 64)):
-            torch.testing.assert_close(program.module()(images), model(images), rtol=1e-4, atol=1e-4)
-
-
-def test_timms_gradient_checkpointing():
-    model, x = network("test_convnext")
-    expected = gradients(model, x, model)
-    model.set_grad_checkpointing(True)
-    torch.testing.assert_close(gradients(model, x, model), expected)
+    expected = gradients(model)
     assert all(p.grad.any() for block in va.inserted_blocks(model).values() for p in block.parameters())
+    for found, one in zip(gradients(compiled(model)), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
+    model.set_grad_checkpointing(True)
+    torch.testing.assert_close(gradients(model), expected)
