@@ -6,6 +6,7 @@ counts one fused kernel, because torch always decomposes it into matrix products
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -58,18 +59,13 @@ class Record:
     def megabytes(self) -> float:
         return sum(operation.bytes for operation in self.operations) / 1e6
 
-    @property
-    def largest(self) -> Operation:
-        """The operation with the largest output."""
-        return max(self.operations, key=lambda operation: operation.largest)
-
 
 def measure(function, backward: bool = False) -> Record:
     """Record the second call of a forward pass on meta tensors, with warm caches; or the operations of its backward."""
     with fake_attention(Record()):
         function()
     record = Record()
-    with fake_attention(record), LaunchCounter(record):
+    with fake_attention(record), Operations(partial(add_operation, record)):
         output = function()
         if backward:
             record.operations.clear()
@@ -77,31 +73,32 @@ def measure(function, backward: bool = False) -> Record:
     return record
 
 
-class LaunchCounter(TorchDispatchMode):
-    """Adds every operation that launches a kernel to a record: views and uninitialized tensors launch none."""
+class Operations(TorchDispatchMode):
+    """Call a function with each operation, the tensors that it reads and those that it returns."""
 
-    def __init__(self, record: Record):
+    def __init__(self, function):
         super().__init__()
-        self.record = record
+        self.function = function
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[-1]
-        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
-        storages = {storage_id(x) for x in inputs}
-        is_view = not func._schema.is_mutable and all(storage_id(x) in storages for x in outputs)
-        if is_view or name.startswith(("empty", "new_empty")):
-            return result
-        launches = 2 if name == "constant_pad_nd" else 1
-        moved = sum(map(count_bytes, inputs + outputs))
-        if name in GATHERS:
-            moved = 2 * sum(map(count_bytes, outputs)) + sum(map(count_bytes, inputs[1:]))
-        self.record.operations.append(Operation(name, launches, moved, max(x.numel() for x in outputs)))
+        inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result))
+        self.function(func, inputs, outputs)
         return result
 
 
-def tensors_in(tree) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+def add_operation(record: Record, func, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Add an operation that launches a kernel to a record: views and uninitialized tensors launch none."""
+    name = func._schema.name.split("::")[-1]
+    storages = {storage_id(x) for x in inputs}
+    is_view = not func._schema.is_mutable and all(storage_id(x) in storages for x in outputs)
+    if is_view or name.startswith(("empty", "new_empty")):
+        return
+    moved = sum(map(count_bytes, inputs + outputs))
+    if name in GATHERS:
+        moved = 2 * sum(map(count_bytes, outputs)) + sum(map(count_bytes, inputs[1:]))
+    launches = 2 if name == "constant_pad_nd" else 1
+    record.operations.append(Operation(name, launches, moved, max(x.numel() for x in outputs)))
 
 
 def storage_id(x: Tensor) -> int:

@@ -1,13 +1,19 @@
-"""Three layers: imports point down, which is read from the folders; importing the package loads nothing heavy."""
+"""Three layers whose imports point down; an import that loads nothing heavy; documented public names."""
 
 import ast
+import inspect
+import pickle
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import vision_attn
+from vision_attn import errors
+from vision_attn.networks import convert, figures
+from vision_attn.networks.convert import equations
 
 PACKAGE = Path(vision_attn.__file__).parent
 #: From the bottom up. Every folder of the package is a layer; single modules lie below all layers.
@@ -28,7 +34,7 @@ def imports(source):
 
 
 def imports_of_ours(source):
-    return [parts[1:] for parts in (name.split(".") for name in imports(source)) if parts[0] == "vision_attn"]
+    return [name.split(".")[1:] for name in imports(source) if name.split(".")[0] == "vision_attn"]
 
 
 def upward(layer, source):
@@ -46,25 +52,9 @@ def test_no_import_points_up():
         if layer != "__main__" and (names := upward(layer, path.read_text())):
             found[str(path.relative_to(PACKAGE))] = names
     assert found == {}
-    for layer, source, names in (
-        ("attention", "from vision_attn.networks import insertion", ["networks.insertion"]),
-        ("networks", "def f():\n    from vision_attn.tools.cli import main", ["tools.cli"]),
-        ("networks", "from vision_attn import capture", ["capture"]),
-        ("tools", "import vision_attn", [""]),
-        ("errors", "import vision_attn.attention.blocks", ["attention.blocks"]),
-        ("tools", "from vision_attn.networks.insertion import insert_", []),
-        ("attention", "from vision_attn.checks import check_type", []),
-    ):
-        assert upward(layer, source) == names
-
-
-def cycle(needs):
-    """Return the modules that import each other in a circle, given the modules that each imports."""
-    left = {module: set(others) for module, others in needs.items()}
-    while free := [module for module, others in left.items() if not others & left.keys()]:
-        for module in free:
-            del left[module]
-    return sorted(left)
+    assert upward("networks", "def f():\n    from vision_attn.tools.cli import main") == ["tools.cli"]
+    assert upward("attention", "import vision_attn.networks.insertion") == ["networks.insertion"]
+    assert upward("tools", "from vision_attn import capture") == ["capture"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -76,8 +66,7 @@ def test_the_packages_of_a_layer_import_each_other_one_way(layer):
             names = imports_of_ours(path.read_text())
             others = {parts[1] for parts in names if parts[:1] == [layer] and len(parts) > 1}
             needs.setdefault(package, set()).update(others - {package})
-    assert cycle(needs) == []
-    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "d"]
+    TopologicalSorter(needs).prepare()  # raises for a circle
 
 
 def test_the_lowest_layer_needs_torch_alone_and_no_function_has_the_name_of_its_module():
@@ -106,8 +95,38 @@ runpy.run_module("vision_attn", run_name="__main__", alter_sys=True)
     assert (loaded, version, done.stderr) == ("[]", f"vision-attn {vision_attn.__version__}", "")
 
 
-def test_the_public_names_are_few_and_there():
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (vision_attn, convert, equations, figures)
+    for name in module.__all__
+}
+
+
+def undocumented(thing):
+    """Return the arguments that the docstring of a function or class lacks, and the example."""
+    doc = inspect.getdoc(thing) or ""
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return [] if doc else ["a docstring"]
+    # A docstring may refer to another one: "Arguments and errors are those of :class:`Attention2d`."
+    elsewhere = "are those of" in doc or "Attributes" in doc or hasattr(thing, "__dataclass_fields__")
+    parameters = [] if elsewhere else [name for name in inspect.signature(thing).parameters if not name.startswith("_")]
+    missing = [name for name in parameters if f"{name}: " not in doc]
+    return missing if ">>>" in doc else [*missing, "an example"]
+
+
+def test_public_names_are_documented_with_an_example():
+    things = {name: thing for name, thing in PUBLIC.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
+    assert {name: parts for name, thing in things.items() if (parts := undocumented(thing))} == {}
+    assert undocumented(lambda x, y: None) == ["x", "y", "an example"]
     assert len(vision_attn.__all__) <= 55
-    assert all(getattr(vision_attn, name) is not None for name in vision_attn.__all__)
     with pytest.raises(AttributeError, match="atention"):
         vision_attn.atention  # noqa: B018
+
+
+def test_errors_have_one_base_and_survive_a_pickle():
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)} - {errors.Interrupted}
+    assert all(issubclass(kind, errors.VisionAttnError) for kind in kinds)
+    made = [errors.Interrupted(2, "saved"), *(kind("first", "second") for kind in kinds - {errors.VisionAttnError})]
+    for error in made:
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

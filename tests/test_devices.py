@@ -9,10 +9,9 @@ import pytest
 import timm
 import torch
 from impls import CPU_IMPLS, PATTERNS, POSITIONS, make_position
+from launches import Operations
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import vision_attn as va
 
@@ -38,18 +37,13 @@ def on(device):
     return FakeTensorMode() if device == "cuda" else nullcontext()
 
 
-class OneDevice(TorchDispatchMode):
+def one_device(device):
     """Refuse operations on tensors of another device."""
 
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
+    def check(func, inputs, outputs):
+        assert {x.device.type for x in inputs + outputs if x.dim()} <= {device}, func
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        tensors = (x for x in tree_leaves((args, kwargs, output)) if isinstance(x, torch.Tensor) and x.dim())
-        assert {x.device.type for x in tensors} <= {self.device}, func
-        return output
+    return Operations(check)
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
@@ -65,7 +59,7 @@ def test_blocks_keep_to_one_device(device, impl):
             rank = {va.AttentionBlock1d: 1, va.AttentionBlock3d: 3}.get(block, 2)
             x = torch.empty(2, 16, *(4, *SIZE)[-rank:], device=device, requires_grad=True)
             more = {name: torch.ones(shape, device=device) for name, shape in further.items()}
-            with OneDevice(device):
+            with one_device(device):
                 y = made(x, **more)
                 if device == "meta":  # a GPU that is not there has no stream for backwards
                     y.sum().backward()
@@ -92,7 +86,7 @@ def test_capture_copies_nothing_from_one_device_to_another(pattern):
     with FakeTensorMode(), torch.device("cuda"):
         model, x = nn.Sequential(va.AttentionBlock2d(16, 4, pattern=pattern)), torch.empty(2, 16, *SIZE)
         for queries, heads, reduce in ((None, None, None), ([(0, 0), (3, 4)], [0, 2], None), ([(1, 1)], [3, 0], "max")):
-            with va.capture(model, queries, heads=heads, reduce=reduce) as maps, torch.no_grad(), OneDevice("cuda"):
+            with va.capture(model, queries, heads=heads, reduce=reduce) as maps, torch.no_grad(), one_device("cuda"):
                 model(x)
             count = 1 if reduce else len(heads or range(4))
             assert maps["0.attn"].weights.shape == (2, count, len(queries or range(42)), *SIZE)

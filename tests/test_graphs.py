@@ -8,9 +8,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from impls import PATTERNS, POSITIONS, make_position
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from impls import PATTERNS, make_position
+from launches import Operations
 
 import vision_attn as va
 
@@ -58,32 +57,8 @@ def test_the_exporter_by_traces_writes_what_the_block_computes_without_dropout(o
     torch.testing.assert_close(torch.from_numpy(found), block(images(2)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", [*PATTERNS, va.Window(4)], ids=str)
-def test_every_pattern_is_one_graph_with_every_position_and_for_every_size_without_padding(pattern):
-    for position in POSITIONS:
-        block, graphs, whole = layer(pattern, position), [], pattern in ("full", va.Window(4))
-        torch.compiler.reset()
-        compiled = torch.compile(
-            block, fullgraph=True, dynamic=whole, backend=lambda graph, _, graphs=graphs: graphs.append(1) or graph
-        )
-        with torch.no_grad():
-            for batch, side in ((2, 8), (3, 12), (4, 16)) if whole else ((2, 8),):
-                torch.testing.assert_close(compiled(images(batch, side)), block(images(batch, side)), msg=str(position))
-        assert len(graphs) == 1, position
-
-
-class ReadMemory(TorchDispatchMode):
-    """Record the memory that operations read."""
-
-    def __init__(self):
-        super().__init__()
-        self.pointers = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        self.pointers.update(x.untyped_storage().data_ptr() for x in tensors)
-        return func(*args, **(kwargs or {}))
+def pointer(x):
+    return x.untyped_storage().data_ptr()
 
 
 def capture(patch):
@@ -100,14 +75,14 @@ def capture(patch):
 def test_memory_that_a_cuda_graph_reads_is_never_freed(monkeypatch, pattern, position):
     """A replay reads the memory that was read while the graph was captured, whatever sizes came since."""
     block, x = layer(pattern, position, causal=pattern == "rows"), images(1)
-    owned = {x.untyped_storage().data_ptr() for x in (x, *block.parameters())}
+    owned = set(map(pointer, (x, *block.parameters())))
     block(x)
     kept = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-    with monkeypatch.context() as patch, ReadMemory() as read:
+    read = set()
+    with monkeypatch.context() as patch, Operations(lambda func, inputs, outputs: read.update(map(pointer, inputs))):
         capture(patch)
         block(x)
-    pointers = read.pointers - owned
-    references = [weakref.ref(one) for one in kept if one.untyped_storage().data_ptr() in pointers]
+    references = [weakref.ref(one) for one in kept if pointer(one) in read - owned]
     del kept
     assert references
     for side in range(9, 20):

@@ -1,16 +1,25 @@
 """The definition in NumPy against torch, and the blocks against the definition: attention, its weights, linear."""
 
+import impls
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from impls import CASES, CPU_IMPLS, uncompile_flex
+from impls import CPU_IMPLS, Case, same, uncompile_flex
 from torch.nn import functional as F
 
 import vision_attn as va
-from vision_attn.attention import reference
+from vision_attn.attention import dispatch, reference
 
 IMPLS = (*CPU_IMPLS, "flex")
+PADDED = va.Pattern("b n d (h p) w -> b n (h p w) d", p=2)  # one group of all positions and a row of padding
+CASES = {
+    **impls.CASES,
+    "padded": Case(PADDED, lambda h, w: (reference.window(h, h + h % 2), reference.full(w)), (True, True)),
+    "all sizes": Case(
+        va.Pattern("b n d (y p) (r q) -> (b y) n (p r q) d", p=4, q=3, r=4), same(reference.window, [4], [12])
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,10 +121,17 @@ def get_arrays(block):
 
 
 WIDTHS = ((4, 4), (8, 3), (4, 6))
+#: How a decomposed bias is added.
+FORMS = {
+    "one mask": {},
+    "chunks": {"CHUNK_LOGITS": 1, "MIN_CHUNK_QUERIES": 2},
+    "recomputed chunks": {"CHUNK_LOGITS": 1, "MIN_CHUNK_QUERIES": 3, "RECOMPUTE_ABOVE": 0},
+    "folded": {"can_chunk": lambda q: False},
+}
 DTYPES = (torch.float64, torch.float32)
 
 
-def check_attention(case, impl, position, widths, options, dtype, channels_last):
+def check_attention(case, impl, position, widths, options, dtype, channels_last, form):
     """One block against the definition, forward and, in float64, backward."""
     options = {**options, "key_dim": widths[0], "value_dim": widths[1], "out_channels": 5}
     block, known = make(case, position, impl=impl, dtype=dtype, **options)
@@ -124,8 +140,15 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last)
     mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
     expected = define(x.numpy(), block, known)
     tolerance = (1e-11 if dtype == torch.float64 else 2e-5) * max(1.0, abs(expected).max())
-    leaf = x.clone().requires_grad_()
-    found = block(leaf, mask)
+    generator = np.random.default_rng(case["seed"])
+    cotangent = generator.normal(size=expected.shape)
+    named = {"x": x.clone().requires_grad_(), **dict(block.named_parameters())}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FORMS[form].items():
+            patch.setattr(dispatch, name, value)
+        found = block(named["x"], mask)
+        objective = (found * torch.from_numpy(cotangent)).sum()
+        gradients = torch.autograd.grad(objective, list(named.values()), allow_unused=True)
     assert found.dtype == dtype
     if x.dim() == 4:
         assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
@@ -134,24 +157,15 @@ def check_attention(case, impl, position, widths, options, dtype, channels_last)
         return
 
     # The gradient along one random direction of the input and of all parameters, against finite differences of NumPy.
-    generator = np.random.default_rng(case["seed"])
-    cotangent = generator.normal(size=expected.shape)
     step = {key: generator.normal(size=value.shape) for key, value in {"x": x.numpy(), **state}.items()}
 
-    def objective(by):
+    def define_at(by):
         moved = {key: value + by * step[key] for key, value in state.items()}
         return float((define(x.numpy() + by * step["x"], block, known, moved) * cotangent).sum())
 
-    named = {"x": leaf, **dict(block.named_parameters())}
-    gradients = torch.autograd.grad(
-        (found * torch.from_numpy(cotangent)).sum(), list(named.values()), allow_unused=True
-    )
-    slope = sum(
-        float((gradient * torch.from_numpy(step[key])).sum())
-        for key, gradient in zip(named, gradients, strict=True)
-        if gradient is not None
-    )
-    assert slope == pytest.approx((objective(1e-6) - objective(-1e-6)) / 2e-6, rel=1e-5, abs=1e-5)
+    pairs = zip(named, gradients, strict=True)
+    slope = sum(float((gradient.numpy() * step[key]).sum()) for key, gradient in pairs if gradient is not None)
+    assert slope == pytest.approx((define_at(1e-6) - define_at(-1e-6)) / 2e-6, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("pattern", CASES)
@@ -169,11 +183,12 @@ def test_every_pair_of_pattern_position_and_implementation_equals_the_definition
         }
         options = {name: bool(turn >> bit & 1) for bit, name in enumerate(FLAGS)}
         impl, widths = IMPLS[turn % len(IMPLS)], WIDTHS[turn % len(WIDTHS)]
-        check_attention(case, impl, position, widths, {**options, "scale": None}, torch.float64, bool(turn % 3))
-        check_weights(case, impl, position, options["qk_norm"], dtypes=DTYPES[:1])
+        for form in FORMS if position == "decomposed" else ("one mask",):
+            check_attention(case, impl, position, widths, {**options, "scale": None}, DTYPES[0], bool(turn % 3), form)
+        check_weights(case, impl, position, options["qk_norm"])
 
 
-def check_weights(case, impl, position, qk_norm, dtypes):
+def check_weights(case, impl, position, qk_norm):
     """Compare the weights that a block returns, and those captured in its forward pass, with the definition."""
     # With the one-hot vectors of positions as values, and no projection, the output is the weights.
     case = {**case, "batch": case["batch"] or 1}
@@ -197,24 +212,18 @@ def check_weights(case, impl, position, qk_norm, dtypes):
     expected = define(x.numpy(), block, known).reshape(case["batch"], heads, tokens, tokens).swapaxes(2, 3)
     mask = None if known["mask"] is None else torch.from_numpy(known["mask"])
     corners = [(height - 1, width - 1), (0, 0)]  # an image of the size of the map
-    for dtype in dtypes:
-        atol = 1e-11 if dtype == torch.float64 else 1e-6
-        mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-        with torch.no_grad(), va.capture(block.to(dtype)) as all_cells:
-            block(x.to(dtype), mask)
-        with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as some:
-            block(x.to(dtype), mask)
-        found = all_cells[""].weights.flatten(3)
-        np.testing.assert_allclose(found.double().numpy(), expected, rtol=0, atol=atol)
-        np.testing.assert_allclose(
-            some[""].weights.flatten(3).double().numpy(), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=atol
-        )
-        if case["pattern"] == "halo":  # whose queries also attend to zeros beyond the map
-            continue
+    with torch.no_grad(), va.capture(block) as all_cells:
+        block(x, mask)
+    with torch.no_grad(), va.capture(block, corners, heads=heads - 1) as some:
+        block(x, mask)
+    found = all_cells[""].weights.flatten(3)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(some[""].weights.flatten(3), expected[:, [-1]][:, :, [-1, 0]], rtol=0, atol=1e-11)
+    if case["pattern"] != "halo":  # whose queries also attend to zeros beyond the map
         sums = expected.sum(3).round()  # one, or zero for what may attend to nothing
-        np.testing.assert_allclose(found.sum(3).double().numpy(), sums, rtol=0, atol=10 * atol)
+        np.testing.assert_allclose(found.sum(3), sums, rtol=0, atol=1e-10)
     last_and_first = torch.tensor([tokens - 1, 0])
-    torch.testing.assert_close(block.attention_weights(x.to(dtype), mask, last_and_first), found[:, :, last_and_first])
+    torch.testing.assert_close(block.attention_weights(x, mask, last_and_first), found[:, :, last_and_first])
 
 
 def check_linear_attention(case, impl, dtype):
@@ -222,20 +231,38 @@ def check_linear_attention(case, impl, dtype):
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
     block, x = va.LinearAttention2d(8, n, impl=impl, dtype=dtype), make_map(case, 8, dtype)
     mask = torch.rand(case["batch"] or 1, n, 1, tokens) < 0.6 if case["mask"] in ("bool", "fully masked rows") else None
-    state = {key: value.astype(np.float64) for key, value in get_arrays(block).items()}
-    expected = []
-    for index, one in enumerate(x.numpy().astype(np.float64).reshape(-1, *x.shape[-3:])):
-        rows = reference.conv1x1(one, state["qkv.weight"], state["qkv.bias"])
-        heads = []
-        for head, (q, k, v) in enumerate(zip(*rows.reshape(3, n, -1, tokens), strict=True)):
-            logits = k if mask is None else np.where(mask[index, head].numpy(), k, -np.inf)
-            heads.append(v @ (reference.softmax(q.T) @ reference.softmax(logits)).T)
-        y = np.concatenate(heads).reshape(one.shape)
-        expected.append(reference.conv1x1(y, state["proj.weight"], state["proj.bias"]))
+    exact = {key: value.double() for key, value in block.state_dict().items()}
+    maps = x.double().reshape(-1, *x.shape[-3:])
+    qkv = F.conv2d(maps, exact["qkv.weight"], exact["qkv.bias"])
+    q, k, v = qkv.unflatten(1, (3, n, -1)).flatten(4).unbind(1)  # (b, n, d, tokens)
+    k = (k if mask is None else k.masked_fill(~mask, -torch.inf)).softmax(3).nan_to_num()
+    y = (v @ k.mT @ q.softmax(2)).reshape(maps.shape)
+    expected = F.conv2d(y, exact["proj.weight"], exact["proj.bias"]).reshape(x.shape)
     with torch.no_grad():
-        found = block(x, mask)
-    tolerance = 1e-11 if dtype == torch.float64 else 2e-5
-    np.testing.assert_allclose(found.double().numpy(), np.stack(expected).reshape(x.shape), rtol=0, atol=tolerance)
+        found = block(x, mask).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 if dtype == torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize(("pattern", "position"), [("full", None), ("shifted window", "table")])
+def test_the_gradient_of_every_parameter_equals_finite_differences_of_the_definition(pattern, position):
+    case = {"pattern": pattern, "mask": "none", "size": (3, 5), "batch": 1, "heads": (2, 1), "seed": 0}
+    block, known = make(case, position, channels=4, qk_norm=True, output_gate=True)
+    x, state = make_map(case, 4), get_arrays(block)
+    cotangent = torch.randn(block(x).shape, dtype=torch.float64)
+
+    def slope(key, index):
+        step = np.zeros(state[key].shape)
+        step[index] = 1e-6
+        ends = [define(x.numpy(), block, known, {**state, key: state[key] + sign * step}) for sign in (1, -1)]
+        return float(((ends[0] - ends[1]) * cotangent.numpy()).sum()) / 2e-6
+
+    expected = {key: [slope(key, index) for index in np.ndindex(value.shape)] for key, value in state.items()}
+    for impl in CPU_IMPLS:
+        with va.use_impl(block, impl):
+            gradients = torch.autograd.grad((block(x) * cotangent).sum(), list(block.parameters()))
+        for (name, parameter), gradient in zip(block.named_parameters(), gradients, strict=True):
+            assert gradient.shape == parameter.shape
+            np.testing.assert_allclose(gradient.flatten(), expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 # --- drawn, and in many draws -----------------------------------------------------------------------------------------
@@ -247,8 +274,9 @@ attention_drawn = given(
     options=OPTIONS,
     dtype=st.sampled_from(DTYPES),
     channels_last=st.booleans(),
+    form=st.sampled_from(list(FORMS)),
 )
-weights_drawn = given(**DRAWN, qk_norm=st.booleans(), dtypes=st.just(DTYPES))
+weights_drawn = given(**DRAWN, qk_norm=st.booleans())
 linear_drawn = given(case=DRAWN_CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
 few, many = settings(max_examples=8), settings.get_profile("anew")
 

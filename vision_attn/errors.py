@@ -31,8 +31,7 @@ class SiteError(VisionAttnError, ValueError):
 class CheckpointError(VisionAttnError, RuntimeError):
     """A file cannot be read as a checkpoint, or does not fit the model; the model is as it was.
 
-    Args:
-        *lines: of the message; text from the file is escaped.
+    Its arguments are the lines of the message; text from the file is escaped.
 
     >>> import tempfile, pathlib
     >>> from vision_attn.networks.safe import read_checkpoint
@@ -43,9 +42,6 @@ class CheckpointError(VisionAttnError, RuntimeError):
     Traceback (most recent call last):
     vision_attn.errors.CheckpointError: ...net.pth is truncated or no checkpoint: fetch or save it again...
     """
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__(*lines)  # unchanged, so that the error survives a pickle
 
     def __str__(self) -> str:
         return "\n".join(map(escaped, self.args))

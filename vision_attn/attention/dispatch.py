@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vision_attn.attention.kernels import Kernel, attend_bmm, attend_sdpa
+from vision_attn.attention.kernels import EINX, Kernel, attend_bmm, attend_sdpa
 from vision_attn.attention.masks import Mask, combine_masks, split_mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
 
@@ -96,18 +96,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 # --- what is fastest where --------------------------------------------------------------------------------------------
 
 
-def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
+def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, **options: Any) -> Tensor:
     """Attend by the faster of the fused kernel and bmm; by bmm, for as many images at once as fit into the caches."""
-    options: dict[str, Any] = {"scale": scale, "causal": causal, "dropout": dropout}
     if fused_is_faster(q, k, mask, dropout):
-        return attend_sdpa(q, k, v, mask=mask, **options)
+        return attend_sdpa(q, k, v, mask=mask, dropout=dropout, **options)
     groups = 1 if mask is None else mask.shape[1]
     size = groups * batch_chunk(q, k.shape[2], groups) if can_chunk(q) else q.shape[0]
     if size >= q.shape[0]:
-        return attend_bmm(q, k, v, mask=mask, **options)
+        return attend_bmm(q, k, v, mask=mask, dropout=dropout, **options)
     masks = split_mask(mask, size // groups, axis=0)
     chunks: Any = zip(masks, q.split(size), k.split(size), v.split(size), strict=False)
-    return torch.cat([attend_bmm(*chunk, mask=part, **options) for part, *chunk in chunks])
+    return torch.cat([attend_bmm(*chunk, mask=part, dropout=dropout, **options) for part, *chunk in chunks])
 
 
 def fused_is_faster(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
@@ -164,6 +163,8 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor],
     run: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
         run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=dropout > 0)
+        if kernel is EINX:  # it converts every exception, among them that by which torch stops early
+            run = partial(run, early_stop=False)
     by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
     done = []
     for image_mask, queries, keys_, values, *logits in zip(split_mask(mask, images, axis=0), *by_image, strict=False):

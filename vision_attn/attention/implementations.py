@@ -61,16 +61,6 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     IMPLEMENTATIONS[name] = replace(BMM, attend=with_groups)
 
 
-def check_impl(impl: str) -> None:
-    """Raise unless an implementation has this name.
-
-    >>> check_impl("cudnn")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: impl must be one of 'einx', 'bmm', 'einsum', 'sdpa', 'flex', 'auto'...; got 'cudnn'
-    """
-    check_choice("impl", impl, IMPLEMENTATIONS)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -108,7 +98,7 @@ def attend(
     >>> attend(q, k, v, impl="bmm").shape
     torch.Size([2, 4, 49, 8])
     """
-    check_impl(impl)
+    check_choice("impl", impl, IMPLEMENTATIONS)
     check_flags(causal=causal)
     check_probability("dropout", dropout)
     if scale is not None:

@@ -14,11 +14,8 @@ from vision_attn.attention.patterns import Grouping
 from vision_attn.attention.scopes import scope
 from vision_attn.checks import product
 
-#: Is called with the inputs of the kernel, in each forward pass.
-AttnHook = Callable[[AttentionInputs], object]
 
-
-def attn_hook(block: nn.Module, hook: AttnHook) -> AbstractContextManager[None]:
+def attn_hook(block: nn.Module, hook: Callable[[AttentionInputs], object]) -> AbstractContextManager[None]:
     """Call a hook with what a block gives its kernel in each forward pass of this thread, inside a ``with`` block."""
     return scope(block, "attention", {block: hook})
 

@@ -59,16 +59,13 @@ class Attention(ConfigurableImpl):
         given = SimpleNamespace(**locals())
         super().__init__()
         self.resolved_pattern: AnyPattern = resolve_pattern(pattern).for_rank(self.rank)
-        check_arguments(given, self.resolved_pattern)
+        self.check_impl(impl)
+        m, d, e, self.out_channels = check_arguments(given, self.resolved_pattern)
+        self.num_kv_heads, self.key_dim, self.value_dim = m, d, e
         self.channels = channels
         self.num_heads = n = num_heads
         self.impl = impl
         self.pattern = pattern
-        self.key_dim: int = channels // n if key_dim is None else key_dim
-        self.value_dim: int = channels // n if value_dim is None else value_dim
-        self.num_kv_heads: int = n if num_kv_heads is None else num_kv_heads
-        m, d, e = self.num_kv_heads, self.key_dim, self.value_dim
-        self.out_channels: int = channels if out_channels is None else out_channels
         self.context_channels = context_channels
         self.groups = groups
         self.qk_norm = qk_norm

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from vision_attn.attention.implementations import check_impl
+from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.scopes import scope, scoped_values
-from vision_attn.checks import check_type
+from vision_attn.checks import check_choice, check_type
 
 #: The entry of a block in the metadata of a state dict, next to torch's own ``version``.
 CONFIG_KEY = "block"
@@ -50,7 +50,7 @@ class ConfigurableImpl(Configurable):
 
     def check_impl(self, impl: str) -> None:
         """Raise for an implementation that the block cannot run."""
-        check_impl(impl)
+        check_choice("impl", impl, IMPLEMENTATIONS)
 
 
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
         except ValueError as error:
             raise ValueError(f"{error} (in {path or 'the model'}: {type(block).__name__})") from None
     if not blocks:
-        check_impl(impl)
+        check_choice("impl", impl, IMPLEMENTATIONS)
     return blocks.values()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention.blocks.attention import Attention1d, Attention2d, Attention3d
 from vision_attn.attention.blocks.attention_nd import Attention
-from vision_attn.attention.blocks.projection import LAYER_NORMS, on_feature_maps
+from vision_attn.attention.blocks.projection import ChannelNorm, on_feature_maps
 from vision_attn.attention.scopes import scoped_output
 from vision_attn.checks import check_new, check_number
 
@@ -54,7 +54,7 @@ class GatedResidual(nn.Module):
         gate = 1.0 if gate_init is None else gate_init
         check_number("gate_init", gate)
         self.zero_init: bool = gate_init is None
-        self.norm: nn.Module = LAYER_NORMS[self.rank](channels, device=device, dtype=dtype)
+        self.norm: nn.Module = ChannelNorm(channels, device=device, dtype=dtype)
         self.gate: nn.Parameter = nn.Parameter(torch.full((channels,), float(gate), device=device, dtype=dtype))
 
     def last_projection(self) -> nn.Module:

@@ -30,46 +30,36 @@ FEATURE_MAPS = ("softmax", "elu", "none")
 FOR_LINEAR = " for linear attention"
 
 
-def linear_einx(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
+def linear_einx(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
     import einx
 
     if feature_map == "softmax":
-        q, k = einx.softmax("b n i [d]", upcast(q)), einx.softmax("b n [j] d", masked_keys(k, mask))
-    else:
-        q, k = features(q, k, mask, feature_map)
+        q, k = einx.softmax("b n i [d]", q), einx.softmax("b n [j] d", k)
+    elif feature_map == "elu":
+        q, k = elu_features(q, k)
     context = einx.dot("b n j d, b n j e -> b n d e", k.to(v.dtype), v)
     return einx.dot("b n i d, b n d e -> b n i e", q.to(v.dtype), context)
 
 
-def linear_bmm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str) -> Tensor:
+def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
     b, n, i, d = q.shape
     j, e = v.shape[2:]
     if feature_map == "softmax":
-        q, k = torch.softmax(upcast(q), dim=-1), torch.softmax(masked_keys(k, mask), dim=-2)
-    else:
-        q, k = features(q, k, mask, feature_map)
+        q, k = torch.softmax(q, dim=-1), torch.softmax(k, dim=-2)
+    elif feature_map == "elu":
+        q, k = elu_features(q, k)
     q, k = q.to(v.dtype), k.to(v.dtype)
     context = torch.bmm(k.reshape(b * n, j, d).transpose(1, 2), v.reshape(b * n, j, e))
     return torch.bmm(q.reshape(b * n, i, d), context).view(b, n, i, e)
 
 
-def masked_keys(k: Tensor, mask: Tensor | None) -> Tensor:
-    return upcast(k) if mask is None else upcast(k).masked_fill(~mask, -torch.inf)
-
-
-def features(q: Tensor, k: Tensor, mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
-    """Return queries and keys as ``elu + 1``, queries divided by the sum of their weights; or as they are."""
-    q, k = upcast(q), upcast(k)
-    if feature_map == "elu":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-    if mask is not None:
-        k = k.masked_fill(~mask, 0.0)
-    if feature_map == "elu":
-        total = k.sum(dim=-2, keepdim=True)
-        # One factor for all keys leaves the weights as they are, and sums over a large map fit into half precision.
-        level = total.mean(dim=-1, keepdim=True)
-        q, k = q / (q @ (total / level).mT), k / level
-    return q, k
+def elu_features(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys as ``elu + 1``, which is 0 for ``-inf``; queries divided by the sum of their weights."""
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    total = k.sum(dim=-2, keepdim=True)
+    # One factor for all keys leaves the weights as they are, and sums over a large map fit into half precision.
+    level = total.mean(dim=-1, keepdim=True)
+    return q / (q @ (total / level).mT), k / level
 
 
 #: The implementations of linear attention.
@@ -93,25 +83,16 @@ def attend_linear(
     Returns:
         ``(b, n, i, e)`` in the dtype of ``v``; zeros where nothing may be attended to.
 
-    Raises:
-        ValueError: unknown ``impl`` or ``feature_map``.
-
-    Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
-    https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
-    https://arxiv.org/abs/2006.16236
-
     >>> q = k = v = torch.randn(2, 4, 49, 8)
     >>> attend_linear(q, k, v).shape
     torch.Size([2, 4, 49, 8])
     """
-    check_choice("impl", impl, LINEAR_IMPLS, FOR_LINEAR)
-    check_choice("feature_map", feature_map, FEATURE_MAPS)
-    row_has_key = None
+    q, k, row_has_key = upcast(q), upcast(k), None
     if mask is not None:
         rows, row_has_key = unmask_empty_rows(mask.mT)  # of keys: there is one row for all queries
-        mask = rows.mT
+        k = k.masked_fill(~rows.mT, 0.0 if feature_map == "none" else -torch.inf)
     with without_autocast(q):
-        y = LINEAR_IMPLS[impl].attend(q, k, v, mask, feature_map)
+        y = LINEAR_IMPLS[impl].attend(q, k, v, feature_map)
     return y if row_has_key is None else torch.where(row_has_key, y, torch.zeros((), dtype=y.dtype, device=y.device))
 
 

@@ -101,31 +101,11 @@ def reads_in_place(x: Tensor, weight: Tensor) -> bool:
     return not trained and 8 * x.shape[2:].numel() >= len(weight)
 
 
-class LayerNorm2d(nn.LayerNorm):
-    """Layer normalization over the channels of ``(b, c, h, w)`` or ``(c, h, w)``, at each position separately."""
-
-    rank = 2
+class ChannelNorm(nn.LayerNorm):
+    """Layer normalization over the channels of ``(b, c, *size)``, at each position separately."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 1 + self.rank:
-            return self.forward(x[None])[0]
         return channels_first(super().forward(channels_last(x)))
-
-
-class LayerNorm1d(LayerNorm2d):
-    """Layer normalization over the channels of ``(b, c, w)`` or ``(c, w)``."""
-
-    rank = 1
-
-
-class LayerNorm3d(LayerNorm2d):
-    """Layer normalization over the channels of ``(b, c, t, h, w)`` or ``(c, t, h, w)``."""
-
-    rank = 3
-
-
-#: Layer normalization for feature maps with one, two and three axes.
-LAYER_NORMS: dict[int, type[LayerNorm2d]] = {1: LayerNorm1d, 2: LayerNorm2d, 3: LayerNorm3d}
 
 
 def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:

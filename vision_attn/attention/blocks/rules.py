@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from vision_attn.attention.implementations import check_impl
 from vision_attn.attention.patterns import AnyPattern, Neighborhood
 from vision_attn.checks import check_counts, check_divides, check_flags, check_new, check_number, check_probability
 
 
-def check_arguments(a: Any, pattern: AnyPattern) -> None:
-    """Raise for the first rule that the arguments of a block break; ``pattern`` is the resolved one."""
+def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
+    """Raise for the first rule that the arguments of a block break; ``pattern`` is the resolved one.
+
+    Returns:
+        ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
+    """
     check_new(a.device, a.dtype, channels=a.channels, num_heads=a.num_heads, groups=a.groups, kv_stride=a.kv_stride)
     check_counts(key_dim=a.key_dim, value_dim=a.value_dim, num_kv_heads=a.num_kv_heads)
     check_counts(out_channels=a.out_channels, context_channels=a.context_channels)
@@ -18,15 +21,14 @@ def check_arguments(a: Any, pattern: AnyPattern) -> None:
     check_probability("attn_drop", a.attn_drop)
     check_probability("proj_drop", a.proj_drop)
     check_number("scale", 1.0 if a.scale is None else a.scale)
-    check_impl(a.impl)
     if a.key_dim is None or a.value_dim is None:
         check_divides("num_heads", a.num_heads, "channels", a.channels)
     n, width, context = a.num_heads, a.channels // a.num_heads, a.context_channels
-    m, d, e = a.num_kv_heads or n, a.key_dim or width, a.value_dim or width
+    m, d, e, out_channels = a.num_kv_heads or n, a.key_dim or width, a.value_dim or width, a.out_channels or a.channels
     check_divides("num_kv_heads", m, "num_heads", n)
     check_divides("groups", a.groups, "channels", a.channels)
     check_divides("groups", a.groups, "num_heads · key_dim", n * d)
-    check_divides("groups", a.groups, "out_channels", a.out_channels or a.channels)
+    check_divides("groups", a.groups, "out_channels", out_channels)
 
     def refuse(name: str, is_broken: bool, rule: str) -> None:
         if is_broken:
@@ -42,3 +44,4 @@ def check_arguments(a: Any, pattern: AnyPattern) -> None:
     tied = f"must not be 'match' with context_channels={context}: queries and keys are initialized as one projection"
     refuse("qk_norm", match and context not in (None, a.channels), tied)
     refuse("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
+    return m, d, e, out_channels

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks.attention import Attention2d
 from vision_attn.attention.blocks.config import Configurable
 from vision_attn.attention.blocks.gated_residual import check_same_channels
-from vision_attn.attention.blocks.projection import LayerNorm2d, Pointwise2d, on_feature_maps, to_memory_format_of
+from vision_attn.attention.blocks.projection import ChannelNorm, Pointwise2d, on_feature_maps, to_memory_format_of
 from vision_attn.checks import check_choice, check_flags, check_new, check_number, check_probability
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
@@ -77,9 +77,9 @@ class TransformerBlock2d(Configurable):
         self.channels = channels
         self.norm_first = norm_first
         self.activation = activation
-        self.norm1: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.norm1: ChannelNorm = ChannelNorm(channels, eps=eps, bias=bias, **factory)
         self.attn: Attention2d = Attention2d(channels, num_heads, **factory, **attention)
-        self.norm2: LayerNorm2d = LayerNorm2d(channels, eps=eps, bias=bias, **factory)
+        self.norm2: ChannelNorm = ChannelNorm(channels, eps=eps, bias=bias, **factory)
         self.fc1: Pointwise2d = Pointwise2d(channels, hidden, 1, bias=bias, **factory)
         self.fc2: Pointwise2d = Pointwise2d(hidden, channels, 1, bias=bias, **factory)
         self.mlp_drop: nn.Dropout = nn.Dropout(mlp_drop)

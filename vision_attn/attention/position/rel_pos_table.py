@@ -64,9 +64,8 @@ class TableEncoding(PositionEncoding):
 
     def resize_pos_embed(self, name: str, saved: Tensor) -> Tensor | None:
         current = self.relative_position_bias_table
-        if saved.dim() != 2 or saved.shape[1] != current.shape[1]:
-            return None
-        sides = self.infer_sides(saved.shape[0])
+        is_table = saved.dim() == 2 and saved.shape[1] == current.shape[1]
+        sides = self.infer_sides(saved.shape[0]) if is_table else None
         if sides is None:
             return None
         table = saved.view(*(2 * side - 1 for side in sides), -1)

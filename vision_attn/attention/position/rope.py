@@ -11,7 +11,7 @@ from torch import Tensor
 from vision_attn.attention.masks import upcast
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.patterns.layout import TokenLayout
-from vision_attn.attention.patterns.pattern import check_lengths
+from vision_attn.attention.patterns.pattern import check_lengths, for_axes
 from vision_attn.attention.position.encoding import AttentionShape, Encoded, PositionEncoding
 from vision_attn.attention.position.sin_cos import frequencies
 from vision_attn.checks import check_number
@@ -48,8 +48,7 @@ class Rope2d:
         check_number("Rope2d: temperature", self.temperature, above=1)
         if self.feat_size is not None:
             check_lengths("Rope2d", "feat_size", self.feat_size)
-        if isinstance(self.feat_size, tuple) and len(self.feat_size) != 2:
-            raise ValueError(f"Rope2d: feat_size must be for two axes; got {self.feat_size!r}")
+            for_axes("Rope2d", "feat_size", self.feat_size, 2)
 
     def build(self, shape: AttentionShape, device: Any = None, dtype: Any = None) -> PositionEncoding:
         if shape.rank != 2:
@@ -86,7 +85,7 @@ class RotaryEncoding(PositionEncoding):
         for axis, (length, queries) in enumerate(zip(layout.size, reference, strict=True)):
             position = (torch.arange(length, **exact) + 0.5) * (queries / length) - 0.5
             if feat_size is not None:
-                position = position * ((feat_size if isinstance(feat_size, int) else feat_size[axis]) / queries)
+                position = position * (for_axes("Rope2d", "feat_size", feat_size, 2)[axis] / queries)
             angle = position[:, None] * frequency
             angles.append((angle[:, None] if axis == 0 else angle[None]).expand(*layout.size, -1))
         on_map = torch.cat(angles, dim=-1).flatten(0, 1)
@@ -95,8 +94,6 @@ class RotaryEncoding(PositionEncoding):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs of channels of ``(b·groups, n, i, d)``: each channel becomes ``x cos + partner (±sin)``."""
+    x = x.unflatten(0, (-1, len(cos)))
     partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    if len(cos) > 1:
-        x, partner = (each.reshape(-1, len(cos), *each.shape[1:]) for each in (x, partner))
-        return torch.addcmul(x * cos, partner, sin).flatten(0, 1)
-    return torch.addcmul(x * cos, partner, sin)
+    return torch.addcmul(x * cos, partner, sin).flatten(0, 1)
