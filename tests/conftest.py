@@ -21,9 +21,14 @@ settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of tests are small: several threads are slower, and much slower where cores are shared."""
+def fast_tests():
+    """One thread, because tensors are small; a million objects of imports are excluded from garbage collections."""
     torch.set_num_threads(1)
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +49,6 @@ def no_network():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", connect_here)
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imports_outlive_collection():
-    """Exclude a million objects of imports from garbage collections."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

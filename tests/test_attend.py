@@ -1,11 +1,12 @@
 """Attention between tokens: against torch, masks, half precision, dropout, memory, custom implementations."""
 
+from unittest import mock
+
 import pytest
 import torch
 from impls import CPU_IMPLS
 from launches import Operations
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import vision_attn as va
 from vision_attn.attention.blocks.linear import attend_linear
@@ -151,18 +152,13 @@ def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
     """On the CPU torch has no fused kernel with dropout or gradients of a mask: auto takes bmm there."""
     q, k, v = heads(*[(2, 2, 6, 8)] * 3)
     mask = torch.randn(1, 2, 6, 6, requires_grad=True) if case.startswith("a bias") else None
-    called = set()
-
-    class Called(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            called.add(func)
-            return func(*args, **(kwargs or {}))
-
     for impl, expected in (("sdpa", True), ("bmm", False), ("auto", case == "plain")):
-        called.clear()
-        with Called():
+        with (
+            mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as fused,
+            mock.patch.object(torch, "bmm", wraps=torch.bmm) as bmm,
+        ):
             attend(q, k, v, impl=impl, mask=mask, dropout=0.5 if case == "dropout" else 0.0)
-        assert (F.scaled_dot_product_attention in called, torch.bmm in called) == (expected, not expected), impl
+        assert (fused.called, bmm.called) == (expected, not expected), impl
 
 
 # --- memory, by count -------------------------------------------------------------------------------------------------
@@ -214,9 +210,8 @@ def test_a_custom_implementation_is_available_to_every_block(monkeypatch):
     va.set_impl_(model, "bmm")
     for y, block in zip(found, model, strict=True):
         torch.testing.assert_close(y, 2 * block(x, mask))
-    for name in ("", "bmm", None):
-        with pytest.raises(ValueError, match=r"name must .*'einx', 'bmm'"):
-            va.register_impl(name, twice)
+    with pytest.raises(ValueError, match=r"name must .*'einx', 'bmm'"):
+        va.register_impl("bmm", twice)
     with pytest.raises(ValueError, match=r"function must .*\(q, k, v, \*, scale, mask, causal, dropout\)"):
         va.register_impl("short", lambda q, k, v: v)
 
@@ -233,23 +228,6 @@ def test_empty_inputs_have_empty_or_zero_outputs(impl):
     empty = torch.randn(0, 8, 3, 5)
     assert va.Attention2d(8, 2, impl=impl).attention_weights(empty).shape == (0, 2, 15, 15)
     assert va.LinearAttention2d(8, 2, impl="einx")(empty).shape == (0, 8, 3, 5)
-
-
-@pytest.mark.parametrize("impl", ["einx", "bmm"])
-def test_linear_attention_has_the_feature_map_of_each_name(impl):
-    q, k, v = heads((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 2), dtype=torch.float64, grad=True)
-    allowed = torch.tensor([True, True, False, True, False, True])[:, None]
-    for feature_map, feature in (("none", lambda x: x), ("elu", lambda x: F.elu(x) + 1)):
-        weights = feature(q) @ feature(k).mT * allowed.mT
-        weights = weights / weights.sum(-1, keepdim=True) if feature_map == "elu" else weights
-        found = attend_linear(q, k, v, impl=impl, feature_map=feature_map, mask=allowed[None, None])
-        for one, other in zip(
-            *((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))) for y in (found, weights @ v)), strict=True
-        ):
-            close(one, other, 1e-11)
-    block = va.LinearAttention2d(8, 2, impl=impl, feature_map="elu")
-    assert block.get_config()["feature_map"] == "elu"
-    assert not block(torch.randn(1, 8, 3, 4), torch.zeros(12, dtype=torch.bool)).isnan().any()
 
 
 @pytest.mark.parametrize("impl", ["einx", "bmm"])

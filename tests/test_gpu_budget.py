@@ -18,7 +18,6 @@ RELATIVE, SWIN = va.RelPosDecomposed, {"position": va.RelPosTable()}
 BUDGETS = {
     "plain, 14×14": ((256, 4), {}, (32, 256, 14, 14), 3, 34),
     "RelPosDecomposed, 14×14": ((256, 4), {"position": RELATIVE((14, 14))}, (32, 256, 14, 14), 16, 100),
-    "RelPosDecomposed, 32×32": ((256, 4), {"position": RELATIVE((32, 32))}, (8, 256, 32, 32), 17, 140),
     "RelPosDecomposed, 64×64": ((256, 4), {"position": RELATIVE((64, 64))}, (2, 256, 64, 64), 19, 205),
     "Rope2d, 14×14": ((256, 4), {"position": va.Rope2d()}, (32, 256, 14, 14), 10, 110),
     "Window(7), 56×56": ((96, 3), {"pattern": va.Window(7), **SWIN}, (16, 96, 56, 56), 14, 136),
@@ -114,15 +113,12 @@ def test_kernel_selection_follows_the_rules_of_torch():
     x = torch.empty(2, 4, 16, 49, dtype=HALF, device="meta").mT  # channels of a head do not lie beside each other
     expanded = torch.empty(49, 1, dtype=torch.bool, device="meta").expand(49, 49)
     for call, kernel in (
-        *((make_call(q, q, q), "flash") for q in (16, 12, 256)),  # 12 is padded to 16 by torch
+        (make_call(12, 12, 12), "flash"),  # padded to 16 by torch
         (make_call(264, 264, 264), "efficient"),
-        (make_call(v=24), "efficient"),
         (make_call(v=12), "math"),
         (make_call(12, 12, 12, mask=torch.bool), "math"),
-        *((make_call(mask=dtype), "efficient") for dtype in (torch.bool, HALF)),
-        (make_call(dtype=SINGLE), "efficient"),
+        (make_call(mask=torch.bool), "efficient"),
         (make_call(12, 12, 20, dtype=SINGLE, mask=SINGLE), "efficient"),
-        (make_call(6, 6, 6, dtype=SINGLE), "math"),
         (make_call(dtype=torch.float64), "math"),
         (make_call(causal=True), "flash"),
         (make_call(causal=True, keys=50), "efficient"),

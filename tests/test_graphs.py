@@ -41,11 +41,10 @@ def test_exports_and_traces_run_at_other_batch_sizes_with_operations_that_conver
         assert not {node.kind() for node in graph.inlined_graph.nodes()} & {"aten::movedim", "aten::__and__"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"impl": "bmm"}, {"impl": "einx"}, {"pattern": va.Window(3, shift=1), "position": va.RelPosTable}],
-    ids=str,
-)
+SHIFTED = {"pattern": va.Window(3, shift=1), "position": va.RelPosTable}
+
+
+@pytest.mark.parametrize("options", [{"impl": "bmm"}, {"impl": "einx"}, SHIFTED], ids=str)
 @torch.no_grad()
 def test_the_exporter_by_traces_writes_what_the_block_computes_without_dropout(options):
     """``dynamo=False``: it ended the process, at an axis that was counted from the last one."""

@@ -18,16 +18,11 @@ from impls import CASES, CPU_IMPLS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vision_attn as va
-from vision_attn.attention.implementations import IMPLEMENTATIONS
 from vision_attn.attention.patterns import Grouping, resolve_pattern
-
-#: The names that the printed code of a pattern may use.
-PUBLIC = {name: getattr(va, name) for name in va.__all__}
 
 
 def test_the_documented_lines_are_the_code_that_runs():
-    x, kernels = torch.randn(2, 3, 4, 12, 12), [IMPLEMENTATIONS[impl] for impl in ("einx", "bmm")]
-    found = {}
+    x, found = torch.randn(2, 3, 4, 12, 12), {}
     for name, (pattern, *_) in CASES.items():
         if isinstance(pattern, va.Neighborhood | va.Halo):
             continue
@@ -38,10 +33,6 @@ def test_the_documented_lines_are_the_code_that_runs():
         layout = Grouping(resolve_pattern(plain).for_rank(2), (12, 12), (12, 12), torch.device("cpu")).query_layout
         expected = einx.id(line.einx, x, **layout.line.sizes)
         assert torch.equal(eval(line.torch, {"maps": x, "b": 2, "n": 3, "d": 4, **layout.line.sizes}), expected)
-        for kernel in kernels:
-            assert torch.equal(kernel.split_heads(kernel.partition(x.flatten(1, 2), layout.line), 3), expected)
-            merged = kernel.merge_heads(expected, layout.group_size)
-            assert torch.equal(kernel.reverse(merged, layout.line), x.flatten(1, 2))
     documented = {
         "full": "b n d h w -> b n (h w) d",
         "rows": "b n d h w -> (b h) n w d",
@@ -58,12 +49,6 @@ def test_neighborhoods_at_the_border():
     for pattern, keys in ((va.Neighborhood(31), 35), (va.Neighborhood(7, dilation=64), 1), (va.Neighborhood(3), 9)):
         weights = va.Attention2d(8, 2, pattern=pattern).attention_weights(torch.randn(1, 8, 5, 7))
         assert ((weights > 0).sum(-1) == keys).all()
-    # Tiles are padded with queries that are dropped afterwards; their gradients must not be NaN.
-    causal, x = va.Attention2d(8, 2, pattern=va.Neighborhood(3, causal=True)), torch.randn(1, 8, 5, 7)
-    for impl in CPU_IMPLS:
-        with va.use_impl(causal, impl):
-            gradients = torch.autograd.grad(causal(x).sum(), list(causal.parameters()))
-        assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_one_and_three_axes_are_two_with_axes_of_one():
@@ -183,11 +168,10 @@ def test_several_threads_share_the_cache():
     ],
 )
 def test_a_pattern_prints_as_code_compares_and_pickles(code):
-    pattern = eval(code, PUBLIC)
+    pattern = eval(f"va.{code}")
     assert repr(pattern) == code
-    for other in (eval(code, PUBLIC), pickle.loads(pickle.dumps(pattern))):
+    for other in (eval(f"va.{code}"), pickle.loads(pickle.dumps(pattern))):
         assert (other, hash(other), other.for_rank(2)) == (pattern, hash(pattern), pattern.for_rank(2))
-    assert pattern != va.Window(2)
     assert va.Pattern("b n d h w -> b n (w h) d") == va.Pattern("b n d h w -> b n (h w) d")  # a set of tokens
 
 
@@ -196,27 +180,17 @@ STRIPES = "b n d h (w s) -> (b s) n (h w) d"
 
 
 @pytest.mark.parametrize(
-    ("line", "sizes", "message"),
-    [
-        ("b n d h w", {}, "exactly one '->'"),
-        ("b c h w -> b n (h w) d", {}, "left side must be 'b n d'"),
-        ("b n d h w -> b n h w d", {}, "right side must be"),
-        ("b n d h w -> b n h d", {}, "'w' occurs 1 and 0 times"),
-        ("b n d (h n) w -> b n (h w) d", {}, "'n' is reserved"),
-        (")b n d h w( -> b n (h w) d", {}, "names in parentheses"),
-        (STRIPES, {}, "give the size of 'w' or 's'"),
-        ("b n d h w -> b n (h w) d", {"s": 2}, "the size 2 is for 's'"),
-        (STRIPES, {"s": 0}, "the size of 's' must .* at least 1, got 0"),
-    ],
-)
-def test_a_line_that_is_no_pattern_is_refused_at_construction(line, sizes, message):
-    with pytest.raises(ValueError, match=f"^pattern must .*{message}"):
-        va.Pattern(line, **sizes)
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: va.Pattern("b n d h w"), "exactly one '->'"),
+        (lambda: va.Pattern("b c h w -> b n (h w) d"), "left side must be 'b n d'"),
+        (lambda: va.Pattern("b n d h w -> b n h w d"), "right side must be"),
+        (lambda: va.Pattern("b n d h w -> b n h d"), "'w' occurs 1 and 0 times"),
+        (lambda: va.Pattern("b n d (h n) w -> b n (h w) d"), "'n' is reserved"),
+        (lambda: va.Pattern(")b n d h w( -> b n (h w) d"), "names in parentheses"),
+        (lambda: va.Pattern(STRIPES), "give the size of 'w' or 's'"),
+        (lambda: va.Pattern(STRIPES, h=2, q=2), "the size 2 is for 'q'"),
+        (lambda: va.Pattern(STRIPES, s=0), "the size of 's' must .* at least 1, got 0"),
         (lambda: va.Window(0), "Window: size must"),
         (lambda: va.Window((7, 7), shift=(3, 3, 3)), "Window: size and shift must"),
         (lambda: va.Window((4, 2), shift=2), "Window: shift must"),

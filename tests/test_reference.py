@@ -41,9 +41,6 @@ def test_the_definition_is_torchs():
         np.testing.assert_allclose(reference.attention(q, k, v, 0.3, mask), expected.numpy(), atol=1e-14)
     logits = np.array([[-np.inf, -np.inf], [0.0, -np.inf]])
     np.testing.assert_array_equal(reference.softmax(logits), [[0.0, 0.0], [1.0, 0.0]])
-    x, weight, bias = generator.normal(size=(3, 4, 5)), generator.normal(size=(6, 3, 1, 1)), generator.normal(size=6)
-    expected = F.conv2d(*map(torch.from_numpy, (x, weight, bias)))
-    np.testing.assert_allclose(reference.conv1x1(x, weight, bias), expected.numpy(), atol=1e-14)
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------
@@ -226,21 +223,31 @@ def check_weights(case, impl, position, qk_norm):
     torch.testing.assert_close(block.attention_weights(x, mask, last_and_first), found[:, :, last_and_first])
 
 
-def check_linear_attention(case, impl, dtype):
+def check_linear_attention(case, impl, feature_map, dtype):
+    """The block against weights of all pairs in torch, forward and backward."""
     torch.manual_seed(case["seed"])
     n, tokens = case["heads"][0], case["size"][0] * case["size"][1]
-    block, x = va.LinearAttention2d(8, n, impl=impl, dtype=dtype), make_map(case, 8, dtype)
+    block = va.LinearAttention2d(8, n, impl=impl, feature_map=feature_map, dtype=dtype)
     mask = torch.rand(case["batch"] or 1, n, 1, tokens) < 0.6 if case["mask"] in ("bool", "fully masked rows") else None
+    x = make_map(case, 8, dtype).requires_grad_()
+    found = block(x, mask)
     exact = {key: value.double() for key, value in block.state_dict().items()}
     maps = x.double().reshape(-1, *x.shape[-3:])
     qkv = F.conv2d(maps, exact["qkv.weight"], exact["qkv.bias"])
     q, k, v = qkv.unflatten(1, (3, n, -1)).flatten(4).unbind(1)  # (b, n, d, tokens)
-    k = (k if mask is None else k.masked_fill(~mask, -torch.inf)).softmax(3).nan_to_num()
-    y = (v @ k.mT @ q.softmax(2)).reshape(maps.shape)
-    expected = F.conv2d(y, exact["proj.weight"], exact["proj.bias"]).reshape(x.shape)
-    with torch.no_grad():
-        found = block(x, mask).double()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11 if dtype == torch.float64 else 2e-5)
+    allowed = torch.tensor(True) if mask is None else mask
+    if feature_map == "softmax":
+        weights = k.masked_fill(~allowed, -1e9).softmax(3).masked_fill(~allowed, 0.0).mT @ q.softmax(2)
+    else:
+        q, k = (F.elu(y) + 1 if feature_map == "elu" else y for y in (q, k))
+        weights = (k * allowed).mT @ q
+    if feature_map == "elu":
+        weights = weights / weights.sum(2, keepdim=True).clamp(min=1e-30)
+    expected = F.conv2d((v @ weights).reshape(maps.shape), exact["proj.weight"], exact["proj.bias"]).reshape(x.shape)
+    pairs = [(y, *torch.autograd.grad(y.double().sin().sum(), x, retain_graph=True)) for y in (found, expected)]
+    for one, other in zip(*pairs, strict=True):
+        tolerance = (1e-11 if dtype == torch.float64 else 2e-5) * max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("pattern", "position"), [("full", None), ("shifted window", "table")])
@@ -277,12 +284,13 @@ attention_drawn = given(
     form=st.sampled_from(list(FORMS)),
 )
 weights_drawn = given(**DRAWN, qk_norm=st.booleans())
-linear_drawn = given(case=DRAWN_CASES, impl=st.sampled_from(["einx", "bmm"]), dtype=st.sampled_from(DTYPES))
+LINEAR = {"impl": ("einx", "bmm"), "feature_map": ("softmax", "elu", "none"), "dtype": DTYPES}
+linear_drawn = given(case=DRAWN_CASES, **{name: st.sampled_from(values) for name, values in LINEAR.items()})
 few, many = settings(max_examples=8), settings.get_profile("anew")
 
 test_attention_equals_the_definition_forward_and_backward = few(attention_drawn(check_attention))
 test_weights_equal_the_definition = few(weights_drawn(check_weights))
-test_linear_attention_equals_its_definition = few(linear_drawn(check_linear_attention))
+test_linear_attention_equals_its_definition = settings(max_examples=20)(linear_drawn(check_linear_attention))
 
 
 @pytest.mark.thorough
