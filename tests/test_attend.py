@@ -171,7 +171,6 @@ def test_a_named_implementation_is_the_one_that_runs_and_auto_chooses(case):
         (va.Attention2d, {"position": va.RelPosDecomposed(feat_size=(3, 4))}, (32, 32)),
         (va.Attention2d, {"pattern": va.Window(8, shift=4), "position": va.RelPosTable()}, (32, 32)),
         (va.Attention2d, {"pattern": va.Neighborhood(5), "position": va.RelPosDecomposed()}, (32, 32)),
-        (va.Attention3d, {}, (4, 16, 16)),
         (va.LinearAttention2d, {"impl": "bmm"}, (32, 32)),
     ],
 )

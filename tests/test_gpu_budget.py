@@ -35,7 +35,6 @@ OPTIONS = (
     {"num_kv_heads": 2},
     {"num_kv_heads": 1, "pattern": va.Window(4, shift=2), "position": RELATIVE()},
     *({"causal": True, **other} for other in ({}, {"scale": -1.0}, {"pattern": "rows"}, {"attn_drop": 0.1})),
-    {"causal": True, "position": TABLES[0]},
     {"kv_stride": 2},
     *({"qk_norm": qk_norm} for qk_norm in (True, "cosine", "match")),
     {"groups": 2, "output_gate": True},
