@@ -20,6 +20,7 @@ import torchvision.models.swin_transformer as torchvision_swin
 from networks import assert_same as assert_same_state
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import vision_attn as va
 from vision_attn.networks import convert
@@ -51,29 +52,26 @@ def tokens(x):
     return x.flatten(2).transpose(1, 2)
 
 
-def on_map(layer, x, *others):
-    return layer(x, *others)
-
-
-def first(y):
-    return y[0] if isinstance(y, tuple) else y
+def on_map(layer, x):
+    return layer(x)
 
 
 def on_tokens(layer, x, *others):
-    return first(layer(tokens(x), *others)).transpose(1, 2).unflatten(2, x.shape[2:])
+    y = layer(tokens(x), *others)
+    return (y[0] if isinstance(y, tuple) else y).mT.unflatten(2, x.shape[2:])
 
 
 def sized(layer, x):
-    """For layers that are told the size of the map that their tokens are of."""
     return on_tokens(layer, x, x.shape[2:])
 
 
 def channels_last(layer, x):
-    return first(layer(x.movedim(1, -1))).movedim(-1, 1)
+    y = layer(x.movedim(1, -1))
+    return (y[0] if isinstance(y, tuple) else y).movedim(-1, 1)
 
 
 def results(run, *maps, module=None):
-    """What is computed of maps, and the slopes of that by the maps and by a module's parameters."""
+    """The output, and the gradients of the maps and of a module's parameters."""
     maps = [x.clone().requires_grad_() for x in maps]
     torch.manual_seed(0)  # the network of a relative position may drop
     y = run(*maps)
@@ -94,14 +92,12 @@ def random_maps(shapes):
 
 
 def assert_same(block, theirs, *shapes, atol=1e-11):
-    """Outputs and slopes, for two maps of each shape ``(c, h, w)``: the map itself, and what it attends to if given."""
     maps = random_maps(shapes)
     run = block if len(maps) == 1 else (lambda x, context: block(x, context=context))
     assert_close(results(run, *maps), results(theirs, *maps), atol)
 
 
 def changed(module, **parts):
-    """The module with these parts in the place of its own."""
     for name, part in parts.items():
         setattr(module, name, part)
     return module
@@ -122,16 +118,11 @@ def multihead(layer, x, context=None):
     return y.permute(order).mT.unflatten(2, x.shape[2:])
 
 
-def vit_norm(width, **options):
-    return nn.LayerNorm(width, eps=0.1, **options)
-
-
 def maxvit(kind, **options):
     return getattr(tm.maxxvit, kind)(8, 12, dim_head=4, **options)
 
 
 def maxvit_partition(kind, partition, rel_pos):
-    """timm's layer that cuts a map into windows or grids, and puts it together again."""
     config = tm.maxxvit.MaxxVitTransformerCfg(4, rel_pos_type=rel_pos, window_size=(3, 5))
     return getattr(tm.maxxvit, kind)(8, partition, config)
 
@@ -142,8 +133,7 @@ def run_maxvit(layer, x):
 
 
 def torchvision_partition(kind):
-    args = (8, 2, 2, kind, (6, 6), 1, nn.GELU, nn.LayerNorm, 0.0, 0.0, 0.0)
-    return torchvision_maxvit.PartitionAttentionLayer(*args)
+    return torchvision_maxvit.PartitionAttentionLayer(8, 2, 2, kind, (6, 6), 1, nn.GELU, nn.LayerNorm, 0.0, 0.0, 0.0)
 
 
 def run_torchvision(layer, x):
@@ -153,34 +143,32 @@ def run_torchvision(layer, x):
 
 
 def run_timm_swin(layer, x):
-    return layer._attn(x.movedim(1, -1)).movedim(-1, 1)
+    return channels_last(layer._attn, x)
 
 
 def each(**options):
-    """All combinations of some options."""
     return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
 
 
-#: Layers and their options, and where in them the source is; how they are run, on what maps, and converted.
-PARITY = []
-#: Those that a block alone does not stand for.
-SWAPPED_ONLY = []
+#: Layers, their options, and the path of the source in them; how they run, shapes of maps, and options of from_layer:
+#: None if only swap_ supports the layer.
+CASES = []
 
 
-def add(make, run, *variants, shapes=((8, 3, 5),), part="", to=PARITY, **options):
-    to.extend((make, variant, part, run, shapes, options) for variant in variants or [{}])
+def add(make, run, *variants, shapes=((8, 3, 5),), part="", swap_only=False, **options):
+    CASES.extend((make, variant, part, run, shapes, None if swap_only else options) for variant in variants or [{}])
 
 
 yes_no = [True, False]
 mha = partial(nn.MultiheadAttention, 8, 2)
-add(mha, multihead, *each(bias=yes_no, batch_first=yes_no))
+add(mha, multihead, {}, {"bias": False, "batch_first": True})
 add(mha, multihead, shapes=[(8, 7)], rank=1)
 add(mha, multihead, *each(kdim=[6], vdim=[6], bias=yes_no), shapes=[(8, 3, 5), (6, 6, 10)])
 add(mha, multihead, {"kdim": 6, "vdim": 6}, shapes=[(8, 2, 3, 4), (6, 4, 6, 8)], rank=3)
 
 vit = partial(tl.Attention, 8, num_heads=2)
 add(vit, on_tokens, {}, {"qkv_bias": True}, {"proj_bias": False}, {"attn_head_dim": 3}, GATED)
-add(vit, on_tokens, *each(qk_norm=[True], norm_layer=[nn.LayerNorm, vit_norm]), {"qkv_bias": True, **GATED})
+add(vit, on_tokens, {"qk_norm": True, "norm_layer": partial(nn.LayerNorm, eps=0.1)}, {"qkv_bias": True, **GATED})
 add(partial(tm.beit.Attention, 8, 2), on_tokens, *each(qkv_bias=yes_no))
 add(partial(tm.vision_transformer_relpos.RelPosAttention, 8, 2, qk_norm=True), on_tokens)
 add(partial(tm.nextvit.EfficientAttention, 8, head_dim=4), on_tokens, *each(qkv_bias=yes_no))
@@ -207,7 +195,7 @@ for kind, pattern in (("window", va.Window(2)), ("grid", va.Grid(2))):
     add(partial(torchvision_partition, kind), run_torchvision, **inside)
 
 swin = partial(torchvision_swin.ShiftedWindowAttention, 8, [2, 3], num_heads=2)
-for size, bias in (((2, 9), False), ((8, 3), True), ((5, 7), True)):
+for size, bias in (((2, 9), False), ((8, 3), True)):
     variants = each(shift_size=[[0, 0], [1, 2]], qkv_bias=[bias], proj_bias=[bias])
     add(swin, channels_last, *variants, shapes=[(8, *size)])
 swin_v2 = partial(torchvision_swin.ShiftedWindowAttentionV2, 8, [2, 3], num_heads=2)
@@ -238,7 +226,7 @@ add(diffusers, on_tokens, {"dim_head": 3})
 crossing = partial(diffusers, cross_attention_dim=6, bias=True, scale_qk=False)
 add(crossing, lambda layer, x, context: on_tokens(layer, x, tokens(context)), shapes=[(8, 3, 5), (6, 2, 2)])
 
-only = partial(add, to=SWAPPED_ONLY)
+only = partial(add, swap_only=True)
 MASKS = randn(2, 15, 15)
 only(diffusers_norm, on_map, {"rescale_output_factor": 2.0})
 only(partial(maxvit, "Attention2d"), on_map, {"rel_pos_cls": MLP})
@@ -276,46 +264,39 @@ for kind in ("vit", "simple_vit"):
 inner = partial(layer_of, "vit_pytorch.max_vit.Attention", 8, 4, window_size=3)
 only(inner, lambda layer, x: layer(x.view(2, 8, 2, 3, 3, 3).permute(0, 2, 4, 3, 5, 1)), shapes=[(8, 6, 9)])
 only(partial(tl.non_local_attn.NonLocalAttn, 8), on_map, {"rd_channels": 4}, {"use_scale": False})
-CASE = ("make", "variant", "part", "run", "shapes", "options")
-
-
-@pytest.mark.parametrize(CASE, PARITY)
-def test_a_block_computes_what_its_layer_does(make, variant, part, run, shapes, options):
-    source = (layer := randomised(make(**variant))).get_submodule(part)
-    block = convert.from_layer(source, **options)
-    name, kind = type(source).__name__, BLOCKS[options.get("rank", len(shapes[0]) - 1)]
-    if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
-        assert isinstance(block, PaddedAttention2d)
-    else:
-        assert type(block) is (va.AttentionBlock2d if make is diffusers_norm else kind)
-    assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
 
 
 def swap(layer):
     return va.swap_(layer, where=lambda name, module: True)
 
 
-@pytest.mark.parametrize(CASE, [*PARITY, *SWAPPED_ONLY])
-def test_a_swapped_layer_computes_the_same_and_a_wrong_order_is_found_out(
-    make, variant, part, run, shapes, options, monkeypatch
-):
+@pytest.mark.parametrize(("make", "variant", "part", "run", "shapes", "options"), CASES)
+def test_parity_and_detection_of_a_wrong_order(make, variant, part, run, shapes, options, monkeypatch):
     layer, other = (randomised(make(**variant)) for _ in range(2))
+    source = layer.get_submodule(part)
+    if options is not None:
+        block = convert.from_layer(source, **options)
+        name, kind = type(source).__name__, BLOCKS[options.get("rank", len(shapes[0]) - 1)]
+        if name.startswith(("Shifted", "LocallyGrouped")) or (part and "Window" in name):
+            assert isinstance(block, PaddedAttention2d)
+        else:
+            assert type(block) is (va.AttentionBlock2d if make is diffusers_norm else kind)
+        assert_same(block, partial(run, layer), *shapes, atol=1e-10 if shapes[0][0] > 8 else 1e-11)
     layer.train()
-    maps = random_maps(shapes)
+    maps, ran = random_maps(shapes), []
     expected = results(partial(run, layer), *maps, module=layer)
     (swapped,) = swap(layer).swapped
     assert swapped.difference < 1e-10
-    ran = []
-    layer.get_submodule(part).running_block.register_forward_hook(lambda *_: ran.append(1))
+    source.running_block.register_forward_hook(lambda *_: ran.append(1))
     assert_close(results(partial(run, layer), *maps, module=layer), expected, 1e-10)
     assert ran == [1]
-    turn_rows(monkeypatch, other.get_submodule(part))
+    reverse_rows(monkeypatch, other.get_submodule(part))
     (left,) = swap(other).left
     assert "does not compute the same as the layer, outputs have a difference of" in left.reason
 
 
-def turn_rows(monkeypatch, layer):
-    """From now on the rows of such layers come in another order, and fit as well."""
+def reverse_rows(monkeypatch, layer):
+    """Reverse the rows of the weights that are read from such layers, which does not change their shape."""
     path, _, row = find_row(layer)
 
     def weights(layer):
@@ -327,22 +308,21 @@ def turn_rows(monkeypatch, layer):
 
 def test_every_row_is_tried():
     tried, elsewhere = set(), ("keras.", "natten.", "ultralytics.")  # below
-    for make, variant, part, *_ in [*PARITY, *SWAPPED_ONLY]:
+    for make, variant, part, *_ in CASES:
         with suppress(pytest.skip.Exception):  # of a library that is missing here
             tried.add(find_row(make(**variant).get_submodule(part))[0])
     assert tried == {path for path in TABLE if find_spec(path.partition(".")[0]) and not path.startswith(elsewhere)}
 
 
-NATTEN = [
-    ((3,), {}, (7,)),
-    ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
-    ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
-]
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning", "ignore:return_lse:FutureWarning")
-@pytest.mark.parametrize(("kernel", "options", "size"), NATTEN)
-def test_natten_is_proven_in_float32_which_is_all_it_has(kernel, options, size, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "options", "size"),
+    [
+        ((3, 4), {"stride": (1, 2), "dilation": (2, 1), "is_causal": (True, False)}, (7, 6)),
+        ((2, 2, 3), {"stride": (2, 1, 1), "qk_scale": 0.7}, (4, 3, 5)),
+    ],
+)
+def test_natten_is_compared_in_float32(kernel, options, size, monkeypatch):
     make = partial(layer_of, f"natten.NeighborhoodAttention{len(size)}D", 64, 2, kernel, **options)
     layer, other, x = make().eval(), make(), randn(2, 64, *size).float()
     with torch.no_grad():
@@ -350,7 +330,7 @@ def test_natten_is_proven_in_float32_which_is_all_it_has(kernel, options, size, 
         torch.testing.assert_close(convert.from_layer(layer)(x), expected, rtol=0, atol=1e-6)
         assert "compared in torch.float32" in str(va.swap_(layer))
         torch.testing.assert_close(channels_last(layer, x), expected, rtol=0, atol=1e-6)
-    turn_rows(monkeypatch, other)
+    reverse_rows(monkeypatch, other)
     with pytest.raises(ConversionError, match=r"outputs have a difference of \S+ in torch.float32"):
         convert.from_layer(other)
 
@@ -367,18 +347,17 @@ def test_attention_of_yolo_is_swapped_in_evaluation(kind, options, monkeypatch):
     assert_close(results(partial(on_map, layer), x, module=layer), expected, 1e-10)
     layer.train()(x)  # with the norms of this batch
     assert ran == [1]
-    turn_rows(monkeypatch, other)
+    reverse_rows(monkeypatch, other)
     assert not swap(other).swapped
 
 
 def test_a_batch_norm_is_folded_with_its_eps():
-    layer, x = nn.Module(), randn(2, 8, 3, 5)
-    layer.conv, layer.bn = nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)  # as YOLO has them
+    layer = nn.Module()
+    layer.conv, layer.bn = nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6, eps=0.1)  # as in YOLO
     randomised(layer).bn.running_mean.copy_(randn(6))
     layer.bn.running_var.copy_(randn(6, seed=1).square())
-    folded = other_layers.fold_batch_norm(layer)
-    got = nn.functional.conv2d(x, folded.weight[..., None, None], folded.bias)
-    torch.testing.assert_close(got, layer.bn(layer.conv(x)), rtol=0, atol=1e-12)
+    fused = fuse_conv_bn_eval(layer.conv, layer.bn)
+    assert_close(other_layers.fold_batch_norm(layer), (fused.weight.flatten(1), fused.bias), 1e-12)
     del layer.bn  # as ultralytics fuses it
     assert torch.equal(other_layers.fold_batch_norm(layer).weight, layer.conv.weight.flatten(1))
 
@@ -416,12 +395,12 @@ def test_swin_attends_to_its_padding_and_so_does_the_block():
     plain.load_state_dict(block.state_dict())
     assert (plain(x) - y).abs().max() > 0.01
     rolled_first = convert.from_layer(SOURCES["timm_swin"](), pattern=va.Window((3, 5), shift=1))
-    for call, message in (
-        (lambda: block(x, torch.ones(35, 35, dtype=torch.bool)), "2×3; got 5×7 with a shift, a mask or"),
-        (lambda: block(x, context=x), "2×3; got 5×7 with a shift, a mask or"),
-        (lambda: rolled_first(torch.randn(2, 8, 7, 10)), "3×5; got 7×10 with a shift"),
+    for call in (
+        lambda: block(x, torch.ones(35, 35, dtype=torch.bool)),
+        lambda: block(x, context=x),
+        lambda: rolled_first(torch.randn(2, 8, 5, 7)),
     ):
-        with pytest.raises(ValueError, match=f"x must be of whole windows of {message}"):
+        with pytest.raises(ValueError, match=r"x must .*; got 5×7"):
             call()
 
 
@@ -429,7 +408,6 @@ def test_swin_attends_to_its_padding_and_so_does_the_block():
 
 
 def built(layer, query, value=None, key=None):
-    """The layer built for these shapes, with random numbers for every weight."""
     layer.build(*((None, *shape) for shape in (query, value or query, key) if shape))
     for seed, variable in enumerate(layer.weights):
         variable.assign(0.4 * randn(*variable.shape, seed=seed))
@@ -446,13 +424,9 @@ def run_keras(layer, x, context=None):
 @pytest.mark.parametrize(
     ("options", "size", "pattern"),
     [
-        ({}, (7,), "full"),
-        ({"attention_axes": (1,)}, (3, 5), "columns"),
-        ({"attention_axes": (-2,)}, (3, 5), "rows"),
-        ({}, (2, 3, 4), "full"),
+        ({"output_shape": (4,), "value_dim": 1}, (7,), "full"),
+        ({"attention_axes": (-2,), "dropout": 0.3}, (3, 5), "rows"),
         ({"attention_axes": (1, 3)}, (2, 3, 4), va.Pattern("b n d t h w -> (b h) n (t w) d")),
-        ({"use_bias": False, "dropout": 0.3}, (3, 5), "full"),
-        ({"output_shape": (4,), "value_dim": 1}, (3, 5), "full"),
         ({"use_gate": True}, (3, 5), "full"),
         ({"use_gate": True, "num_heads": 4, "use_bias": False, "value_dim": 2}, (3, 5), "full"),
     ],
@@ -461,18 +435,14 @@ def run_keras(layer, x, context=None):
 def test_keras_multihead(keras, options, size, pattern):
     layer = keras.layers.MultiHeadAttention(**{"num_heads": 2, "key_dim": 3, "dtype": "float64", **options})
     block = convert.from_layer(built(layer, (*size, 6)))
-    assert (type(block), block.pattern, drops(block)) == (
-        BLOCKS[len(size)],
-        pattern,
-        (options.get("dropout", 0.0), 0.0),
-    )
+    assert (type(block), block.pattern) == (BLOCKS[len(size)], pattern)
+    assert drops(block) == (options.get("dropout", 0.0), 0.0)
     frozen = {name for name, p in block.named_parameters() if not p.requires_grad}
     assert frozen == ({"gate.bias"} if "use_gate" in options and "use_bias" in options else set())
     assert_same(block, partial(run_keras, layer), (6, *size))
 
 
-@pytest.mark.parametrize("options", [{}, {"use_bias": False, "use_gate": True}, {"use_gate": True}], ids=str)
-@pytest.mark.parametrize("value", [(), (9, 5)])
+@pytest.mark.parametrize(("options", "value"), [({}, ()), ({"use_bias": False, "use_gate": True}, (9, 5))])
 def test_keras_grouped_query_attention(keras, options, value):
     layer = built(keras.layers.GroupQueryAttention(3, 6, 2, dtype="float64", **options), (7, 8), value)
     block = convert.from_layer(layer)
@@ -501,20 +471,17 @@ def test_keras_layers_that_are_refused(keras):
     mha, gqa, shape = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, (3, 5, 6)
     for layer, message in (
         (mha(2, 3), "layer must be built"),
-        (built(mha(2, 3, sliding_window=2), (7, 6)), r"sliding_window cannot be carried over: got 2"),
-        (built(mha(2, 3, output_shape=(2, 2)), shape), "cannot be run by its block"),
+        (built(mha(2, 3, sliding_window=2), (7, 6)), "sliding_window .* got 2"),
         (built(mha(2, 3), (5, 6), (4, 7), (4, 6)), "cannot be run"),
         (built(mha(2, 3), (2, 2, 2, 2, 6)), "cannot be run"),
         (built(gqa(3, 4, 2), shape), "cannot be run"),
-        (keras.layers.Dense(3), r"no row of the table is for keras\.src.*Dense"),
     ):
         with pytest.raises((ValueError, ConversionError), match=message):
             convert.from_layer(layer)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_keras_layer_that_does_what_its_configuration_does_not_say_is_found_out(keras, dtype):
-    layer = built(keras.layers.MultiHeadAttention(2, 9, use_bias=False, dtype=dtype), (3, 5, 6))
+def test_a_keras_layer_with_a_changed_part_is_detected(keras):
+    layer = built(keras.layers.MultiHeadAttention(2, 9, use_bias=False, dtype="bfloat16"), (3, 5, 6))
     layer._output_dense.set_weights([torch.zeros(2, 9, 6)])  # its own numbers would hide any difference
     assert isinstance(convert.from_layer(layer), va.Attention2d)
     layer._output_dense.activation = torch.tanh
@@ -559,59 +526,44 @@ def test_dropouts_are_carried():
     for layer, expected in (
         (mha(dropout=0.3), (0.3, 0.0)),
         (swin(shift_size=[0, 0], attention_dropout=0.1, dropout=0.2), (0.1, 0.2)),
-        *((make(**both), (0.1, 0.2)) for make in (vit, map_attention, queries, partial(maxvit, "AttentionCl"))),
-        (changed(vit(**both), attn_drop=nn.Identity(), proj_drop=nn.Identity()), (0.0, 0.0)),
+        (queries(**both), (0.1, 0.2)),
+        (changed(vit(**both), attn_drop=nn.Identity()), (0.0, 0.2)),
     ):
         assert drops(convert.from_layer(layer)) == expected
 
 
-TABLE_HAS_NO = "no row of the table is for"
-#: What a layer may not have, by name, and such a layer.
 REFUSED = [
-    ("bias_k cannot", partial(mha, add_bias_kv=True)),
-    ("attn_drop must drop single elements", lambda: changed(vit(), attn_drop=nn.AlphaDropout(0.1))),
-    ("rel_pos cannot", partial(relative, rel_pos_cls=BIAS)),
-    ("relative_position_bias_table cannot", lambda: tm.beit.Attention(8, 2, window_size=(2, 3))),
-    ("attention_biases cannot", efficientformer),
-    ("sr cannot", strided),
-    ("kv_stride cannot", partial(queries, kv_stride=2)),
-    ("pool cannot", lambda: tl.bottleneck_attn.BottleneckAttn(8, feat_size=(4, 6), stride=2)),
-    ("block_stride cannot", halo),
-    ("rel_pos.mlp cannot", partial(maxvit, "Attention2d", rel_pos_cls=MLP)),
-    ("norm_q cannot", partial(diffusers, qk_norm="layer_norm")),
-    ("norm_cross cannot", partial(diffusers, cross_attention_norm="layer_norm")),
-    ("group_norm cannot", partial(diffusers, norm_num_groups=4)),
-    (f"{TABLE_HAS_NO} torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
-    (f"{TABLE_HAS_NO} timm.models.eva.Eva", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
-    ("module must be an nn.Module; .* KERAS_BACKEND=torch", lambda: None),
+    ("bias_k", partial(mha, add_bias_kv=True)),
+    ("attn_drop", lambda: changed(vit(), attn_drop=nn.AlphaDropout(0.1))),
+    ("rel_pos.mlp", partial(maxvit, "Attention2d", rel_pos_cls=MLP)),
+    ("group_norm", partial(diffusers, norm_num_groups=4)),
+    ("torch.nn.modules.linear.Linear", lambda: nn.Linear(8, 8)),
+    ("timm.models.eva.EvaAttention.*rotation", lambda: tm.eva.EvaAttention(8, 2, scale_norm=False)),
+    ("module must", lambda: None),
 ]
-DOUBLED = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
-#: What the comparison finds.
-FOUND = {
+#: Layers that the comparison detects.
+DETECTED = {
     "a token before the map": partial(maxvit, "Attention2d", rel_pos_cls=partial(BIAS, prefix_tokens=1)),
     "one norm": lambda: changed(SOURCES["timm_attention"](), q_norm=nn.Identity()),
-    "the other norm": lambda: changed(SOURCES["timm_attention"](), k_norm=nn.Identity()),
     "RMS norms": partial(vit, qk_norm=True, norm_layer=tl.RmsNorm),
     "norms without bias": lambda: vit(qk_norm=True, norm_layer=lambda d, **kw: nn.LayerNorm(d, bias=False)),
     "norm before the output": partial(vit, scale_norm=True, norm_layer=nn.LayerNorm),
-    "no projection": lambda: changed(vit(), proj=nn.Identity()),
-    "doubled": lambda: changed(vit(), proj=DOUBLED(8, 8)),
     "processor": lambda: changed(diffusers(), processor=lambda attn, x, **others: x),
     "keys and values of other widths": partial(mha, kdim=5, vdim=3),
     "meta": partial(mha, device="meta"),
 }
 
 
-@pytest.mark.parametrize(("message", "make"), REFUSED, ids=[message for message, _ in REFUSED])
-def test_what_the_block_does_not_do_is_refused_by_name(message, make):
+@pytest.mark.parametrize(("message", "make"), REFUSED)
+def test_an_unsupported_layer_is_refused_by_name(message, make):
     with pytest.raises(ValueError, match=message):
         convert.from_layer(make())
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_what_the_block_does_not_do_is_found_by_the_comparison(name):
-    with pytest.raises(ConversionError, match="Load its weights into a plain layer"):
-        convert.from_layer(FOUND[name]())
+@pytest.mark.parametrize("name", DETECTED)
+def test_an_unsupported_layer_is_detected_by_the_comparison(name):
+    with pytest.raises(ConversionError):
+        convert.from_layer(DETECTED[name]())
 
 
 def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
@@ -631,47 +583,34 @@ def test_hooks_parametrizations_and_parts_in_another_mode_are_refused():
         convert.from_layer(source)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (mha, {"rank": 4}, "rank must be the axes of a map, 1, 2 or 3"),
-        (SOURCES["torchvision_swin"], {"rank": 2}, "rank must be None for a Shifted"),
-        (mha, {"pattern": "rows"}, "pattern must be None, or a Window or Grid"),
-        (partial(TorchvisionMaxVit, 8, 4, 9), {"pattern": va.Neighborhood(3)}, "pattern must be None, or a Window or"),
-        (partial(TorchvisionMaxVit, 8, 4, 9), {"pattern": va.Window(7)}, r"feat_size must be .* \(7, 7\); got"),
-    ],
-)
-def test_ranks_and_patterns_that_do_not_go_with_the_layer_are_refused(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        convert.from_layer(make(), **options)
-
-
-def other_eps(layer, x):
-    layer.q_norm.eps *= 1.1
-    y = tl.Attention.forward(layer, x)
-    layer.q_norm.eps /= 1.1
-    return y
+def test_ranks_and_patterns_that_do_not_fit_the_layer_are_refused():
+    windows = TorchvisionMaxVit(8, 4, 9)
+    for layer, options, name in (
+        (mha(), {"rank": 4}, "rank"),
+        (SOURCES["torchvision_swin"](), {"rank": 2}, "rank"),
+        (mha(), {"pattern": va.Window(7)}, "pattern"),
+        (windows, {"pattern": va.Neighborhood(3)}, "pattern"),
+        (windows, {"pattern": va.Window(7)}, "feat_size"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            convert.from_layer(layer, **options)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layer, x, y: (1 + 1e-8) * y, "Altered does not compute the same .* outputs have a difference of"),
-        (lambda layer, x, y: float("nan") * y, "outputs have a difference of nan"),
-        (lambda layer, x, y: torch.cat([y, y], -1), r"not \(2, 8, 16\)"),
-        (lambda layer, x, y: y.nothing, r"this Altered cannot be run .* \(AttributeError: "),
-        # What shows in small inputs alone: another eps of a norm, and a branch.
-        (lambda layer, x, y: other_eps(layer, x), "outputs have a difference of"),
-        (lambda layer, x, y: y * (1 if x.abs().max() > 0.1 else 2), "outputs have a difference of"),
+        (lambda x, y: (1 + 1e-8) * y, "Altered .* a difference of"),
+        (lambda x, y: float("nan") * y, "nan"),
+        (lambda x, y: torch.cat([y, y], -1), r"not \(2, 8, 16\)"),
+        (lambda x, y: y.nothing, "Altered .*AttributeError"),
+        (lambda x, y: y * (1 if x.abs().max() > 0.1 else 2), "a difference of"),  # in small inputs alone
     ],
 )
-def test_a_subclass_that_computes_something_else_is_found_out(change, message):
-    def forward(self, x, *others):
-        return change(self, x, tl.Attention.forward(self, x, *others))
-
-    kind = type("Altered", (tl.Attention,), {"forward": forward})
+def test_a_subclass_that_computes_something_else_is_detected(change, message):
+    forward = tl.Attention.forward
+    kind = type("Altered", (tl.Attention,), {"forward": lambda self, x: change(x, forward(self, x))})
     with pytest.raises(ConversionError, match=f"(?s){message}"):
-        convert.from_layer(kind(8, 2, qk_norm=True, norm_layer=nn.LayerNorm))
+        convert.from_layer(kind(8, 2))
 
 
 # --- the other way ----------------------------------------------------------------------------------------------------
@@ -702,9 +641,9 @@ TIMM_LACKS = BOTH | {"qk_norm": "cosine", "output_gate": True, "value_dim": 3}
 
 
 @pytest.mark.parametrize(("there", "lacks"), [(TORCH, TORCH_LACKS), (TIMM, TIMM_LACKS)])
-def test_what_the_other_layer_does_not_do_is_refused(there, lacks):
+def test_unsupported_options_of_the_block_are_refused(there, lacks):
     for name, value in lacks.items():
-        with pytest.raises((ValueError, ConversionError), match=r"block must|the block of|cannot be run by"):
+        with pytest.raises((ValueError, ConversionError), match="block"):
             there(va.Attention2d(8, 2, **{name: value}))
-    with pytest.raises(ValueError, match="block must be an Attention1d"):
+    with pytest.raises(ValueError, match="block"):
         there(nn.Linear(8, 8))

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pkgutil import resolve_name
@@ -16,9 +16,7 @@ from networks import assert_same
 from stand_ins import diffusers_attention, layer_of, transformers_layer
 from timm.layers import Attention as TimmAttention, AttentionPool2d
 from timm.layers.attention2d import MultiQueryAttention2d
-from timm.models.cait import ClassAttn
 from timm.models.convit import GPSA
-from timm.models.efficientvit_mit import LiteMLA
 from timm.models.maxxvit import MaxxVit, model_cfgs
 from timm.models.mobilenetv3 import _gen_mobilenet_v4
 from torch import nn
@@ -51,17 +49,13 @@ def timm_swin(size=32, **options):
     return small("swin_tiny_patch4_window7_224", img_size=size, strict_img_size=False, **options)
 
 
-def mobilenet():
-    return _gen_mobilenet_v4("mobilenetv4_hybrid_medium", channel_multiplier=0.25, num_classes=5)
-
-
 #: By name: the model, its images' sizes, how many modules are swapped, how many are left.
 MODELS = {
     "vit": (lambda: small("test_vit", depth=2, dynamic_img_size=True), [(32, 32), (32, 64)], 2, 0),
     "deit": (lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1), [(32, 32)], 1, 0),
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
-    "mobilenetv4_hybrid": (mobilenet, [(64, 32)], 4, 4),
+    "mobilenetv4": (lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", 0.25, num_classes=5), [(64, 32)], 4, 4),
     "swin": (swin, [(64, 64), (68, 40)], 4, 0),
     "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
@@ -74,7 +68,7 @@ def randn(*shape):
 
 
 def perturbed(model, scale=0.1):
-    """The model in evaluation mode with weights that hide nothing: no layer is zero, or scaled down to nothing."""
+    """The model in evaluation mode with weights that hide nothing: no layer is zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=scale)
@@ -92,12 +86,12 @@ def swapped_modules(model):
 
 @contextmanager
 def calls_counted(model):
-    """How often the blocks run: a module that runs by itself computes the same, of course."""
+    """The calls of blocks: a module that runs itself computes the same."""
     calls, blocks = [], [module.running_block for module in swapped_modules(model).values()]
-    handles = [block.register_forward_hook(lambda *_: calls.append(1)) for block in blocks]
-    yield calls
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.register_forward_hook(lambda *_: calls.append(1)))
+        yield calls
 
 
 def captured(model, *inputs, **options):
@@ -106,8 +100,8 @@ def captured(model, *inputs, **options):
     return maps
 
 
-def of_model(model, x):
-    """What a model gives, and the gradients of its image and its parameters."""
+def results(model, x):
+    """The output, and the gradients of the image and all parameters."""
     x = x.clone().requires_grad_()
     torch.manual_seed(0)
     y = model(x)
@@ -120,7 +114,7 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     _, sizes, swapped, left = MODELS[name]
     model = made(name)
     images = [randn(2, 3, *size) for size in sizes]
-    before = [of_model(model, x) for x in images]
+    before = [results(model, x) for x in images]
     state = copy.deepcopy(model.state_dict())
 
     def parts():
@@ -132,7 +126,7 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     assert (len(report.swapped), len(report.left)) == (swapped, left)
     with calls_counted(model) as calls:
         for x, expected in zip(images, before, strict=True):
-            for got, wanted in zip(of_model(model, x), expected, strict=True):
+            for got, wanted in zip(results(model, x), expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10 * max(1, wanted.abs().max().item()))
         assert len(calls) == swapped * len(images)
     assert_same(model.state_dict(), state)
@@ -190,8 +184,7 @@ def test_the_model_follows_its_mode_type_and_hooks():
         model(x)
     assert len(calls) == 2
     va.swap_back_(model)
-    assert type(attention) is nn.MultiheadAttention
-    assert attention.training
+    assert (type(attention), attention.training) == (nn.MultiheadAttention, True)
     model(x)
     assert seen == ["before", torch.bfloat16] * 2
 
@@ -231,29 +224,16 @@ def test_implementations_and_maps():
     assert (total[:, :, 8:] < 0.9).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "path", "names", "end", "values"),
-    [
-        (
-            lambda size: maxxvit("maxvit_nano_rw", size).double().eval(),
-            "stages.0.blocks.0",
-            ("attn_block", "attn_grid"),
-            "ls1",
-            lambda qkv, heads: qkv.unflatten(3, (heads, 3, -1))[..., 2, :],
-        ),
-        (
-            lambda size: perturbed(timm_swin(size, depths=(2,), num_heads=(2,)).double(), 0.3),
-            "layers.0.blocks",
-            ("0", "1"),  # the latter is shifted
-            "drop_path1",
-            lambda qkv, heads: qkv.unflatten(3, (3, heads, -1))[..., 2, :, :],
-        ),
-    ],
-    ids=["maxvit", "swin"],
-)
-def test_maps_of_windows_and_grids_that_the_network_cuts(make, path, names, end, values):
-    """The values that the weights are for, on the map, give what the part gives."""
-    model, given, expected = make((64, 96)), {}, {}
+@pytest.mark.parametrize("kind", ["maxvit", "swin"])
+def test_maps_of_windows_and_grids_that_the_network_cuts(kind):
+    """The attention map times the values on the feature map is the output of the attention."""
+    if kind == "maxvit":
+        model, path, names = maxxvit("maxvit_nano_rw", (64, 96)), "stages.0.blocks.0", ("attn_block", "attn_grid")
+        end, layout, axis = "ls1", (2, 3, -1), 4
+    else:
+        model, path, names = timm_swin((64, 96), depths=(2,), num_heads=(2,)), "layers.0.blocks", ("0", "1")  # shifted
+        end, layout, axis = "drop_path1", (3, 2, -1), 3
+    model, given, expected = perturbed(model.double(), 0.3), {}, {}
     va.swap_(model)
     parts = {f"{path}.{name}.attn": model.get_submodule(f"{path}.{name}") for name in names}
     for name, part in parts.items():
@@ -263,7 +243,7 @@ def test_maps_of_windows_and_grids_that_the_network_cuts(make, path, names, end,
     maps = captured(model, randn(2, 3, 64, 96))
     assert len(maps) == len(swapped_modules(model))
     for name, part in parts.items():
-        v = values(part.attn.qkv(given[name]), part.attn.num_heads).flatten(1, 2).transpose(1, 2)
+        v = part.attn.qkv(given[name]).unflatten(3, layout).select(axis, 2).flatten(1, 2).transpose(1, 2)
         got = part.attn.proj((maps[name].weights.flatten(3) @ v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(got.view_as(expected[name]), expected[name])
 
@@ -296,14 +276,11 @@ def test_maps_of_tokens(name, prefix):
         torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
 
 
-def test_the_innermost_module_around_declares_the_tokens():
+def test_the_innermost_module_declares_the_tokens():
     outer = nn.Sequential(made("vit"))
     outer.reg_token = nn.Parameter(torch.zeros(1, 4, 16))
     va.swap_(outer)
     assert {one.prefix.shape[2] for one in captured(outer, randn(1, 3, 32, 32)).values()} == {1}
-
-
-def test_tokens_that_lie_on_no_known_map_are_named():
     va.swap_(attention := TimmAttention(8, 2))
     with pytest.raises(ValueError, match="the model: it attends to 5 tokens in a row"):
         captured(attention, torch.randn(1, 5, 8))
@@ -339,48 +316,33 @@ def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, op
 # --- maps of layers that are given a map, or its size -----------------------------------------------------------------
 
 
-def unet(kind, *more, **options):
-    options = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1, **options}
-    kind = layer_of(f"diffusers.{kind}", sample_size=8, attention_head_dim=4, **options)
-    return kind, (torch.randn(2, kind.config.in_channels, 8, 12), 1, *more)
-
-
-def unet_of_maps():
-    blocks = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    return unet("UNet2DModel", down_block_types=blocks[0], up_block_types=blocks[1])
-
-
-def unet_of_tokens():
-    blocks = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
-    options = {"down_block_types": blocks[0], "up_block_types": blocks[1], "cross_attention_dim": 6}
-    return unet("UNet2DConditionModel", torch.randn(2, 3, 6), **options)
+def unet():
+    options = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 6}
+    options |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 4}
+    options |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "sample_size": 8}
+    return layer_of("diffusers.UNet2DConditionModel", **options), (torch.randn(2, 4, 8, 12), 1, torch.randn(2, 3, 6))
 
 
 def timm_model(name, *size, **options):
     return lambda: (timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),))
 
 
-efficientformer = timm_model("efficientformer_l1", 224, 224, depths=(1, 1, 1, 2))
-stripes = timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1)
-#: A model and its input, the path of one of its maps, and the sizes of the maps of queries and keys.
-MAPS = [
-    (unet_of_maps, "down_blocks.1.attentions.0", (4, 6), (4, 6)),
-    (unet_of_tokens, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6)),
-    (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3)),
-    (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3)),
-    (efficientformer, "stages.3.blocks.2.token_mixer", (7, 7), (7, 7)),
-    (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.0.0.attn", (20, 20), (20, 20)),
-    (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.1.0.attn", (14, 14), (14, 14)),
-    (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3)),
-    (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7)),
-    (stripes, "blocks.0.attn", (8, 2), (8, 2)),
-]
-
-
-@pytest.mark.parametrize(("make", "path", "size", "keys"), MAPS)
+@pytest.mark.parametrize(
+    ("make", "path", "size", "keys"),
+    [
+        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6)),
+        (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3)),
+        (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3)),
+        (timm_model("efficientformer_l1", 224, 224, depths=(1,) * 4), "stages.3.blocks.1.token_mixer", (7, 7), (7, 7)),
+        (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.1.0.attn", (14, 14), (14, 14)),
+        (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3)),
+        (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7)),
+        (timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), (8, 2)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of diffusers
-def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(make, path, size, keys, monkeypatch):
-    """The weights are those of the network itself, by what it gives torch's kernel."""
+def test_maps_of_layers_that_get_a_map_or_its_size(make, path, size, keys, monkeypatch):
+    """The weights are those that the network itself passes to torch's kernel."""
     torch.manual_seed(0)
     model, inputs = make()
     model.eval()
@@ -407,8 +369,7 @@ def test_maps_where_a_layer_is_given_a_map_or_a_module_around_it(make, path, siz
     assert any(torch.allclose(w[:, :, -flat.shape[2] :, -flat.shape[3] :], flat, atol=1e-5) for w in same)
 
 
-YOLO11, YOLO12 = ({"cfg": f"yolo{name}n.yaml", "verbose": False} for name in (11, 12))
-DETECTION, SEGFORMER = "ultralytics.nn.tasks.DetectionModel", {"depths": [1, 1, 1, 1]}
+YOLO, SEGFORMER = {"cfg": "yolo12n.yaml", "verbose": False}, {"depths": [1, 1, 1, 1]}
 MONAI = {"num_layers": 1, "num_heads": 3, "hidden_size": 12, "mlp_dim": 12, "classification": True, "in_channels": 3}
 MONAI |= {"img_size": (16, 16, 8), "patch_size": (4, 4, 4)}
 
@@ -420,8 +381,7 @@ MONAI |= {"img_size": (16, 16, 8), "patch_size": (4, 4, 4)}
         ("vit_pytorch.ViT", families.PYTORCH, (64, 64), {(4, 4)}, None, 1),
         ("vit_pytorch.SimpleViT", families.PYTORCH, (64, 64), {(4, 4)}, None, None),
         ("transformers.SegformerModel", SEGFORMER, (96, 64), {(24, 16), (12, 8), (6, 4), (3, 2)}, (3, 2), None),
-        (DETECTION, YOLO11, (128, 160), {(4, 5)}, None, None),
-        (DETECTION, YOLO12, (128, 160), {(8, 10), (4, 5)}, None, None),
+        ("ultralytics.nn.tasks.DetectionModel", YOLO, (128, 160), {(8, 10), (4, 5)}, None, None),
         ("monai.networks.nets.ViT", MONAI, (16, 16, 8), {(4, 4, 2)}, None, 1),
     ],
 )
@@ -439,7 +399,6 @@ def test_maps_of_other_libraries(path, options, size, maps, keys, prefix):
 
 
 def test_an_area_of_yolo12_is_some_rows_of_the_map():
-    """A query attends to the positions of its area, and a map whose rows are no multiple of the areas is left out."""
     layer = layer_of("ultralytics.nn.modules.block.AAttn", 32, num_heads=1, area=2).eval()
     model = nn.Sequential(nn.Conv2d(3, 32, 1), layer)
     va.swap_(model)
@@ -452,7 +411,6 @@ def test_an_area_of_yolo12_is_some_rows_of_the_map():
 
 
 def test_maps_of_non_local_layers():
-    """Of SAGAN, and of timm's ``attn_layer="nl"``; without ``swap_`` the error names the layers and the remedy."""
     model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
     with pytest.raises(ValueError, match=r"layer1.0.se \(NonLocalAttn\), .*va.swap_\(model\)"):
         captured(model, x)
@@ -463,17 +421,9 @@ def test_maps_of_non_local_layers():
     assert [one.map_size for one in captured(model, x).values()] == [(16, 16), (8, 8), (4, 4), (2, 2)]
 
 
-class SelfAttn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query_conv, self.key_conv, self.value_conv = (nn.Conv2d(8, 8, 1) for _ in range(3))
-
-    def forward(self, x):
-        return x + self.value_conv(x)
-
-
 def test_attention_that_is_not_read_is_named():
-    x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), SelfAttn(), va.AttentionBlock2d(8, 2))
+    attention = type("SelfAttn", (nn.Conv2d,), {})(8, 8, 1)
+    x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), attention, va.AttentionBlock2d(8, 2))
     with pytest.raises(KeyError, match=r"'2.attn'; not read"):
         captured(mixed, x)["1"]
     for model, sites in ((mixed, "1"), (mixed[:2], None)):
@@ -488,14 +438,14 @@ def test_attention_that_is_not_read_is_named():
 # --- what is chosen, and what is left ---------------------------------------------------------------------------------
 
 
-def test_a_dry_run_says_it_all_and_changes_nothing():
+def test_a_dry_run_reports_and_changes_nothing():
     model = nn.Sequential(*(MultiQueryAttention2d(8, num_heads=2, kv_stride=stride) for stride in (1, 2, 2)))
     report = va.swap_(model, dry_run=True)
     assert {type(module) for module in model} == {MultiQueryAttention2d}
-    first, _, row, left = str(report).splitlines()
-    assert first == "1 module would be swapped"
+    _, _, row, left = str(report).splitlines()
     assert row.startswith("0      MultiQueryAttention2d  Attention2d, pattern='full'  ")
-    assert left.startswith("left as before: 1, 2: MultiQueryAttention2d.kv_stride cannot be carried over: got 2; ")
+    assert left.startswith("left as before: 1, 2: MultiQueryAttention2d.kv_stride ")
+    assert not va.swap_(nn.Conv2d(3, 8, 1)).modules
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
@@ -519,32 +469,22 @@ ROTATED = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k cannot be carried over"),
+        (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k"),
         (lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (lambda: nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
         (lambda: ROTATED(8, 2), "subclass of Attention"),
         (lambda: GPSA(8, 2), "timm.models.convit.GPSA: it adds two softmaxes"),
-        (lambda: LiteMLA(8, 8), "timm.models.efficientvit_mit.LiteMLA: it has no softmax"),
-        (lambda: ClassAttn(8, 2), "timm.models.cait.ClassAttn: only its class token"),
         (lambda: AttentionPool2d(8, 4, num_heads=2), "AttentionPool2d: it pools"),
     ],
 )
-def test_what_cannot_be_swapped_is_left_and_the_reason_said(make, reason):
+def test_an_unsupported_module_is_left_with_a_reason(make, reason):
     kind = type(module := make())
     (left,) = va.swap_(nn.ModuleList([module])).modules
     assert reason in left.reason
     assert type(module) is kind
 
 
-def test_no_attention_is_no_error():
-    assert str(va.swap_(nn.Conv2d(3, 8, 1))) == "0 modules swapped"
-
-
-FAMILIES = "timm beit, timm edgenext, timm convit, transformers Swin, transformers SegFormer, vit_pytorch MaxViT, "
-FAMILIES += "monai ViT, ultralytics A2C2f"
-
-
-@pytest.mark.parametrize("name", FAMILIES.split(", "))
+@pytest.mark.parametrize("name", ["timm convit", "transformers Swin", "transformers SegFormer", "vit_pytorch MaxViT"])
 @pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
 def test_a_row_of_the_table_is_what_is_measured(name):
     text, (library, family) = families.TABLE.read_text(), name.split()
@@ -563,7 +503,6 @@ def test_a_row_of_the_table_is_what_is_measured(name):
 
 
 def assert_served(layer, calls):
-    """Each call gives what it gave before, and the block runs in those that it supports."""
     expected = [layer(*args, **options) for args, options, _ in calls]
     assert len(va.swap_(layer)) == 1
     for (args, options, runs), wanted in zip(calls, expected, strict=True):
@@ -574,30 +513,28 @@ def assert_served(layer, calls):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention_serves_the_calls_that_the_block_does_not(batch_first):
+def test_multihead_attention_runs_calls_that_the_block_does_not_support(batch_first):
     attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, dtype=torch.float64)
     query, key = randn(2, 5, 5, 8)
     hidden, causal = torch.arange(25).view(5, 5) == 1, torch.ones(5, 5, dtype=torch.bool).triu(1)
     alone = {"need_weights": False}
-    assert_served(
-        attention,
-        [
-            ((query, key, key), alone, 1),
-            ((query, query, query, None, False), {}, 1),
-            ((query, query, query), {**alone, "attn_mask": causal, "is_causal": True}, 0),
-            ((query, key, key, hidden), alone, 0),
-            ((query, key, key), {}, 0),
-            ((query, key, key.clone()), alone, 0),
-            ((query[:, 0], key[:, 0], key[:, 0]), alone, 0),
-        ],
-    )
+    calls = [
+        ((query, key, key), alone, 1),
+        ((query, query, query, None, False), {}, 1),
+        ((query, query, query), {**alone, "attn_mask": causal, "is_causal": True}, 0),
+        ((query, key, key, hidden), alone, 0),
+        ((query, key, key), {}, 0),
+        ((query, key, key.clone()), alone, 0),
+        ((query[:, 0], key[:, 0], key[:, 0]), alone, 0),
+    ]
+    assert_served(attention, calls)
 
 
 VIT, SWIN = "vit.modeling_vit.ViTAttention", "swin.modeling_swin.SwinAttention"
 
 
 @pytest.mark.parametrize(("path", "given", "tokens"), [(VIT, (), 5), (SWIN, (8, 2, 2), 4)])
-def test_layers_of_transformers_serve_the_calls_that_the_block_does_not(path, given, tokens):
+def test_layers_of_transformers_run_calls_that_the_block_does_not_support(path, given, tokens):
     layer = transformers_layer(path, *given, hidden_size=8, num_attention_heads=2).double().eval()
     x, hidden = randn(4, tokens, 8), torch.rand(4, tokens, tokens) < 0.5
     hidden.diagonal(dim1=1, dim2=2).fill_(False)
@@ -615,18 +552,15 @@ def test_layers_of_transformers_serve_the_calls_that_the_block_does_not(path, gi
     assert f"{left.kind}.config._attn_implementation cannot be carried over: got 'eager'" in left.reason
 
 
-def test_a_mask_of_monai_and_causal_calls_are_served_by_the_layer():
+def test_masks_of_monai_causal_calls_and_later_processors_of_diffusers_run_the_layer():
     x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]])
     assert_served(TimmAttention(8, 2), [((x,), {}, 1), ((x,), {"is_causal": True}, 0)])
-    layer = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval()
-    assert_served(layer, [((x,), {}, 1), ((x,), {"attn_mask": mask}, 0), ((x, mask), {}, 0)])
-
-
-def test_later_processors_of_diffusers_are_served_by_the_layer():
-    layer, x = diffusers_attention(8, heads=2, dim_head=4), torch.randn(2, 5, 8)
+    layer = diffusers_attention(8, heads=2, dim_head=4)
     va.swap_(layer)
     layer.set_processor(lambda attn, hidden_states, **others: 2 * hidden_states)
     torch.testing.assert_close(layer(x), 2 * x)
+    layer = layer_of("monai.networks.blocks.selfattention.SABlock", 8, 2).eval()
+    assert_served(layer, [((x,), {}, 1), ((x,), {"attn_mask": mask}, 0), ((x, mask), {}, 0)])
 
 
 @pytest.mark.parametrize(
