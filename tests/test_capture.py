@@ -97,13 +97,7 @@ def test_sites_and_heads_are_chosen_and_reduced():
         model(x)
     weights = every[last].weights
     expected = {"mean": weights.mean(1, keepdim=True), "max": weights.amax(1, keepdim=True), None: weights[:, [3, 1]]}
-    for sites, reduce in (
-        ("layer3", None),
-        ("layer3.*.inserted.attn", None),
-        (["layer3.2"], None),
-        ("layer3", "mean"),
-        ("layer3", "max"),
-    ):
+    for sites, reduce in (("layer3.*.inserted.attn", None), (["layer3.2"], "mean"), ("layer3", "max")):
         with va.capture(model, points, sites=sites, reduce=reduce, heads=None if reduce else [3, 1]) as maps:
             model(x)
         assert maps[last].heads == ((f"{reduce} of 4 heads",) if reduce else ("head 3", "head 1"))
@@ -112,26 +106,27 @@ def test_sites_and_heads_are_chosen_and_reduced():
         maps["layer2"]
 
 
-@pytest.mark.parametrize(("kind", "size", "point"), [("1d", (12,), (11,)), ("3d", (2, 6, 4), (1, 3, 2.5))])
-def test_maps_with_one_axis_and_three(kind, size, point):
-    block, x = getattr(va, f"Attention{kind}")(8, 2), torch.randn(2, 8, *size)
+@pytest.mark.parametrize(
+    ("kind", "size", "point", "axes"),
+    [(va.Attention1d, (12,), (11,), r"\(x\)"), (va.Attention3d, (2, 6, 4), (1, 3, 2.5), r"\(t, y, x\)")],
+)
+def test_maps_with_one_axis_and_three(kind, size, point, axes):
+    block, x = kind(8, 2), torch.randn(2, 8, *size)
     with va.capture(block) as every, va.capture(block, [point]) as maps:
         block(x)
     assert every[""].weights.shape == (2, 2, math.prod(size), *size)
     assert maps[""].cells == (tuple(map(int, point)),)
     row = every[""].cells.index(maps[""].cells[0])
     torch.testing.assert_close(maps[""].weights[:, :, 0], every[""].weights[:, :, row])
-    coordinates = {"1d": r"\(x\)", "3d": r"\(t, y, x\)"}[kind]
-    with pytest.raises(ValueError, match=f"points, as {coordinates}, in pixels of"), va.capture(block, [(0, 0)]):
+    with pytest.raises(ValueError, match=f"queries .*{axes}"), va.capture(block, [(0, 0)]):
         block(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_maps_say_their_size_first(monkeypatch, dtype):
-    model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).to(dtype)
-    x = torch.randn(1, 8, 16, 16, dtype=dtype)
+def test_large_maps_are_refused(monkeypatch):
+    model = nn.Sequential(va.Attention2d(8, 2), va.Attention2d(8, 2)).bfloat16()
+    x = torch.randn(1, 8, 16, 16, dtype=torch.bfloat16)
     monkeypatch.setattr(recording, "LARGEST", 600_000)  # a map of all has 2 · 256 · 256 · 4 bytes, in float32 at least
-    with pytest.raises(ValueError, match=r"'1' take 0\.00 GiB"), va.capture(model, "all"):
+    with pytest.raises(ValueError, match=r"'1' .*allow_large"), va.capture(model, "all"):
         model(x)
     for options in ({"queries": [(0, 0)]}, {"allow_large": True}, {"reduce": "mean"}, {"sites": "1"}):
         with va.capture(model, **options) as maps:
@@ -139,29 +134,26 @@ def test_large_maps_say_their_size_first(monkeypatch, dtype):
         assert maps
 
 
-@pytest.mark.parametrize("pattern", ["full", va.Window(32)], ids=str)
-def test_memory_of_a_query_is_its_row(pattern):
-    # All weights would be 4096 · 1024 numbers a head in windows, and 4096 · 4096 in the whole map: 64 and 256 MiB.
-    block, x = va.Attention2d(8, 4, pattern=pattern), torch.randn(1, 8, 64, 64)
+def test_memory_of_a_query_is_its_row():
+    block, x = va.Attention2d(8, 4, pattern=va.Window(32)), torch.randn(1, 8, 64, 64)  # all: 4096 · 1024 for each head
     with torch.no_grad(), LargestTensor() as largest, va.capture(block, [(0, 0), (63, 63)]):
         block(x)
     assert largest.elements <= 4 * 1024 * 1024  # the mask of the windows, which the kernel gets as well
 
 
-def test_what_cannot_be_captured_is_refused():
+def test_wrong_arguments_are_refused():
     model, x = network(), torch.randn(1, 3, 32, 32)
-    with pytest.raises(ValueError, match="no Attention2d"), va.capture(nn.ReLU()):
+    with pytest.raises(ValueError, match="Attention2d"), va.capture(nn.ReLU()):
         pass
-    for query in ((-1, 0), (0, 32), (32, 0)):
+    for query in ((-1, 0), (0, 32)):
         with pytest.raises(ValueError, match=r"in pixels of an image of \(32, 32\)"), va.capture(model, [query]):
             model(x)
     with pytest.raises(RuntimeError, match="model itself"), va.capture(model):
         model.forward_features(x)
     for arguments, message in (
-        ({"queries": "each"}, "queries .*'each'"),
-        ({"reduce": "sum"}, "reduce .*'mean', 'max'.*'sum'"),
-        ({"heads": [4]}, r"heads .*0 to 3.*\[4\]"),
-        ({"sites": "layer9"}, "'layer9'"),
+        ({"queries": "each"}, "queries"),
+        ({"reduce": "sum"}, "reduce"),
+        ({"heads": [4]}, "heads .*0 to 3"),
         ({"sites": "layer1"}, "sites .*'layer1'.* layer2"),
     ):
         with pytest.raises(ValueError, match=message), va.capture(model, **arguments):
@@ -181,9 +173,8 @@ def test_entropy_is_the_logarithm_of_how_many_cells_are_looked_at():
     one = seen([[[1, 0, 0, 0], [0.25] * 4], [[0.5, 0.5, 0, 0], [0, 0, 0, 0]]], (2, 2), [(0, 0), (1, 1)])
     torch.testing.assert_close(one.entropy(), torch.tensor([[[0, math.log(4)], [math.log(2), 0]]]))
     # What goes to tokens beside the map is left out of it.
-    torch.testing.assert_close(
-        seen([[[0.25, 0.25, 0, 0]]], (2, 2), [(0, 0)]).entropy(), torch.full((1, 1, 1), math.log(2))
-    )
+    partial = seen([[[0.25, 0.25, 0, 0]]], (2, 2), [(0, 0)])
+    torch.testing.assert_close(partial.entropy(), torch.full((1, 1, 1), math.log(2)))
 
 
 def test_distance_is_in_pixels_between_the_middles_of_cells():
@@ -195,8 +186,6 @@ def test_distance_is_in_pixels_between_the_middles_of_cells():
     torch.testing.assert_close(strided.distance(), torch.full((1, 1, 1), math.hypot(1, 1.5)))
     line = AttentionMap(torch.ones(1, 1, 1, 4) / 4, ((0,),), (8,))
     assert line.distance().item() == pytest.approx(3)
-    with pytest.raises(ValueError, match="argument 2"):
-        AttentionMap(torch.ones(1, 1, 1, 4) / 4, ((0,),), (2, 2)).distance()
 
 
 def test_similarity_of_heads_is_one_where_they_agree_and_zero_where_they_share_no_cell():
@@ -219,11 +208,10 @@ def test_rollout_goes_through_blocks_and_sizes_of_map():
     assert Maps({"b": second}).rollout(residual=0)["b"].weights[0, 0, :, 0].tolist() == [[1, 0], [1, 0]]
     # A block on one cell that covers both: half of either, and what each of these saw.
     small = seen([[[1]]], (1, 1), [(0, 0)])
-    torch.testing.assert_close(
-        Maps({"a": first, "s": small}).rollout()["s"].weights.flatten(), torch.tensor([0.375, 0.625])
-    )
+    found = Maps({"a": first, "s": small}).rollout()["s"].weights.flatten()
+    torch.testing.assert_close(found, torch.tensor([0.375, 0.625]))
     # Of rows that may look at nothing the stream is all.
     closed = seen([[[0, 0], [0, 0]]], (1, 2), cells)
     assert Maps({"c": closed}).rollout()["c"].weights[0, 0, :, 0].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ValueError, match="'a' is of 1 of 2: capture without queries"):
+    with pytest.raises(ValueError, match="'a' is of 1 of 2"):
         Maps({"a": seen([[[1, 0]]], (1, 2), [(0, 0)])}).rollout()

@@ -16,23 +16,17 @@ def builders(keras):
     return importlib.import_module("keras.src.layers.attention.multi_head_attention")
 
 
-@st.composite
-def rank_and_axes(draw):
-    """A rank of inputs, 3 to 8, and some of their axes: in any order, counted from either end."""
-    rank = draw(st.integers(3, 8))
-    axes = draw(st.lists(st.integers(1, rank - 2), min_size=1, unique=True))
-    return rank, tuple(draw(st.sampled_from((axis, axis - rank))) for axis in axes)
-
-
 @given(free=st.integers(0, 8), bound=st.integers(1, 8), output=st.integers(1, 8))
 def test_projections_are_built_as_keras_builds_them(builders, free, bound, output):
     assert projection_equation(free, bound, output) == builders._build_proj_equation(free, bound, output)
 
 
 @settings(max_examples=30)
-@given(drawn=rank_and_axes())
-def test_attention_is_built_as_keras_builds_it_and_a_layer_of_keras_has_it(keras, builders, drawn):
-    rank, axes = drawn
+@given(data=st.data(), rank=st.integers(3, 8))
+def test_attention_is_built_as_keras_builds_it(keras, builders, data, rank):
+    """Axes are in any order, counted from either end."""
+    axes = data.draw(st.lists(st.integers(1, rank - 2), min_size=1, unique=True))
+    axes = tuple(data.draw(st.sampled_from((axis, axis - rank))) for axis in axes)
     counted = tuple(axis if axis > 0 else axis - 1 for axis in axes)  # from the width, one axis further
     assert attention_equations(rank + 1, counted) == builders._build_attention_equation(rank + 1, counted)
     layer = keras.layers.MultiHeadAttention(1, 1, attention_axes=axes)
@@ -53,10 +47,7 @@ def attended(q, k, v, axes, rank):
     return torch.einsum(combine, weights, v), weights
 
 
-@pytest.mark.parametrize(
-    ("size", "axes"),
-    [((5,), None), ((3, 4), (1,)), ((3, 4), (-2,)), ((2, 3, 4), None), ((2, 3, 4), (3, 1)), ((2, 3, 4), (-2,))],
-)
+@pytest.mark.parametrize(("size", "axes"), [((5,), None), ((3, 4), (-2,)), ((2, 3, 4), (3, 1))])
 def test_the_equations_compute_what_keras_computes(keras, size, axes):
     keras.utils.set_random_seed(0)
     options = {"attention_axes": axes, "bias_initializer": "random_normal", "dtype": "float64"}
@@ -90,15 +81,15 @@ def test_the_pattern_of_some_axes_is_the_equation_along_them(axes):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("function", "arguments", "message"),
     [
-        (lambda: projection_equation(20, 5, 5), "an equation has at most 26 axes; got 30"),
-        (lambda: attention_equations(4, ()), r"attention_axes must be different axes .* 1 to 1 of rank 4; got \(\)"),
-        (lambda: attention_equations(5, (1, 1)), r"attention_axes must be different axes"),
-        (lambda: attention_pattern((3,), rank=4), r"attention_axes must be"),
-        (lambda: attention_pattern((1,), rank=6), "rank must be 3, 4 or 5, .* got 6"),
+        (projection_equation, (20, 5, 5), "26 axes; got 30"),
+        (attention_equations, (4, ()), r"attention_axes .* 1 to 1 of rank 4"),
+        (attention_equations, (5, (1, 1)), "attention_axes"),
+        (attention_pattern, ((3,), 4), "attention_axes"),
+        (attention_pattern, ((1,), 6), "rank .* got 6"),
     ],
 )
-def test_axes_that_are_not_there_are_refused(call, message):
+def test_wrong_axes_are_refused(function, arguments, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        function(*arguments)

@@ -5,6 +5,7 @@ import pickle
 import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pkgutil import resolve_name
 
@@ -40,10 +41,6 @@ def small(name, **options):
     return timm.create_model(name, num_classes=5, **{"img_size": 32, "embed_dim": 16, "num_heads": 4, **options})
 
 
-def swin():
-    return SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0)
-
-
 def timm_swin(size=32, **options):
     options = {"window_size": 4, "embed_dim": 8, "depths": (2, 2), "num_heads": (2, 4), **options}
     return small("swin_tiny_patch4_window7_224", img_size=size, strict_img_size=False, **options)
@@ -56,15 +53,19 @@ MODELS = {
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
     "mobilenetv4": (lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", 0.25, num_classes=5), [(64, 32)], 4, 4),
-    "swin": (swin, [(64, 64), (68, 40)], 4, 0),
+    "swin": (
+        lambda: SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], 0.0, 0.0, 0.0, num_classes=5),
+        [(64, 64), (68, 40)],
+        4,
+        0,
+    ),
     "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
     "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
 }
 
 
-def randn(*shape):
-    return torch.randn(shape, dtype=torch.float64)
+randn = partial(torch.randn, dtype=torch.float64)
 
 
 def perturbed(model, scale=0.1):
@@ -115,7 +116,7 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     model = made(name)
     images = [randn(2, 3, *size) for size in sizes]
     before = [results(model, x) for x in images]
-    state = copy.deepcopy(model.state_dict())
+    state, parameters = copy.deepcopy(model.state_dict()), [*map(id, model.parameters())]
 
     def parts():
         objects = [*model.named_modules(), *model.state_dict(keep_vars=True).items()]
@@ -124,6 +125,8 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     objects = parts()
     report = va.swap_(model)
     assert (len(report.swapped), len(report.left)) == (swapped, left)
+    assert [*map(id, model.parameters())] == parameters  # optimizers go on
+    model.load_state_dict(state, strict=True)
     with calls_counted(model) as calls:
         for x, expected in zip(images, before, strict=True):
             for got, wanted in zip(results(model, x), expected, strict=True):
@@ -137,23 +140,6 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
 
 
 # --- everything else stays --------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_and_optimizers_know_nothing_of_it():
-    model, twin = made("coatnet"), made("coatnet")
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    saved = copy.deepcopy(model.state_dict())
-    va.swap_(model)
-    model.load_state_dict(saved, strict=True)
-    x = randn(2, 3, 64, 64)
-    for each, optimizer in zip((model, twin), optimizers, strict=True):
-        for _ in range(2):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-9)
-    changed = {key for key, now in model.state_dict().items() if not torch.equal(now, saved[key])}
-    assert {f"stages.2.blocks.0.attn.{key}" for key in ("qkv.weight", "rel_pos.relative_position_bias_table")} < changed
 
 
 def test_copies_and_pickles_of_a_model_run_their_own_weights():
@@ -410,17 +396,6 @@ def test_an_area_of_yolo12_is_some_rows_of_the_map():
         captured(model, torch.randn(2, 3, 5, 4))
 
 
-def test_maps_of_non_local_layers():
-    model, x = timm.create_model("resnet10t", block_args={"attn_layer": "nl"}).eval(), torch.randn(1, 3, 64, 64)
-    with pytest.raises(ValueError, match=r"layer1.0.se \(NonLocalAttn\), .*va.swap_\(model\)"):
-        captured(model, x)
-    with torch.no_grad():
-        y = model(x)
-        va.swap_(model)
-        torch.testing.assert_close(model(x), y)
-    assert [one.map_size for one in captured(model, x).values()] == [(16, 16), (8, 8), (4, 4), (2, 2)]
-
-
 def test_attention_that_is_not_read_is_named():
     attention = type("SelfAttn", (nn.Conv2d,), {})(8, 8, 1)
     x, mixed = torch.randn(1, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 8, 1), attention, va.AttentionBlock2d(8, 2))
@@ -458,9 +433,8 @@ def test_modules_are_chosen_by_name_or_by_a_function():
     report = va.swap_(model)
     assert [one.path for one in report.swapped] == ["features.1.0.attn"]
     assert {one.reason for one in report.left} == {"it is swapped already"}
-    for names, message in (("head", "the model has features"), ("layer4", "'layer4' matches no module")):
-        with pytest.raises(va.SiteError, match=message):
-            va.swap_(model, names=names)
+    with pytest.raises(va.SiteError, match=r"features\.1\.0\.attn"):
+        va.swap_(model, names="head")
 
 
 ROTATED = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})
