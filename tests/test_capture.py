@@ -160,9 +160,6 @@ def test_wrong_arguments_are_refused():
             pass
 
 
-# --- measures, worked by hand -----------------------------------------------------------------------------------------
-
-
 def seen(rows, size, cells, image_size=(4, 6), map_size=()):
     """One image; ``rows`` are weights by head and query."""
     weights = torch.tensor(rows, dtype=torch.float32)[None].unflatten(-1, size)

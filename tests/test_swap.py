@@ -26,8 +26,6 @@ from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 import vision_attn as va
 from vision_attn.networks.convert.swap import Swapped
 
-# --- small models -----------------------------------------------------------------------------------------------------
-
 
 def maxxvit(name, size=64, **options):
     cfg = model_cfgs[name]
@@ -53,12 +51,7 @@ MODELS = {
     "coatnet": (lambda: maxxvit("coatnet_nano_rw"), [(64, 64)], 2, 0),
     "maxvit, tf": (lambda: maxxvit("maxvit_tiny_tf"), [(64, 64)], 8, 0),
     "mobilenetv4": (lambda: _gen_mobilenet_v4("mobilenetv4_hybrid_medium", 0.25, num_classes=5), [(64, 32)], 4, 4),
-    "swin": (
-        lambda: SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], 0.0, 0.0, 0.0, num_classes=5),
-        [(64, 64), (68, 40)],
-        4,
-        0,
-    ),
+    "swin": (lambda: SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], 4, 0, 0, 0, 5), [(64, 64), (68, 40)], 4, 0),
     "timm swin": (timm_swin, [(32, 32), (40, 52)], 4, 0),
     "torchvision maxvit": (lambda: MaxVit((48, 48), 8, 3, [8, 16], [1, 1], 4, 0.0, num_classes=5), [(48, 48)], 4, 0),
     "torchvision vit": (lambda: VisionTransformer(32, 16, 2, 4, 16, 32, num_classes=5), [(32, 32)], 2, 0),
@@ -139,9 +132,6 @@ def test_a_model_computes_the_same_and_has_the_same_gradients(name):
     assert torch.equal(model(images[0]), before[0][0])
 
 
-# --- everything else stays --------------------------------------------------------------------------------------------
-
-
 def test_copies_and_pickles_of_a_model_run_their_own_weights():
     model, x = made("swin"), randn(1, 3, 36, 40)
     va.swap_(model)
@@ -189,9 +179,6 @@ def test_a_model_that_is_swapped_compiles_exports_and_is_traced():
     torch.testing.assert_close(traced(x), y)
     with warnings.catch_warnings(action="ignore"):  # it is on its way out of torch
         torch.testing.assert_close(torch.jit.trace(model, x)(x), y)
-
-
-# --- maps of models that cut or flatten their map ---------------------------------------------------------------------
 
 
 def test_implementations_and_maps():
@@ -242,26 +229,6 @@ def test_maps_of_windows_and_grids_of_torchvision():
     assert grid == [[row, column] for row in (0, 4, 8) for column in (3, 7, 11)]
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("vit", 1), ("deit", 2), ("torchvision vit", 1)])
-def test_maps_of_tokens(name, prefix):
-    va.swap_(model := made(name))
-    size, seen = MODELS[name][1][-1], []
-    path, attention = next(iter(swapped_modules(model).items()))
-    attention.register_forward_hook(lambda module, args, y: seen.extend((args[0], y[0] if type(y) is tuple else y)))
-    found, (x, y) = captured(model, randn(2, 3, *size))[path], seen
-    heads, grid = found.weights.shape[1], tuple(side // 16 for side in size)
-    assert found.weights.shape == (2, heads, grid[0] * grid[1], *grid)
-    assert found.prefix.shape == (2, heads, prefix, *grid)
-    assert not torch.allclose(found.prefix[:, :, 0], found.weights[:, :, 0])
-    if prefix == 1:  # what is missing in a sum goes to the only token before
-        qkv = [attention.in_proj_weight, attention.in_proj_bias] if "torch" in name else attention.qkv.parameters()
-        v = torch.nn.functional.linear(x, *qkv).unflatten(2, (3, heads, -1))[:, :, 2].transpose(1, 2)
-        weights = torch.cat([found.prefix, found.weights], dim=2).flatten(3)
-        weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], dim=-1)
-        proj = attention.out_proj if "torch" in name else attention.proj
-        torch.testing.assert_close(proj((weights @ v).transpose(1, 2).flatten(2)), y)
-
-
 def test_the_innermost_module_declares_the_tokens():
     outer = nn.Sequential(made("vit"))
     outer.reg_token = nn.Parameter(torch.zeros(1, 4, 16))
@@ -299,9 +266,6 @@ def test_maps_of_models_of_transformers_are_the_weights_that_these_give(kind, op
         torch.testing.assert_close(last, expected[3])
 
 
-# --- maps of layers that are given a map, or its size -----------------------------------------------------------------
-
-
 def unet():
     options = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 6}
     options |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 4}
@@ -313,22 +277,42 @@ def timm_model(name, *size, **options):
     return lambda: (timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),))
 
 
+def of_table(name):
+    make, sizes, *_ = MODELS[name]
+    return lambda: (perturbed(make(), 0.3), (torch.randn(2, 3, *sizes[-1]),))
+
+
 @pytest.mark.parametrize(
-    ("make", "path", "size", "keys"),
+    ("make", "path", "size", "keys", "prefix"),
     [
-        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6)),
-        (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3)),
-        (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3)),
-        (timm_model("efficientformer_l1", 224, 224, depths=(1,) * 4), "stages.3.blocks.1.token_mixer", (7, 7), (7, 7)),
-        (timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)), "blocks.0.blocks.1.0.attn", (14, 14), (14, 14)),
-        (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3)),
-        (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7)),
-        (timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), (8, 2)),
+        (of_table("vit"), "blocks.0.attn", (2, 4), (2, 4), 1),
+        (of_table("deit"), "blocks.0.attn", (2, 2), (2, 2), 2),
+        (of_table("torchvision vit"), "encoder.layers.encoder_layer_0.self_attention", (2, 2), (2, 2), 1),
+        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6), 0),
+        (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3), 0),
+        (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3), 0),
+        (
+            timm_model("efficientformer_l1", 224, 224, depths=(1,) * 4),
+            "stages.3.blocks.1.token_mixer",
+            (7, 7),
+            (7, 7),
+            0,
+        ),
+        (
+            timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)),
+            "blocks.0.blocks.1.0.attn",
+            (14, 14),
+            (14, 14),
+            1,
+        ),
+        (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3), 0),
+        (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7), 0),
+        (timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), (8, 2), 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of diffusers
-def test_maps_of_layers_that_get_a_map_or_its_size(make, path, size, keys, monkeypatch):
-    """The weights are those that the network itself passes to torch's kernel."""
+def test_maps_are_the_weights_of_the_network(make, path, size, keys, prefix, monkeypatch):
+    """The network itself passes them to torch's kernel."""
     torch.manual_seed(0)
     model, inputs = make()
     model.eval()
@@ -343,16 +327,17 @@ def test_maps_of_layers_that_get_a_map_or_its_size(make, path, size, keys, monke
         weights.append(softmax(x, dim))
         return weights[-1]
 
-    with torch.no_grad(), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:  # with gradients: nn.MultiheadAttention has a separate kernel without
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
         patch.setattr(torch.Tensor, "softmax", recorded_softmax)
         copy.deepcopy(model)(*inputs)
     va.swap_(model)
     found = captured(model, *inputs)[path]
     assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys)
-    flat = found.weights.flatten(3)
-    same = [w for w in weights if w.shape[2] - flat.shape[2] in (0, 1) and w.shape[:2] == flat.shape[:2]]
-    assert any(torch.allclose(w[:, :, -flat.shape[2] :, -flat.shape[3] :], flat, atol=1e-5) for w in same)
+    assert prefix == (0 if found.prefix is None else found.prefix.shape[2])
+    flat = (torch.cat([found.prefix, found.weights], 2) if prefix else found.weights).flatten(3)
+    same = [w[..., prefix:] for w in weights if w.shape[:3] == flat.shape[:3]]
+    assert any(torch.allclose(w, flat, atol=1e-5) for w in same if w.shape == flat.shape)
 
 
 YOLO, SEGFORMER = {"cfg": "yolo12n.yaml", "verbose": False}, {"depths": [1, 1, 1, 1]}
@@ -410,9 +395,6 @@ def test_attention_that_is_not_read_is_named():
         captured(cait, torch.randn(1, 3, 32, 32))
 
 
-# --- what is chosen, and what is left ---------------------------------------------------------------------------------
-
-
 def test_a_dry_run_reports_and_changes_nothing():
     model = nn.Sequential(*(MultiQueryAttention2d(8, num_heads=2, kv_stride=stride) for stride in (1, 2, 2)))
     report = va.swap_(model, dry_run=True)
@@ -437,16 +419,16 @@ def test_modules_are_chosen_by_name_or_by_a_function():
         va.swap_(model, names="head")
 
 
-ROTATED = type("Rotated", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k"),
         (lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (lambda: nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
-        (lambda: ROTATED(8, 2), "subclass of Attention"),
+        (
+            lambda: type("Rolled", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})(8, 2),
+            "subclass of Attention",
+        ),
         (lambda: GPSA(8, 2), "timm.models.convit.GPSA: it adds two softmaxes"),
         (lambda: AttentionPool2d(8, 4, num_heads=2), "AttentionPool2d: it pools"),
     ],
@@ -471,9 +453,6 @@ def test_a_row_of_the_table_is_what_is_measured(name):
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {library} | {family} |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert [*cells[:5], cells[-1]] == [*found[:5], found[-1]]
-
-
-# --- calls that the module serves itself ------------------------------------------------------------------------------
 
 
 def assert_served(layer, calls):
