@@ -37,11 +37,11 @@ def rms(x, axes=None):
     return x.square().mean(axes).sqrt()
 
 
-def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
+def test_shares_and_effects_are_those_of_the_network_without_the_blocks(model, batch):
     seen = {}
     for site, block in va.inserted_blocks(model).items():
         block.register_forward_hook(lambda block, args, y, site=site: seen.update({site: (args[0], y - args[0])}))
-    found = va.contribution(model, batch[0])
+    found = va.contribution(model, batch)
     assert [block.site for block in found.blocks] == SITES
     with torch.no_grad():
         model.eval()(batch[0])
@@ -50,11 +50,8 @@ def test_the_share_is_what_is_added_over_what_it_is_added_to(model, batch):
         assert block.share == pytest.approx(float(rms(branch) / rms(stream)), rel=1e-4)
         assert block.share > 0.01
         torch.testing.assert_close(block.by_channel, rms(branch, (0, 2, 3)) / rms(stream, (0, 2, 3)), rtol=1e-4, atol=0)
-
-
-def test_disabling_is_taking_out(model, batch):
+    # Without a block the output is that of the network without it.
     images, labels = batch
-    found = va.contribution(model, batch)
     assert found.predictions == 32
     with torch.no_grad():
         whole = model.eval()(images)

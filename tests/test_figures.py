@@ -31,7 +31,7 @@ def test_it_shows_the_images_the_query_and_its_weights(channels):
         np.testing.assert_allclose(shares, 64 * weights.mean(0), rtol=1e-5)
 
 
-def test_heads_are_reduced_or_have_a_panel_each():
+def test_heads_and_queries():
     attention, images = seen(), torch.rand(2, 3, 32, 32)
     weights = 64 * attention.weights[:, :, 0]
     for reduction, expected in (("max", weights.amax(1, keepdim=True)), ("none", weights)):
@@ -39,10 +39,7 @@ def test_heads_are_reduced_or_have_a_panel_each():
         assert len(figure.axes) == 2 * (1 + expected.shape[1]) + 1
         np.testing.assert_allclose([shares for shares, _ in overlays(figure)], expected.flatten(0, 1), rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in figure.axes[1:3]] == ["head 0", "head 1"]
-
-
-def test_several_queries_have_a_row_each_and_their_numbers_on_the_images():
-    attention, images = seen(), torch.rand(2, 3, 32, 32)
+    # Several queries have a row each and their numbers on the images.
     figure = figures.attention_figure(images, attention, query=[1, 0], titles=["one", "two"])
     titles = [axis.get_title(loc="left") for axis in figure.axes[:8:2]]
     assert titles == ["one 1 (5, 5)", "one 0 (1, 1)", "two 1 (5, 5)", "two 0 (1, 1)"]

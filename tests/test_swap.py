@@ -6,7 +6,6 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pkgutil import resolve_name
 
 import families
@@ -273,7 +272,7 @@ def unet():
     return layer_of("diffusers.UNet2DConditionModel", **options), (torch.randn(2, 4, 8, 12), 1, torch.randn(2, 3, 6))
 
 
-def timm_model(name, *size, **options):
+def from_timm(name, *size, **options):
     return lambda: (timm.create_model(name, num_classes=5, **options), (torch.randn(2, 3, *size),))
 
 
@@ -285,29 +284,29 @@ def of_table(name):
 @pytest.mark.parametrize(
     ("make", "path", "size", "keys", "prefix"),
     [
-        (of_table("vit"), "blocks.0.attn", (2, 4), (2, 4), 1),
-        (of_table("deit"), "blocks.0.attn", (2, 2), (2, 2), 2),
-        (of_table("torchvision vit"), "encoder.layers.encoder_layer_0.self_attention", (2, 2), (2, 2), 1),
-        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), (4, 6), 0),
-        (timm_model("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3), 0),
-        (timm_model("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3), 0),
+        (of_table("vit"), "blocks.0.attn", (2, 4), None, 1),
+        (of_table("deit"), "blocks.0.attn", (2, 2), None, 2),
+        (of_table("torchvision vit"), "encoder.layers.encoder_layer_0.self_attention", (2, 2), None, 1),
+        (unet, "mid_block.attentions.0.transformer_blocks.0.attn1", (4, 6), None, 0),
+        (from_timm("pvt_v2_b0", 64, 96, depths=(1, 1, 1, 1)), "stages.0.blocks.0.attn", (16, 24), (2, 3), 0),
+        (from_timm("twins_svt_small", 64, 96, depths=(2, 1, 1, 1)), "blocks.0.1.attn", (16, 24), (2, 3), 0),
         (
-            timm_model("efficientformer_l1", 224, 224, depths=(1,) * 4),
+            from_timm("efficientformer_l1", 224, 224, depths=(1,) * 4),
             "stages.3.blocks.1.token_mixer",
             (7, 7),
             (7, 7),
             0,
         ),
         (
-            timm_model("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)),
+            from_timm("crossvit_tiny_240", 240, 240, depth=((1, 1, 0),)),
             "blocks.0.blocks.1.0.attn",
             (14, 14),
             (14, 14),
             1,
         ),
-        (timm_model("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), (2, 3), 0),
-        (timm_model("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), (7, 7), 0),
-        (timm_model("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), (8, 2), 1),
+        (from_timm("nextvit_small", 64, 96), "stages.3.blocks.2.e_mhsa", (2, 3), None, 0),
+        (from_timm("tiny_vit_5m_224", 224, 224, depths=(1, 1, 1, 1)), "stages.3.blocks.0.attn", (7, 7), None, 0),
+        (from_timm("test_vit", 32, 32, img_size=32, patch_size=(4, 16), depth=1), "blocks.0.attn", (8, 2), None, 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of diffusers
@@ -333,7 +332,7 @@ def test_maps_are_the_weights_of_the_network(make, path, size, keys, prefix, mon
         copy.deepcopy(model)(*inputs)
     va.swap_(model)
     found = captured(model, *inputs)[path]
-    assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys)
+    assert (found.map_size, tuple(found.weights.shape[3:])) == (size, keys or size)
     assert prefix == (0 if found.prefix is None else found.prefix.shape[2])
     flat = (torch.cat([found.prefix, found.weights], 2) if prefix else found.weights).flatten(3)
     same = [w[..., prefix:] for w in weights if w.shape[:3] == flat.shape[:3]]
@@ -406,12 +405,11 @@ def test_a_dry_run_reports_and_changes_nothing():
 
 
 def test_modules_are_chosen_by_name_or_by_a_function():
-    def swapped(**options):
-        return [one.path for one in va.swap_(model, **options).swapped]
-
     model = made("swin")
-    assert swapped(names="features.3") == ["features.3.0.attn", "features.3.1.attn"]
-    assert swapped(names="features.1.**", where=lambda name, _: name.endswith("1.attn")) == ["features.1.1.attn"]
+    chosen = va.swap_(model, names="features.3")
+    assert [one.path for one in chosen.swapped] == ["features.3.0.attn", "features.3.1.attn"]
+    (chosen,) = va.swap_(model, names="features.1.**", where=lambda name, _: name.endswith("1.attn")).modules
+    assert chosen.path == "features.1.1.attn"
     report = va.swap_(model)
     assert [one.path for one in report.swapped] == ["features.1.0.attn"]
     assert {one.reason for one in report.left} == {"it is swapped already"}
@@ -425,10 +423,7 @@ def test_modules_are_chosen_by_name_or_by_a_function():
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "bias_k"),
         (lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3), "Sizes of tensors must match"),
         (lambda: nn.MultiheadAttention(8, 2, device="meta"), "cannot be copied"),
-        (
-            lambda: type("Rolled", (TimmAttention,), {"forward": lambda self, x: x.roll(1, 1)})(8, 2),
-            "subclass of Attention",
-        ),
+        (lambda: type("Other", (TimmAttention,), {"forward": lambda self, x: x})(8, 2), "subclass of Attention"),
         (lambda: GPSA(8, 2), "timm.models.convit.GPSA: it adds two softmaxes"),
         (lambda: AttentionPool2d(8, 4, num_heads=2), "AttentionPool2d: it pools"),
     ],
@@ -438,21 +433,6 @@ def test_an_unsupported_module_is_left_with_a_reason(make, reason):
     (left,) = va.swap_(nn.ModuleList([module])).modules
     assert reason in left.reason
     assert type(module) is kind
-
-
-@pytest.mark.parametrize("name", ["timm convit", "transformers Swin", "transformers SegFormer", "vit_pytorch MaxViT"])
-@pytest.mark.filterwarnings("ignore")  # of other libraries while they are imported
-def test_a_row_of_the_table_is_what_is_measured(name):
-    text, (library, family) = families.TABLE.read_text(), name.split()
-    pytest.importorskip(library)
-    if f"{library} {version(library)}" not in text:
-        pytest.skip(f"the table is of another version of {library}")
-    entry = next(one for one in families.ENTRIES if (one.library, one.family) == (library, family))
-    found, agrees = families.measure(entry, dtypes=("float32",))
-    assert agrees
-    (line,) = (line for line in text.splitlines() if line.startswith(f"| {library} | {family} |"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert [*cells[:5], cells[-1]] == [*found[:5], found[-1]]
 
 
 def assert_served(layer, calls):

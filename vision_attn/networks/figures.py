@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vision_attn.checks import check_number, check_type
+from vision_attn.checks import check_choice, check_number, check_type
 from vision_attn.networks.maps import AttentionMap
 from vision_attn.networks.recording import check_indices
 from vision_attn.networks.safe import write_atomically
@@ -28,7 +28,6 @@ __all__ = ["Figure", "attention_figure", "save_figure"]
 LINE, SCALE = 0.24, 0.95
 #: Opacity over a cell that gets two even shares of the attention or more.
 OPAQUE = 0.8
-REDUCTIONS = ("mean", "max", "none")
 
 
 class Figure(matplotlib_figure.Figure):
@@ -112,10 +111,8 @@ def attention_figure(
         titles = [f"{title} {number} {attention.cells[number]}" for title in above for number in queries]
     images = images.repeat_interleave(len(queries), dim=0)
 
-    size, cell = (
-        tuple(images.shape[3:]),
-        [n / m for n, m in zip(images.shape[3:], attention.map_size[-2:], strict=True)],
-    )
+    size = tuple(images.shape[3:])
+    cell = [n / m for n, m in zip(size, attention.map_size[-2:], strict=True)]
     columns = 1 + panels.shape[1]
     panel_height = (width - SCALE) / columns * size[0] / size[1] + (LINE if titles else 0)
     figure = Figure(figsize=(width, len(images) * panel_height + LINE), layout="compressed")
@@ -152,8 +149,7 @@ def attention_figure(
 
 def reduced(weights: Tensor, heads: Sequence[str], reduction: str) -> tuple[Sequence[str], Tensor]:
     """What to write above the panels of a row, and their weights ``(b, panels, h, w)``."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be among {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}")
+    check_choice("reduction", reduction, ("mean", "max", "none"))
     if reduction == "none":
         return heads, weights
     of = heads[0] if len(heads) == 1 else f"{reduction} of {len(heads)} heads"

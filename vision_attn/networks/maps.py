@@ -75,9 +75,9 @@ class AttentionMap:
         >>> seen.distance()
         tensor([[[2.]]])
         """
-        rows = torch.tensor([[0.5 + at for at in cell] for cell in self.cells])
-        queries = rows * torch.tensor(self.image_size) / torch.tensor(self.map_size)
-        keys = centres(self.weights.shape[3:], self.image_size)
+        image_size, size = torch.tensor(self.image_size), torch.tensor(self.weights.shape[3:])
+        queries = (torch.tensor(self.cells) + 0.5) * image_size / torch.tensor(self.map_size)
+        keys = (torch.ones(*size).nonzero() + 0.5) * image_size / size
         return (self.shares() * torch.cdist(queries, keys).to(self.weights.device)).sum(3)
 
     def similarity(self) -> Tensor:
@@ -168,12 +168,6 @@ class Maps(dict[str, AttentionMap]):
             weights = rolled.unflatten(2, first)[:, None]
             found[path] = AttentionMap(weights, one.cells, one.image_size, one.map_size, ("rollout",))
         return found
-
-
-def centres(size: Sequence[int], image_size: Sequence[int]) -> Tensor:
-    """The middles of a map's cells in pixels of the image, ``(cells, axes)``, row-major."""
-    along = [(torch.arange(n) + 0.5) * length / n for n, length in zip(size, image_size, strict=True)]
-    return torch.cartesian_prod(*along).reshape(-1, len(along))
 
 
 def overlaps(size: Sequence[int], other: Sequence[int]) -> Tensor:

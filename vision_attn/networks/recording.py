@@ -18,7 +18,7 @@ from vision_attn.attention.blocks import Attention, attention_modules
 from vision_attn.attention.blocks.attention_maps import weights_on_map
 from vision_attn.attention.dispatch import AttentionInputs
 from vision_attn.attention.scopes import scope
-from vision_attn.checks import as_list, product
+from vision_attn.checks import as_list, check_choice, product
 from vision_attn.networks.convert.placement import Place, place_on_map, running_calls
 from vision_attn.networks.convert.swap import MAP_SIZES, Swap, chosen_attention
 from vision_attn.networks.convert.timm_layers import PaddedAttention2d
@@ -87,8 +87,8 @@ def capture(
     >>> maps["1.attn"].weights.shape
     torch.Size([1, 2, 2, 8, 8])
     """
-    if reduce is not None and (not isinstance(reduce, str) or reduce not in REDUCTIONS):
-        raise ValueError(f"reduce must be None or among {', '.join(map(repr, REDUCTIONS))}; got {reduce!r}")
+    if reduce is not None:
+        check_choice("reduce", reduce, REDUCTIONS, " or None")
     points, network = parse_points(queries), plain_network(model)
     modules = modules_at(network, sites)
     ranks = [module.rank for module, swap in modules.values() if swap is None or module.rank > 1]
@@ -101,9 +101,9 @@ def capture(
     recording.maps.reasons = dict.fromkeys(unread_attention(network, modules), UNREAD)
     with scope(model, "attention", hooks):
         yield recording.maps
-    if recording.skipped and not recording.maps:
-        reasons = {f"{path or 'the model'}: {recording.maps.reasons[path]}" for path in recording.skipped}
-        raise ValueError(f"model has no attention on feature maps to capture. {shorten(sorted(reasons), 3)}")
+    skipped = sorted(f"{path or 'the model'}: {why}" for path, why in recording.maps.reasons.items() if why != UNREAD)
+    if skipped and not recording.maps:
+        raise ValueError(f"model has no attention on feature maps to capture. {shorten(skipped, 3)}")
 
 
 @dataclass
@@ -118,8 +118,6 @@ class Recording:
     #: bytes that the maps may take
     limit: float
     maps: Maps = field(default_factory=Maps)
-    #: modules that attended to something other than a feature map
-    skipped: list[str] = field(default_factory=list)
     taken: int = 0
     image_size: tuple[int, ...] = ()
     images: int = 0
@@ -129,7 +127,6 @@ class Recording:
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start a forward pass with the images that the model is given."""
         self.maps.clear()
-        self.skipped.clear()
         self.taken, self.kwargs, example = 0, kwargs, Example(args, kwargs)
         self.images = example.shape[0]
         self.image_size = tuple(example.image.shape[-self.axes :]) if self.axes else example.size
@@ -160,11 +157,10 @@ class Recording:
             found = Place(unpadded, unpadded)
         if isinstance(found, str):
             self.maps.reasons[path] = found
-            self.skipped.append(path)
             return
         size, keys, outer, prefix = found
         grouping = outer or inputs.grouping
-        whole = grouping.query_layout.size
+        padded = grouping.query_layout.size
         cells = find_cells(self.points, size, self.image_size)
         together = 1 if self.reduce else len(heads)
         elements = len(inputs.q) // grouping.groups * together * len(cells) * product(keys)
@@ -179,16 +175,13 @@ class Recording:
             each = (weights_on_map(inputs, tokens, group, grouping=outer)[..., prefix:] for group in groups)
             weights = fold(REDUCTIONS[self.reduce or "mean"], each)
             weights = weights / len(heads) if self.reduce == "mean" else weights
-            if whole == size:
-                return weights.unflatten(-1, keys)
-            # Where the block has padded its map, the queries stand on a wider one.
-            return weights.unflatten(-1, whole)[(..., *map(slice, keys))]
+            return weights.unflatten(-1, grouping.key_layout.size)[(..., *map(slice, keys))]
 
         # Indices are made where the network is: one that is copied there waits for what it has to do.
-        grid = torch.arange(prefix, prefix + product(whole), device=inputs.q.device).view(whole)
+        grid = torch.arange(prefix, prefix + product(padded), device=inputs.q.device).view(padded)
         tokens = grid[(*map(slice, size),)].flatten() if self.points is None else gather(grid, cells)
         groups = gather(torch.arange(module.num_heads, device=inputs.q.device), heads).split(together)
-        every = self.points is None and whole == size and not prefix
+        every = self.points is None and padded == size and not prefix
         with torch.no_grad():
             weights = compute_weights(None if every else tokens)
             first = compute_weights(torch.arange(prefix, device=inputs.q.device)) if prefix else None
@@ -204,21 +197,19 @@ def gather(x: Tensor, indices: Iterable[Any]) -> Tensor:
 
 def modules_at(model: nn.Module, sites: Names | Iterable[Names] | None) -> dict[str, tuple[Attention, Swap | None]]:
     """Return the attention at some sites, and the swap of the module that it runs for; None for a block."""
-    modules = {
-        path: (module, vars(model.get_submodule(path)).get("swapped"))
-        for path, module in attention_modules(model).items()
-    }
+    named = dict(model.named_modules())
+    modules = {path: (block, vars(named[path]).get("swapped")) for path, block in attention_modules(model).items()}
+    others = unread_attention(model, modules)
     if not modules:
-        others = shorten(unread_attention(model, ()).values())
-        reason = f"{others}: {UNREAD}" if others else "Call va.insert_ to add a block"
+        reason = f"{shorten(others.values())}: {UNREAD}" if others else "Call va.insert_ to add a block"
         raise ValueError(f"model has no Attention2d to capture. {reason}.")
     if sites is None:
         return modules
-    chosen = match_names(dict(model.named_modules()), sites, "sites")
-    found = {p: module for p, module in modules.items() if any(f"{p}.".startswith(f"{site}.") for site in chosen)}
+    chosen = match_names(named, sites, "sites")
+    found = {path: x for path, x in modules.items() if any(f"{path}.".startswith(f"{site}.") for site in chosen)}
     if not found:
-        others = shorten(name for path, name in unread_attention(model, modules).items() if path in chosen)
-        there = f"there is {', '.join(modules)}" + (f". {others}: {UNREAD}" if others else "")
+        unread = shorten(name for path, name in others.items() if path in chosen)
+        there = f"there is {', '.join(modules)}" + (f". {unread}: {UNREAD}" if unread else "")
         raise ValueError(f"sites must have attention at or in them; got {sites!r}, and {there}")
     return found
 

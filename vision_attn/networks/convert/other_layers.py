@@ -68,16 +68,6 @@ TABLE["torch.nn.modules.activation.MultiheadAttention"] = Row(
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def transformers_paths(kinds: str) -> list[str]:
-    """Return the paths of classes of transformers, which are all named in the same way.
-
-    >>> transformers_paths("vit.ViT")
-    ['transformers.models.vit.modeling_vit.ViTAttention']
-    """
-    parts = [kind.split(".") for kind in kinds.split()]
-    return [f"transformers.models.{name}.modeling_{name}.{kind}Attention" for name, kind in parts]
-
-
 def needs_layer(layer: Any, *given: Any) -> bool:
     """Return True if a call needs attention weights or another option that torch's fused kernel does not support."""
     fused = not hasattr(layer, "config") or layer.config._attn_implementation == "sdpa"
@@ -145,14 +135,18 @@ MASKFORMER_SWIN = replace(
     dropouts=("self.dropout", "output.dropout"),
     swap_only=("self.relative_position_bias_table",),
 )
-for kinds, row in {
+#: The modules and classes of transformers, which are all named in the same way.
+TRANSFORMERS_LAYERS = {
     "vit.ViT vit_mae.ViTMAE vit_msn.ViTMSN deit.DeiT beit.Beit swin.Swin": TRANSFORMERS,
     "ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters": TRANSFORMERS,
     "clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2": CLIP,
     "segformer.Segformer": SEGFORMER,
-}.items():
-    TABLE.update(dict.fromkeys(transformers_paths(kinds), row))
-TABLE["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = MASKFORMER_SWIN
+    "maskformer.MaskFormerSwin": MASKFORMER_SWIN,
+}
+for names, row in TRANSFORMERS_LAYERS.items():
+    for name, kind in (path.split(".") for path in names.split()):
+        file = "maskformer_swin" if row is MASKFORMER_SWIN else name
+        TABLE[f"transformers.models.{name}.modeling_{file}.{kind}Attention"] = row
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 
@@ -189,12 +183,12 @@ def attend_yolo(layer: Any, attend: Attend, x: Tensor) -> Any:
     if layer.training:  # its batch norms depend on the batch
         return FALLBACK
     weights, areas = yolo_weights(layer), getattr(layer, "area", 1)
-    values, out = weights["qkv"], weights["proj"].weight
-    value_rows = slice(-out.shape[1], None)
+    out = weights["proj"].weight
+    weight, bias = (x[-out.shape[1] :] for x in weights["qkv"].with_bias())  # of the values
     rows = x if x.shape[2] % areas == 0 else x.flatten(2)  # an area consists of complete rows of the map
     y = attend(rows.unflatten(2, (areas, -1)).transpose(1, 2).flatten(0, 1))
     y = y.unflatten(0, (-1, areas)).transpose(1, 2).reshape(x.shape)
-    v = F.conv2d(x, values.weight[value_rows, :, None, None], values.bias[value_rows])
+    v = F.conv2d(x, weight[..., None, None], bias)
     return y + F.conv2d(layer.pe(v), out[..., None, None])
 
 

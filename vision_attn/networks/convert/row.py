@@ -122,13 +122,11 @@ def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
     """Return the parameters of a block by name: a 1×1 convolution for each projection."""
     tensors = {}
     for name, x in weights.items():
-        if isinstance(x, Tensor):
+        if isinstance(x, Projection):
+            tensors |= {f"{name}.weight": x.weight[(..., *(None,) * rank)], f"{name}.bias": x.bias}
+        else:
             tensors[name] = x
-            continue
-        tensors[f"{name}.weight"] = x.weight[(..., *(None,) * rank)]
-        if x.bias is not None:
-            tensors[f"{name}.bias"] = x.bias
-    return tensors
+    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def load_weights(block: Any, tensors: Mapping[str, Tensor], *, training: bool) -> Any:

@@ -71,8 +71,7 @@ def attend_normalized(layer: Any, attend: Attend, x: Tensor) -> Tensor:
 
 def attend_strided(layer: Any, attend: Attend, x: Tensor) -> Any:
     """Run NextViT's attention, whose keys are averages of consecutive tokens."""
-    x = x.mT
-    return attend(x, None, None if layer.sr is None else layer.norm(layer.sr(x))).mT
+    return attend(x.mT, None, None if layer.sr is None else layer.norm(layer.sr(x.mT))).mT
 
 
 def attend_reduced(layer: Any, attend: Attend, x: Tensor, size: Any) -> Tensor:
@@ -180,11 +179,6 @@ class WholeWindows2d(PaddedAttention2d):
     rolls_first = True
 
 
-def maxxvit_weights(layer: Any) -> dict[str, Any]:
-    table = maxxvit_table(layer)
-    return vit_weights(layer) | ({} if table is None else {BIASES: table})
-
-
 def maxxvit_size(layer: Any) -> tuple[int, ...]:
     return tuple(getattr(layer.rel_pos, "window_size", (3, 4)))
 
@@ -214,7 +208,7 @@ def attend_windows(layer: Any, attend: Attend, x: Tensor, mask: Tensor | None = 
 
 MAXXVIT = replace(
     MAPS,
-    weights=maxxvit_weights,
+    weights=lambda layer: {**vit_weights(layer), BIASES: maxxvit_table(layer)},
     options={"position": lambda layer: None if maxxvit_table(layer) is None else RelPosTable(maxxvit_size(layer))},
     swap_only=("rel_pos.mlp",),
     bias=relative_bias,
