@@ -76,7 +76,6 @@ def run(model, x, *names):
     return results
 
 
-#: Images of different sizes: each needs separate masks and offsets.
 IMAGES = [torch.rand(1, 3, 12 + size, 14, generator=torch.Generator().manual_seed(size)) for size in range(3)]
 
 

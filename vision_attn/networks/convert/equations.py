@@ -112,11 +112,10 @@ def attention_pattern(attention_axes: Sequence[int] | None, rank: int) -> str | 
     axes = [axis + rank if axis < 0 else axis for axis in attention_axes]
     attention_equations(rank + 1, axes)  # checks them: heads come between positions and width
     names = AXES[-(rank - 2) :]
-    chosen = {names[axis - 1] for axis in axes}
-    if chosen == set(names):
-        return "full"
-    if chosen in ({"w"}, {"h"}):
-        return "rows" if chosen == {"w"} else "columns"
+    chosen = frozenset(names[axis - 1] for axis in axes)
+    named = {frozenset("w"): "rows", frozenset("h"): "columns", frozenset(names): "full"}
+    if chosen in named:
+        return named[chosen]
     tokens, groups = (" ".join(name for name in names if (name in chosen) is wanted) for wanted in (True, False))
     return Pattern(f"b n d {' '.join(names)} -> (b {groups}) n ({tokens}) d")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vision_attn.attention.blocks import Attention
 from vision_attn.attention.patterns import AnyPattern, Grid, Window
 from vision_attn.checks import check_type
-from vision_attn.networks.convert.equivalence import check_equivalence, check_source, check_without, random_map
+from vision_attn.networks.convert.equivalence import check_equivalence, check_source, random_map
 from vision_attn.networks.convert.row import find_row, load_weights, run_on_tokens
 
 
@@ -51,8 +51,8 @@ def from_layer(module: nn.Module, *, rank: int | None = None, pattern: str | Any
     """
     check_type("module", module, nn.Module, "an nn.Module; a layer of Keras is one if KERAS_BACKEND=torch is set first")
     _, kind, row = find_row(module)
-    check_source(module, row.unsupported)
-    check_without(module, dict.fromkeys(row.swap_only, "call swap_ instead, which keeps this part of the layer"))
+    swap_only = dict.fromkeys(row.swap_only, "call swap_ instead, which keeps this part of the layer")
+    check_source(module, {**row.unsupported, **swap_only})
     options = {} if row.groups is None else row.groups(module)
     if pattern is not None:
         if row.groups is None or not isinstance(pattern, (Window, Grid)):

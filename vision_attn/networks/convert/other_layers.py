@@ -141,12 +141,11 @@ TRANSFORMERS_LAYERS = {
     "ijepa.IJepa dinov2.Dinov2 dinov2_with_registers.Dinov2WithRegisters": TRANSFORMERS,
     "clip.CLIP clipseg.CLIPSeg siglip.Siglip siglip2.Siglip2": CLIP,
     "segformer.Segformer": SEGFORMER,
-    "maskformer.MaskFormerSwin": MASKFORMER_SWIN,
 }
 for names, row in TRANSFORMERS_LAYERS.items():
     for name, kind in (path.split(".") for path in names.split()):
-        file = "maskformer_swin" if row is MASKFORMER_SWIN else name
-        TABLE[f"transformers.models.{name}.modeling_{file}.{kind}Attention"] = row
+        TABLE[f"transformers.models.{name}.modeling_{name}.{kind}Attention"] = row
+TABLE["transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinAttention"] = MASKFORMER_SWIN
 
 # --- vit-pytorch, MONAI and YOLO --------------------------------------------------------------------------------------
 

@@ -30,13 +30,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.blocks import Attention, Attention1d, Attention2d, Attention3d
+from vision_attn.attention.blocks import Attention
+from vision_attn.attention.blocks.gated_residual import ATTENTION
 from vision_attn.networks.convert.equivalence import class_path, get_dropout, random_map, randomized_copy
 
 Attend: TypeAlias = Callable[..., Tensor]
-
-#: By the number of axes of a map.
-BLOCKS: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
 
 #: Returned for a call that the block does not support: the layer runs it.
 FALLBACK: Any = object()
@@ -120,7 +118,7 @@ def named_weights(qkv: str, proj: str) -> Callable[[Any], dict[str, Any]]:
 
 def to_parameters(weights: dict[str, Any], rank: int) -> dict[str, Tensor]:
     """Return the parameters of a block by name: a 1×1 convolution for each projection."""
-    tensors = {}
+    tensors: dict[str, Tensor | None] = {}
     for name, x in weights.items():
         if isinstance(x, Projection):
             tensors |= {f"{name}.weight": x.weight[(..., *(None,) * rank)], f"{name}.bias": x.bias}
@@ -205,11 +203,11 @@ class Row:
         for name, x in options.items():
             options[name] = getattr(layer, x) if isinstance(x, str) else x(layer) if callable(x) else x
         options |= given
-        if (rank := options.pop("rank")) not in BLOCKS:
+        if (rank := options.pop("rank")) not in ATTENTION:
             raise ValueError(f"rank must be the axes of a map, 1, 2 or 3, for Attention1d, 2d or 3d; got {rank!r}")
         first, out, heads = weights.get("qkv") or weights["q"], weights["proj"], options["num_heads"]
         rows, kv_heads, e = len(first.weight), options.get("num_kv_heads", heads), out.weight.shape[1] // heads
-        block: Attention = options.pop("kind", BLOCKS[rank])(
+        block: Attention = options.pop("kind", ATTENTION[rank])(
             first.weight.shape[1],
             key_dim=rows // heads if "q" in weights else (rows - kv_heads * e) // (heads + kv_heads),
             value_dim=e,
