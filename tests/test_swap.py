@@ -314,7 +314,7 @@ def test_maps_are_the_weights_of_the_network(make, path, size, keys, prefix, mon
     """The network itself passes them to torch's kernel."""
     torch.manual_seed(0)
     model, inputs = make()
-    model.eval()
+    perturbed(model, 0.03)
     kernel, weights = torch.nn.functional.scaled_dot_product_attention, []
 
     def recorded(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
