@@ -250,8 +250,10 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     found = settings_from(line, "vision-attn train")
     assert (found.insert, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    found = settings_from(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
-    assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
+    for words in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
+        found = settings_from([*words, "--epochs", "40", "-o", "x"], "vision-attn train")
+        assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
+    assert settings_from([f"--config={tmp_path / 'settings.yaml'}"], "vision-attn train").lr == 0.3
     assert settings_from(["--resume", "auto"], "vision-attn train").resume == "auto"
 
 

@@ -357,7 +357,7 @@ def test_a_plan_makes_the_runs_that_it_says(image_folder, tmp_path, monkeypatch,
         rows = [{"images_per_second": 1}]
         return SimpleNamespace(model=model, input_size=(3, 32, 32), rows=rows, disabled=disabled, final=final)
 
-    monkeypatch.setattr(runs, "train", build)
+    monkeypatch.setattr(runs, "run_training", build)
     (tmp_path / "data").mkdir()
     for half in ("train", "test"):
         (tmp_path / "data" / half).symlink_to(image_folder / "train")

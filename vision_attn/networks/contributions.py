@@ -190,7 +190,7 @@ def disabled(model: nn.Module, sites: str | Iterable[str] | None = None) -> Abst
 def rms_ratio(squares: Tensor) -> Tensor:
     """Return the root of the ratio of two sums of squares ``(2, …)``; zero where the first is."""
     branch, stream = squares
-    return (branch / stream).where(branch != 0, torch.zeros_like(branch)).sqrt()
+    return torch.where(branch != 0, branch / stream, 0).sqrt()
 
 
 @contextmanager

@@ -125,10 +125,9 @@ class Inspection(Report):
             rows.append((*place, f"{site.options.get('num_heads', 8)}", *costs, f"{site.saved / MEBI:,.1f}"))
         heading, table = f"{self.model} on images of {size}: {has}", Table(rows, left=(1,))
         warned = [f"warning: {line}" for line in self.warnings]
-        advice = ["", "No free stage has a map that attention is worth trying on."]
-        if self.proposals:
-            advice = ["", "Worth trying:", *map(self.advice, self.proposals)]
-        return [heading, "", textwrap.fill(reading, 110), table, *warned, *advice]
+        none = "No free stage has a map that attention is worth trying on."
+        advice = ["Worth trying:", *map(self.advice, self.proposals)] if self.proposals else [none]
+        return [heading, "", textwrap.fill(reading, 110), table, *warned, "", *advice]
 
     def advice(self, proposal: Proposal) -> str:
         """Format a proposal: the sites, the reason, the call, and its cost."""
@@ -192,7 +191,7 @@ def inspect_model(
     paths = find_stages(run)
     maps = dict(zip(paths, run.select_maps([end_of_sequential(network, path) for path in paths], "after"), strict=True))
 
-    def price(path: str, options: Mapping[str, Any], stage: int = 0) -> Site:
+    def price(path: str, options: Mapping[str, Any]) -> Site:
         one = maps[path]
         occupied = one.target in inserted_blocks(network)
         one = one._replace(form=one.form._replace(device=torch.device("meta")))
@@ -200,11 +199,10 @@ def inspect_model(
         record: InsertedBlock = vars(block)[RECORD]
         shape = (batch_size, record.channels, *record.map_size)
         kept = count_saved_bytes(block, shape, one.form.dtype)
-        return Site(**{**vars(record), "site": path}, saved=kept, stage=stage, occupied=occupied)
+        return Site(**{**vars(record), "site": path}, saved=kept, stage=paths.index(path), occupied=occupied)
 
-    heads = (num_heads and fitting_heads(one.shape[1], num_heads) for one in maps.values())
-    options = [{**block_options, **({"num_heads": count} if count else {})} for count in heads]
-    sites = [price(path, of, index) for index, (path, of) in enumerate(zip(maps, options, strict=True))]
+    heads = {path: num_heads and fitting_heads(one.shape[1], num_heads) for path, one in maps.items()}
+    sites = [price(path, {**block_options, **({"num_heads": heads[path]} if num_heads else {})}) for path in paths]
     # The activation that ends a stem has learned nothing that positions could be compared by.
     learning = [site for site in sites if any(True for _ in network.get_submodule(site.site).parameters())]
     free = [site for site in learning if not site.occupied]
@@ -239,8 +237,7 @@ def create_network(name: str) -> nn.Module:
         raise no_such_model(name, wanted, list_models())
     # Without this option some of torchvision's networks warn about how their weights are drawn.
     options = {"init_weights": False} if wanted in ("googlenet", "inception_v3") else {}
-    network: nn.Module = get_model(wanted, weights=None, **options)
-    return network
+    return get_model(wanted, weights=None, **options)
 
 
 def example_for(model: nn.Module, input_size: int | Sequence[int] | None, example_input: Any = None) -> Example:
@@ -248,13 +245,12 @@ def example_for(model: nn.Module, input_size: int | Sequence[int] | None, exampl
     own = make_example(model, example_input)
     if input_size is None:
         return own
-    size = (
-        tuple(input_size) if not isinstance(input_size, int) else (*own.size[:-2], *[input_size] * len(own.size[-2:]))
-    )
-    if example_input is not None or len(size) != len(own.size) or min(size) < 1:
+    if isinstance(input_size, int):
+        input_size = (*own.size[:-2], *[input_size] * len(own.size[-2:]))
+    if example_input is not None or len(input_size) != len(own.size) or min(input_size) < 1:
         expected = "a side or a height and a width, in pixels, and is left out with example_input"
         raise ValueError(f"input_size must be {expected}; got {input_size!r}")
-    return make_example(model, (*own.shape[:2], *size))
+    return make_example(model, (*own.shape[:2], *input_size))
 
 
 def propose(
@@ -291,22 +287,16 @@ def count_saved_bytes(block: nn.Module, shape: tuple[int, ...], dtype: torch.dty
     >>> [count_saved_bytes(block, (1, 64, 56, 56)) >> 20 for block in blocks]
     [306, 5]
     """
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # held, so that its number is not given to another
-        return tensor
-
+    saved: list[Tensor] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = (*block.named_parameters(), *block.named_buffers())
         own = {name: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad) for name, x in tensors}
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
             functional_call(block, own, (x,))
-        for tensor in own.values():
-            kept.pop(tensor.untyped_storage()._cdata, None)
-        return sum(storage.nbytes() for storage in kept.values())
+        sizes = {storage._cdata: storage.nbytes() for storage in map(Tensor.untyped_storage, saved)}
+        held = {tensor.untyped_storage()._cdata for tensor in own.values()}
+        return sum(size for storage, size in sizes.items() if storage not in held)
 
 
 def machine_memory() -> float:

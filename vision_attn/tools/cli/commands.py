@@ -128,7 +128,9 @@ def settings_from(words: list[str], prog: str, default: Any = None, description:
     """Parse settings; flags override those of the file or run that ``--config`` or ``--resume`` names."""
     from vision_attn.tools.training.settings import Settings, read_settings
 
-    words, given = [*words], flags_in(words)
+    given = flags_in(words)
+    forms = [word.split("=", 1) if word.startswith(("--config=", "--resume=")) else [word] for word in words]
+    words = [word for form in forms for word in form]
     for flag in ("--config", "--resume"):
         if flag in words[:-1]:
             index = words.index(flag)
@@ -203,7 +205,7 @@ def compare(words: list[str]) -> None:
         custom = changed(settings_from(flags, f"{prog} --variants {name}", unset), unset)
         variants[name] = settings_for_variant(base, custom, common)
 
-    options: dict[str, Any] = {"seeds": how.seeds, "jobs": how.jobs, "backend": how.backend, "output": how.output}
+    options: dict[str, Any] = {name: value for name, value in vars(how).items() if name != "variants"}
     if {"data", "dataset"} & common.keys():
         from vision_attn.tools.comparison.runs import compare as compare_on_images
 

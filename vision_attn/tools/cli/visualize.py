@@ -28,8 +28,6 @@ def find_images(names: Sequence[Path]) -> list[Path]:
         raise ValueError("images must be files, or folders of them; got none")
     found: list[Path] = []
     for path in names:
-        if not path.exists():
-            raise DataError(f"images: there is no {path}")
         inner = [one for one in sorted(path.rglob("*")) if is_image(one.name)] if path.is_dir() else [path]
         if not inner:
             raise DataError(f"{path} has no images")
@@ -67,7 +65,7 @@ def crop_as_network(image: Image.Image, transform: Any) -> Image.Image:
 
 def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
     """Open a network by its folder or create it by its name, with its classes and the transform of its images."""
-    from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_data_config
+    from timm.data import ImageNetInfo, infer_imagenet_subset
     from timm.models import get_pretrained_cfg
 
     from vision_attn.networks.checkpoints import load_adapter_
@@ -90,8 +88,8 @@ def open_network(name: str, pretrained: bool, adapter: Path | None) -> Any:
         config = {**get_model_cfg(model), **({"crop_pct": 1.0, "interpolation": "bilinear"} if about else {}), **about}
         if not classes and (subset := infer_imagenet_subset(config)):
             classes = tuple(map(ImageNetInfo(subset).index_to_description, range(count)))
-        transform = create_transform(**resolve_data_config(pretrained_cfg=config))
-        vars(model).update(classes=classes or None, transform=transform, pretrained_cfg=config)
+        vars(model).update(classes=classes or None, pretrained_cfg=config)
+        vars(model)["transform"] = folder.create_eval_transform(model)
     if swapped := swap_(model):
         print(f"to capture the network's attention, {len(swapped)} modules are swapped for blocks of this library")
     return model

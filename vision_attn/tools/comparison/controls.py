@@ -11,14 +11,6 @@ from vision_attn.attention.blocks.projection import Pointwise2d
 from vision_attn.checks import check_count, check_number
 
 
-def check_odd(kernel_size: int) -> int:
-    """Refuse a kernel without a middle."""
-    check_count("kernel_size", kernel_size)
-    if kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that it has a middle; got {kernel_size}")
-    return kernel_size
-
-
 class ConvBlock2d(GatedResidual):
     """A convolution in the place of attention: the control that tells what attention adds beyond its parameters.
 
@@ -42,16 +34,21 @@ class ConvBlock2d(GatedResidual):
     (16797, 16701, 16832)
     """
 
+    #: projections of the map before the convolution
+    projections = 1
+
     def __init__(self, channels: int, *, kernel_size: int | None = 3, gate_init: float | None = None) -> None:
         super().__init__(channels, gate_init)
-        side = 0 if kernel_size is None else check_odd(kernel_size)
-        # Attention has 4c² + 4c parameters, this branch c(2·hidden + 1) + hidden(1 + kernel² + 1), without a kernel
-        # c(2·hidden + 1) + hidden.
-        hidden = max(1, round((4 * channels**2 + 3 * channels) / (2 * channels + 1 + (side**2 + 1) * (side > 0))))
-        self.expand = Pointwise2d(channels, hidden, 1)
+        # Attention has 4c² + 4c parameters, this branch hidden(p·c + p + kernel² + 1 + c) + c for p projections.
+        each = self.projections * (channels + 1) + channels + (0 if kernel_size is None else kernel_size**2 + 1)
+        hidden = max(1, round((4 * channels**2 + 3 * channels) / each))
+        self.expand = Pointwise2d(channels, self.projections * hidden, 1)
         self.depthwise: nn.Module | None = None
-        if side:
-            self.depthwise = nn.Conv2d(hidden, hidden, side, padding=side // 2, groups=hidden)
+        if kernel_size is not None:
+            check_count("kernel_size", kernel_size)
+            if kernel_size % 2 == 0:
+                raise ValueError(f"kernel_size must be odd, so that it has a middle; got {kernel_size}")
+            self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
         self.project = Pointwise2d(hidden, channels, 1)
         self.zero_init_last()
 
@@ -64,7 +61,7 @@ class ConvBlock2d(GatedResidual):
         return self.add(x, self.project(F.gelu(y)))
 
 
-class GatedConvBlock2d(GatedResidual):
+class GatedConvBlock2d(ConvBlock2d):
     """A gated long convolution: what multiplies two places of a map with each other, without softmax.
 
     ``x + gate · W₃ (u · depthwise(v))`` with ``u, v = W₁ norm(x), W₂ norm(x)``, where the hidden width makes the number
@@ -86,18 +83,11 @@ class GatedConvBlock2d(GatedResidual):
     torch.Size([2, 64, 12, 12])
     """
 
-    def __init__(self, channels: int, *, kernel_size: int, gate_init: float | None = None) -> None:
-        super().__init__(channels, gate_init)
-        check_odd(kernel_size)
-        # Attention has 4c² + 4c parameters, this branch hidden·(3c + 3 + kernel²) + c.
-        hidden = max(1, round((4 * channels**2 + 3 * channels) / (3 * channels + 3 + kernel_size**2)))
-        self.expand = Pointwise2d(channels, 2 * hidden, 1)
-        self.depthwise = nn.Conv2d(hidden, hidden, kernel_size, padding=kernel_size // 2, groups=hidden)
-        self.project = Pointwise2d(hidden, channels, 1)
-        self.zero_init_last()
+    projections = 2
+    depthwise: nn.Module
 
-    def last_projection(self) -> nn.Module:
-        return self.project
+    def __init__(self, channels: int, *, kernel_size: int, gate_init: float | None = None) -> None:
+        super().__init__(channels, kernel_size=kernel_size, gate_init=gate_init)
 
     def forward(self, x: Tensor) -> Tensor:
         u, v = self.expand(self.norm(x)).chunk(2, dim=1)

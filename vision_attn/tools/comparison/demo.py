@@ -24,12 +24,8 @@ from vision_attn.tools.training.network import insert_blocks_
 from vision_attn.tools.training.settings import Settings
 
 #: The variants of the demo, with their custom settings.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "large-kernel": {},
-    "averaging": {},
-    "attention": {"block_options": ("qk_norm=match",)},
-}
+MATCHING = {"block_options": ("qk_norm=match",)}
+VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "large-kernel": {}, "averaging": {}, "attention": MATCHING}
 #: The cell whose attention is drawn, and the number of canvases.
 QUERY_CELL, CANVASES = (4, 2), 2
 

@@ -36,8 +36,6 @@ Runs = dict[str, dict[str, Measured]]
 Differences = dict[str, list[Difference]]
 #: Steps that are timed of each variant, in turn.
 ROUNDS = 15
-#: Default limit of runs at a time: each has a copy of the images.
-MAX_JOBS = 16
 #: Decimals by the unit at the end of a name. Measurements without a unit have none, and are not compared.
 DECIMALS = {"%": 1, "dB": 2, "px": 2, "steps": 0}
 
@@ -151,7 +149,7 @@ def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, locks: s
         cpus, gpus = (int(ray.cluster_resources().get(name, 0)) for name in ("CPU", "GPU"))
     else:
         set_start_method("loky_init_main", force=True)  # processes import the script, as those of multiprocessing do
-        cpus, gpus = min(cpu_count(), MAX_JOBS), torch.cuda.device_count()
+        cpus, gpus = min(cpu_count(), 16), torch.cuda.device_count()  # each run has a copy of the images
     gpus = gpus if gpu else 0
     jobs = min(jobs or gpus or cpus, runs)
     if backend == "ray":

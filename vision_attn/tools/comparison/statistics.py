@@ -16,8 +16,6 @@ from vision_attn.text import markdown
 #: scores by arm, one for each seed
 Scores: TypeAlias = Mapping[str, Sequence[float]]
 CONFIDENCE = 0.95
-#: Columns of text in the table.
-WORDS = (0, 4)
 LEGEND = """\
 The verdict follows from the 95 % interval, by Games and Howell: each variant has its own spread over seeds, and the
 intervals of all pairs hold together. If all variants are equal, about one table in twenty has a wrong verdict. An
@@ -94,7 +92,7 @@ def difference_table(differences: Sequence[Difference]) -> str:
         rows.append((" − ".join(one.arms), f"{one.mean:+.2f}", interval, chance, one.verdict))
     known = [one.low is not None for one in differences]
     notes = [LEGEND] if all(known) else [LEGEND, UNKNOWN]
-    return "\n\n".join([markdown(rows, WORDS), *notes]) if any(known) else UNKNOWN
+    return "\n\n".join([markdown(rows, left=(0, 4)), *notes]) if any(known) else UNKNOWN
 
 
 def difference_figure(differences: Mapping[str, Sequence[Difference]]) -> Figure:

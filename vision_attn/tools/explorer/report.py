@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from vision_attn.checks import check_count, check_type
-from vision_attn.networks.contributions import branches, disabled, measure_branches, rms_ratio
+from vision_attn.networks.contributions import branches, compute_scores, disabled, measure_branches, rms_ratio
 from vision_attn.networks.insertion import plain_network, quiet_eval
 from vision_attn.networks.insertion.sites import Names
 from vision_attn.networks.maps import AttentionMap
@@ -96,11 +96,12 @@ def explore(
         if given and len(given) != len(images):
             raise ValueError(f"{name} must be as many as the images, {len(images)}; got {len(given)}")
     check_writable(Path(output))
+    rounded = (images.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8)
     titles = titles or [f"image {number}" for number in range(1, len(images) + 1)]
     plain = plain_network(model)
     weight, shown = next(plain.parameters()), []
     with quiet_eval(model):
-        for image, name, picture in zip(images.split(1), titles, pictures or map(as_picture, images), strict=True):
+        for image, name, picture in zip(images.split(1), titles, pictures or map(to_pil_image, rounded), strict=True):
             x = (image if normalize is None else normalize(image)).to(weight)
             source = {"source": encode_picture(picture)}
             shown.append({"title": name, **explore_image(model, x, sites, classes, top), **source})
@@ -124,15 +125,9 @@ def explore_image(
             raise ValueError(f"model: {path!r} has maps of {len(one.map_size)} axes, and an image has 2: choose sites")
     rollout = maps.rollout()
     for levels in LEVELS:
-        blocks = [
-            {
-                "path": path,
-                **describe(model, one),
-                "heads": encode(one, levels),
-                "rollout": encode(rollout[path], levels),
-            }
-            for path, one in maps.items()
-        ]
+        kinds = {"heads": maps, "rollout": rollout}
+        encoded = [{kind: encode(found[path], levels) for kind, found in kinds.items()} for path in maps]
+        blocks = [{"path": path, **describe(model, maps[path]), **one} for path, one in zip(maps, encoded, strict=True)]
         if len(json.dumps(blocks)) < MAX_CHARACTERS:
             break
     shown: dict[str, Any] = {"size": x.shape[2:], "blocks": blocks, "prediction": [], "closings": []}
@@ -145,7 +140,8 @@ def explore_image(
     best = scores.topk(min(top, len(scores))).indices.tolist()
     shown["prediction"] = [[name(label), round(scores[label].item(), 6)] for label in best]
     paths = modules_to_disable(model, maps)
-    for what, off in [*((path, [path]) for path in paths), *([("all of them", paths)] if len(paths) > 1 else [])]:
+    ablations = {path: [path] for path in paths} | ({"all of them": paths} if len(paths) > 1 else {})
+    for what, off in ablations.items():
         others: Any = predict(model, x, off)
         share = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
         probability = round(others[best[0]].item(), 6)
@@ -186,9 +182,8 @@ def predict(model: nn.Module, x: Tensor, off: Iterable[str] = ()) -> Tensor | No
         for path in off:
             if path not in blocks:
                 hooks.enter_context(plain.get_submodule(path).register_forward_hook(zero))
-        output = plain(x)
-    output = getattr(output, "logits", output)
-    return output[0].float().softmax(0).cpu() if isinstance(output, Tensor) and output.dim() == 2 else None
+        scores = compute_scores(plain, x)
+    return None if scores is None or scores.dim() > 2 else scores[0].softmax(0).cpu()
 
 
 def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
@@ -208,19 +203,9 @@ def encode(one: AttentionMap, levels: int) -> dict[str, Any]:
     keys, weights = weights.shape[2:], weights.flatten(2)
     peaks = weights.amax(2)
     parts = (weights / torch.where(peaks > 0, peaks, 1.0)[:, :, None] * levels).round().to(torch.uint8)
-    return {
-        "map": [-(-n // step) for n in one.map_size],
-        "keys": keys,
-        "step": key_step,
-        "names": one.heads,
-        "levels": levels,
-        "maps": as_text(zlib.compress(parts.numpy().tobytes())),
-        "peaks": as_text(peaks.numpy().astype("<f4").tobytes()),
-    }
-
-
-def as_picture(image: Tensor) -> Image.Image:
-    return to_pil_image((image.detach().float().cpu().clamp(0, 1) * 255).round().to(torch.uint8))
+    sizes = {"map": [-(-n // step) for n in one.map_size], "keys": keys, "step": key_step, "levels": levels}
+    packed = {"maps": zlib.compress(parts.numpy().tobytes()), "peaks": peaks.numpy().astype("<f4").tobytes()}
+    return {**sizes, "names": one.heads, **{name: as_text(content) for name, content in packed.items()}}
 
 
 def encode_picture(picture: Image.Image) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from joblib import cpu_count
 from PIL import Image, ImageOps
 from timm.data import auto_augment, create_dataset, create_transform
 from timm.data.transforms_factory import transforms_imagenet_train
@@ -42,11 +43,6 @@ def seed_all(*numbers: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_image(file: Any) -> Image.Image:
@@ -117,9 +113,8 @@ def open_data(settings: Settings, *, train: bool) -> Source:
         try:
             dataset: Any = create_dataset(name, root and str(root), split, is_training=True, download=settings.download)
         except (AssertionError, ImportError, OSError, RuntimeError) as error:
-            raise DataError(
-                f"{name} cannot be read in {root} ({error}): name its folder, or give --download"
-            ) from error
+            remedy = "name its folder, or give --download"
+            raise DataError(f"{name} cannot be read in {root} ({error}): {remedy}") from error
         classes = getattr(dataset, "classes", None) or dataset.reader.class_to_idx
         name = f"{settings.dataset} ({split})"
     elif root is None:
@@ -268,8 +263,8 @@ def open_images(
         return InMemory(images.to(device), source.labels.to(device))
     workers = settings.workers
     if workers is None:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = min(MAX_WORKERS, cores() // processes, len(source) // IMAGES_PER_WORKER)
+        cores = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = min(MAX_WORKERS, cores, len(source) // IMAGES_PER_WORKER)
     decoded = Decoded(source, augment or eval_transform(config), settings.seed, workers)
     if augment is not None or len(source) * math.prod(config["input_size"]) > MAX_IN_MEMORY:
         return decoded

@@ -120,8 +120,7 @@ class Trainer:
         #: copy to save, without the wrappers of mixed precision and of several processes
         self.plain = copy.deepcopy(model).cpu().eval()
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
-        if settings.channels_last:
-            model.to(memory_format=torch.channels_last)
+        model.to(memory_format=self.layout)
         optimizer = make_optimizer(model, settings)
         self.schedule = make_schedule(optimizer, settings, self.steps)
         self.ema = None if settings.ema is None else ModelEmaV3(model, settings.ema, use_warmup=True)
@@ -316,10 +315,9 @@ class Trainer:
     def catch_signals(self) -> Iterator[None]:
         """Note Ctrl-C and SIGTERM, so that a run ends after a step; ignored signals stay ignored."""
         in_main = threading.current_thread() is threading.main_thread()  # Python takes signals there
-        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if in_main}
-        before = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-        for n in before:
-            signal.signal(n, lambda number, frame: setattr(self, "signal", number))
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+        numbers = [n for n in signals if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+        before = {n: signal.signal(n, lambda number, frame: setattr(self, "signal", number)) for n in numbers}
         try:
             yield
         finally:

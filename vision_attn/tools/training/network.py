@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ import timm
 import torch
 from torch import nn
 
-from vision_attn.errors import TrainingError
 from vision_attn.networks.checkpoints import load_checkpoint
 from vision_attn.networks.checkpoints.specification import from_word
 from vision_attn.networks.insertion import freeze_backbone_, insert_, parse_sites, quiet_eval
@@ -39,37 +37,46 @@ class Network:
     new_head: tuple[str, ...] = ()
 
 
-def build_network(settings: Settings, source: Source, log: Log, *, resumed: bool = False) -> Network:
-    """Create a network, insert blocks, load weights, freeze the backbone.
+def build_network(
+    settings: Settings, source: Source, log: Log, *, model: nn.Module | None = None, resumed: bool = False
+) -> Network:
+    """Create a network, insert blocks and load weights, or use a given network; then freeze the backbone.
 
     A run that is ``resumed`` has its weights in its state: none are loaded.
     """
-    options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
-    classes, pretrained = len(source.classes), settings.pretrained and not resumed
-    model = create_model(settings.model, num_classes=classes, pretrained=pretrained, **options)
-    new_head: tuple[str, ...] = ()
-    if settings.reset_head or (settings.pretrained and get_model_cfg(model)["num_classes"] != classes):
-        classifier = get_model_cfg(model)["classifier"]
-        new_head = tuple(f"{name}.*" for name in ([classifier] if isinstance(classifier, str) else classifier))
-    config = configure_(model, settings, source)
-    report = insert_blocks_(model, settings, config) if settings.insert else ""
-    if report:
-        log(report)
-    if settings.weights and not resumed:
-        # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-        log(str(load_checkpoint(model, settings.weights.expanduser(), skip=new_head)))
-    return prepare_network(Network(model, config, source.classes, report, new_head), settings, log)
-
-
-def adopt_network(model: nn.Module, settings: Settings, source: Source, log: Log) -> Network:
-    """Configure a given network, and freeze its backbone."""
+    classes, given = len(source.classes), model is not None
+    if model is None:
+        options: dict[str, Any] = {"drop_path_rate": settings.drop_path} if settings.drop_path else {}
+        pretrained = settings.pretrained and not resumed
+        model = create_model(settings.model, num_classes=classes, pretrained=pretrained, **options)
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
-    if not timm.is_model(name) or model.num_classes != len(source.classes):
+    if not timm.is_model(name) or model.num_classes != classes:
         raise ValueError(
-            f"model must be one that timm makes by name, for the {len(source.classes)} classes of {source.name}; "
+            f"model must be one that timm makes by name, for the {classes} classes of {source.name}; "
             f"got a {type(model).__name__} for {getattr(model, 'num_classes', '?')}"
         )
-    return prepare_network(Network(model, configure_(model, settings, source), source.classes), settings, log)
+    config, report = configure_(model, settings, source), ""
+    new_head: tuple[str, ...] = ()
+    if not given:
+        if settings.reset_head or (settings.pretrained and config["num_classes"] != classes):
+            classifier = config["classifier"]
+            new_head = tuple(f"{name}.*" for name in ([classifier] if isinstance(classifier, str) else classifier))
+        if settings.insert:
+            log(report := insert_blocks_(model, settings, config))
+        if settings.weights and not resumed:
+            # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
+            log(str(load_checkpoint(model, settings.weights.expanduser(), skip=new_head)))
+    size = config["input_size"]
+    try:
+        with quiet_eval(model):
+            model(torch.zeros(1, *size, device=next(model.parameters()).device))
+    except Exception as error:
+        sides = "×".join(map(str, size[1:]))
+        raise ValueError(f"model: {name!r} does not run on images of {sides} ({error}): see --img-size") from error
+    if settings.freeze_backbone:
+        count = freeze_backbone_(model, also_train=new_head)
+        log(f"the backbone is frozen: {count:,} parameters are trained")
+    return Network(model, config, source.classes, report, new_head)
 
 
 def configure_(model: nn.Module, settings: Settings, source: Source) -> dict[str, Any]:
@@ -83,21 +90,6 @@ def configure_(model: nn.Module, settings: Settings, source: Source) -> dict[str
         config |= {"crop_pct": 1.0, "crop_mode": "center"}
     vars(model)["pretrained_cfg"] = config
     return config
-
-
-def prepare_network(network: Network, settings: Settings, log: Log) -> Network:
-    """Run a network once on an image of its size, and freeze its backbone."""
-    model, size = network.model, network.config["input_size"]
-    try:
-        with quiet_eval(model):
-            model(torch.zeros(1, *size, device=next(model.parameters()).device))
-    except Exception as error:
-        name, sides = network.config["architecture"], "×".join(map(str, size[1:]))
-        raise ValueError(f"model: {name!r} does not run on images of {sides} ({error}): see --img-size") from error
-    if settings.freeze_backbone:
-        count = freeze_backbone_(model, also_train=network.new_head)
-        log(f"the backbone is frozen: {count:,} parameters are trained")
-    return network
 
 
 def insert_blocks_(model: nn.Module, settings: Settings, config: dict[str, Any]) -> str:
@@ -127,11 +119,3 @@ def block_class(name: str) -> str | Callable[..., nn.Module]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"block must be a name or a class, MODULE:CLASS ({error}); got {name!r}") from error
     return found
-
-
-def raise_block_error(error: Exception, name: str) -> None:
-    """Raise an error that names the line of the user's block, if that is where this one came from."""
-    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
-    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
-        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
-        raise TrainingError(f"block {name} raised {type(error).__name__} ({error}) in {where}") from error

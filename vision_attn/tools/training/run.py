@@ -25,7 +25,7 @@ from vision_attn.tools.training.data import open_data, open_images
 from vision_attn.tools.training.evaluation import Disabled, Evaluation, Scores
 from vision_attn.tools.training.folder import newest_state, numbered_folder
 from vision_attn.tools.training.loop import Trainer
-from vision_attn.tools.training.network import Log, adopt_network, block_class, build_network, raise_block_error
+from vision_attn.tools.training.network import Log, block_class, build_network
 from vision_attn.tools.training.settings import Settings, differences, read_settings, write_settings
 
 #: Seconds to wait for the lock on a folder: worker processes of a killed run hold it until they notice.
@@ -104,10 +104,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
         if settings.batch_size > len(source) or settings.batch_size % parts:
             limits = f"at most the {len(source)} training images, and a multiple of {parts} to be divided"
             raise ValueError(f"batch_size must be {limits}; got {settings.batch_size}")
-        if model is None:
-            network = build_network(settings, source, log, resumed=resumed)
-        else:
-            network = adopt_network(model, settings, source, log)
+        network = build_network(settings, source, log, model=model, resumed=resumed)
     evaluation = Evaluation(held_out, settings, network, accelerator, log)
     data = open_images(source, settings, network.config, accelerator.device, train=True)
     log(f"training: {len(source):,} images of {source.name}, {data.storage}")
@@ -128,11 +125,7 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             trainer.save()
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        try:
-            final, predictions = trainer.train()
-        except Exception as error:
-            raise_block_error(error, settings.block)
-            raise
+        final, predictions = trainer.train()
         for tracker in accelerator.trackers:
             tracker.finish()
         disabled = evaluation.without_blocks(trainer.evaluated, final, predictions)
@@ -147,15 +140,14 @@ def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) 
     accelerator = make_accelerator(settings)
     log = log if accelerator.is_main_process else (lambda line: None)
     source = open_data(settings, train=False)
-    if path is None:
-        network = build_network(settings, source, log)
-    else:
+    model = None
+    if path is not None:
         model = load_model(path, block=get_maker(block_class(settings.block)))
         classes = vars(model)["classes"] or source.classes
         if classes != source.classes:
             found = f"{source.name} has {shorten(source.classes)}"
             raise ValueError(f"{path} was trained for the classes {shorten(classes)}; {found}: name the folders alike")
-        network = adopt_network(model, settings, source, log)
+    network = build_network(settings, source, log, model=model)
     evaluation = Evaluation(source, settings, network, accelerator, log)
     model = network.model.to(accelerator.device).eval()
     scores, predictions = evaluation(model)
