@@ -1,6 +1,5 @@
 """The command line: output, exit status, and no traceback for a user's mistake."""
 
-import contextlib
 import csv
 import importlib
 import io
@@ -46,19 +45,13 @@ def test_every_setting_is_a_flag_with_help(capsys):
     code, out, _ = run(capsys, "train", "--help")
     shown = " ".join(out.replace("│", " ").split())
     assert code == 0
-    assert "vision-attn train --data flowers --model resnet18 --pretrained --insert layer3" in shown
-    names, shown = [field.name for field in fields(Settings)], shown.partition(" options ")[2]
+    names, shown = [field.name.replace("_", "-") for field in fields(Settings)], shown.partition(" options ")[2]
     for name, following in zip(names, [*names[1:], "$"], strict=True):
-        this, other = (one.replace("_", "-") for one in (name, following))
-        text = re.search(rf"--{this}[ ,](.*?)(--{other}[ ,]|$)", shown)[1].rpartition(f"--no-{this} ")[2]
+        text = re.search(rf"--{name}[ ,](.*?)(--{following}[ ,]|$)", shown)[1].rpartition(f"--no-{name} ")[2]
         assert len(text.partition("(default")[0].split()) > 2, f"{name} has no help"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], *([name, flag] for name in cli.COMMANDS for flag in ("--help", "--wrong"))],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--wrong"] for name in cli.COMMANDS)])
 def test_help_and_a_wrong_flag_import_neither_torch_nor_timm(arguments):
     code = f"""
 import sys
@@ -85,31 +78,20 @@ def test_without_a_command_all_are_listed(capsys):
     assert (code, err.splitlines()[-1]) == (2, "vision-attn: error: there is no command 'trian'")
 
 
-class RunsCode:
-    def __reduce__(self):
-        return os.system, ("echo this ran >&2",)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["train", "--lable-smoothing=0.1"], 2, "--label-smoothing"),
         (["train", "--insert", "layer9"], 2, "'layer9'"),
-        (["train", "--insert", "7"], 2, "0 'layer1', 1 'layer2', 2 'layer3'"),
-        (["train", "--config", "nothing.yaml"], 1, "nothing.yaml"),
         (["train", "--weights", "hostile.pth"], 1, "'posix.system'"),
         (["train", "--weights", "other.pth"], 1, "7 classes and the model has 3"),
-        (["train", "--weights", "missing.pth"], 1, "missing.pth"),
-        (["train", "--output", "broken.png"], 1, "broken.png"),
         (["train", "--output", "/proc/nothing"], 1, "/proc/nothing"),  # where root cannot write either
         (["predict", RUN, "empty"], 1, "empty has no images"),
         (["predict", RUN, "broken.png"], 1, "broken.png"),
         (["predict", RUN, "missing.png"], 1, "missing.png"),
-        (["predict", "empty", "IMAGE"], 1, "empty"),
         (["evaluate", RUN], 2, "--data"),
         (["explore", "IMAGE", "--model", "resnet20"], 2, "resnet20 has no attention"),
         (["explore", "IMAGE", "--model", RUN, "--adapter", "a"], 2, "adapter "),
-        (["explore", "IMAGE", "--model", RUN, "--top", "0"], 2, "top must be a whole number of at least 1; got 0"),
         (["inspect", "resnet20", "--pattern", "Windo(7)"], 2, "Window"),
     ],
     ids=lambda value: " ".join(map(str, value[:4])) if isinstance(value, list) else "",
@@ -117,6 +99,10 @@ class RunsCode:
 def test_unusable_input_is_one_line_and_leaves_nothing(
     capsys, image_folder, tmp_path, monkeypatch, arguments, code, message
 ):
+    class RunsCode:
+        def __reduce__(self):
+            return os.system, ("echo this ran >&2",)
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.png").write_bytes(b"no image")
@@ -131,26 +117,17 @@ def test_unusable_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["inspect", "resnet20"]], ids=str)
-def test_output_is_escaped_for_any_encoding(monkeypatch, arguments):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    with contextlib.suppress(SystemExit):
-        assert cli.main(arguments) == 0
-    print("8×8 ± 2 … naïve ŵ 木")
-    stream.flush()
-    said = stream.buffer.getvalue().decode("ascii")
-    assert said.endswith("\n8\\xd78 \\xb1 2 \\u2026 na\\xefve \\u0175 \\u6728\n")
+def test_output_is_escaped_for_any_encoding(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main(["inspect", "resnet20"]) == 0
+    print("8×8 ± 2 … naïve ŵ 木", flush=True)
+    assert sys.stdout.buffer.getvalue().endswith(rb"8\xd78 \xb1 2 \u2026 na\xefve \u0175 \u6728" + b"\n")
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (
-            ValueError("no 'a\x1b[2J\nvision-attn: all is well\r'"),
-            2,
-            "error: no 'a\\x1b[2J vision-attn: all is well\\r'",
-        ),
+        (ValueError("no 'a\x1b[2J\nall is well\r'"), 2, "error: no 'a\\x1b[2J all is well\\r'"),
         (FileNotFoundError("no x\x1b.pth"), 1, "error: no x\\x1b.pth"),
         (errors.CheckpointError("one\n", "two\x07"), 1, "error: one\\n\ntwo\\x07"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 TB"), 1, "error: DefaultCPUAllocator: can't "),
@@ -161,7 +138,6 @@ def test_output_is_escaped_for_any_encoding(monkeypatch, arguments):
     ],
 )
 def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, error, code, said):
-    """Only a bug has a traceback."""
 
     def fails():
         raise error
@@ -170,7 +146,7 @@ def test_an_error_is_one_line_in_which_a_name_cannot_steer_the_terminal(capsys, 
     assert capsys.readouterr().err.startswith(f"vision-attn: {said}" if said else "Traceback")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--version"], ["train", "--help"]], ids=" ".join)
 def test_a_reader_that_has_left_ends_the_program_quietly(words):
     """As in ``vision-attn … | head``: no traceback, and no "Exception ignored" when the interpreter ends."""
     reading, writing = os.pipe()
@@ -180,17 +156,8 @@ def test_a_reader_that_has_left_ends_the_program_quietly(words):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_command_whose_reader_has_left_ends_quietly(capsys, monkeypatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with monkeypatch.context() as patched, open(writing, "w") as stream:
-        patched.setattr(sys, "stdout", stream)
-        assert cli.main(["inspect", "resnet20"]) == 141
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
-@pytest.mark.parametrize("words", ["--help", "--version", "train --help"])
+@pytest.mark.parametrize("words", ["--version", "train --help"])
 def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none(words):
     def redirected(where):
         line = f'exec "{sys.executable}" -m vision_attn {words} {where}'
@@ -215,12 +182,9 @@ def test_a_full_or_closed_output_is_an_error_and_a_closed_standard_error_is_none
     ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )
 def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, image_folder, monkeypatch, words, output):
-    def load(path, load_model=folder.load_model):
-        model = load_model(path)
-        model.register_forward_pre_hook(lambda *given: pytest.fail("it works before it knows where to write"))
-        return model
-
-    monkeypatch.setattr(folder, "load_model", load)
+    model = folder.load_model(RUN)
+    model.register_forward_pre_hook(lambda *given: pytest.fail("it works before it knows where to write"))
+    monkeypatch.setattr(folder, "load_model", lambda path: model)
     images = {"IMAGE": image_folder / "val" / "red" / "0.png"}
     code, out, err = run(capsys, *(images.get(word, word) for word in words), output)
     assert (code, err.count("\n")) == (1, 1), err
@@ -228,18 +192,16 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
     assert "red" not in out
 
 
-@pytest.mark.parametrize("package", ["accelerate", "sklearn"])
-def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, package, image_folder):
+def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
     importlib.import_module("vision_attn.tools.training.run")
     training = sys.modules["vision_attn.tools.training"]  # whose attributes are as they were afterwards
-    for name in [name for name in sys.modules if name.startswith(("vision_attn.tools.training.", f"{package}."))]:
-        if not name.startswith(package):
-            monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
+    for name in [name for name in sys.modules if name.startswith("vision_attn.tools.training.")]:
+        monkeypatch.setattr(training, name.rpartition(".")[2], sys.modules[name])
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     code, _, err = run(capsys, "train", "--data", image_folder / "train", "--device", "cpu")
     assert (code, err.count("\n")) == (1, 1)
-    assert package in err
+    assert "accelerate" in err
     assert "pip install 'vision-attn[train" in err
 
 
@@ -250,15 +212,13 @@ def test_flags_override_the_settings_of_another_run(tmp_path):
     found = settings_from(line, "vision-attn train")
     assert (found.insert, found.lr, found.class_weights, found.seed) == (("layer1",), None, False, 3)
     assert found.output is None
-    for words in (["--resume", str(tmp_path)], [f"--resume={tmp_path}"]):
-        found = settings_from([*words, "--epochs", "40", "-o", "x"], "vision-attn train")
-        assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
+    found = settings_from(["--resume", str(tmp_path), "--epochs", "40", "-o", "x"], "vision-attn train")
+    assert (found.resume, found.lr, found.epochs, str(found.output)) == (str(tmp_path), 0.3, 40, "x")
     assert settings_from([f"--config={tmp_path / 'settings.yaml'}"], "vision-attn train").lr == 0.3
     assert settings_from(["--resume", "auto"], "vision-attn train").resume == "auto"
 
 
 def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_path):
-    torch.manual_seed(0)
     torch.save(create_model("resnet20", num_classes=3).state_dict(), tmp_path / "zoo.pth")
     given = "--weights", tmp_path / "zoo.pth", "--insert", "layer3", "--freeze-backbone"
     code, out, err = train(capsys, image_folder, tmp_path, *given)
@@ -286,22 +246,19 @@ def test_a_run_is_trained_evaluated_used_and_extended(capsys, image_folder, tmp_
     assert (rows[0]["class_1"], list(rows[0])[-1]) == (best, "probability_2")
     assert float(rows[0]["probability_1"]) == pytest.approx(float(scores.max()), abs=1e-5)
 
-    code, out, err = run(capsys, "train", "--resume", tmp_path / "run", "--epochs", 2)
+    code, out, err = run(capsys, "train", f"--resume={tmp_path / 'run'}", "--epochs", 2)
     assert (code, err) == (0, "")
     assert "resumed after epoch 1" in out
     assert "epoch 2/2: train loss" in out
 
 
 def test_inspect_shows_the_costs_of_attention_at_each_stage(capsys):
-    code, out, err = run(
-        capsys, "inspect", "resnet20", "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4,
-        "--pattern", "va.Window(4)",
-    )  # fmt: skip
+    flags = "--input-size", 16, 32, "--batch-size", 2, "--num-heads", 4, "--pattern", "va.Window(4)"
+    code, out, err = run(capsys, "inspect", "resnet20", *flags)
     assert (code, err) == (0, "")
-    words = " ".join(out.split())
-    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in words
-    assert "layer3 64 4×8 4 " in words
-    assert " 8×8 " in " ".join(run(capsys, "inspect", "resnet20", "--input-size", 32)[1].split())
+    assert "A block after a stage (AttentionBlock2d, pattern=va.Window(4)" in out
+    assert "layer3 64 4×8 4 " in " ".join(out.split())
+    assert " 8×8 " in run(capsys, "inspect", "resnet20", "--input-size", 32)[1]
 
 
 def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path):
@@ -311,8 +268,7 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
     page = (tmp_path / "page.html").read_text()
     assert (code, err) == (0, "")
     assert f"wrote {tmp_path / 'page.html'}, " in out
-    words = "layer3.2.inserted.attn", "resnet20_attention", '"title": "0.png"', '"note": ""'
-    assert all(word in page for word in words)
+    assert all(word in page for word in ("layer3.2.inserted.attn", '"title": "0.png"', '"note": ""'))
     assert not list(tmp_path.glob("**/*.png"))
     code, out, err = run(capsys, *explore, "--sites", "layer3.[12].*", "--png", tmp_path / "maps")
     assert (code, err) == (0, "")
@@ -326,7 +282,6 @@ def test_a_trained_network_is_explored_and_drawn(capsys, image_folder, tmp_path)
 def test_a_network_is_explored_by_name_with_an_adapter_or_its_own_attention(capsys, image_folder, tmp_path):
     torch.manual_seed(0)
     model = create_model("resnet20", num_classes=10)
-    torch.manual_seed(0)
     va.insert_(model, names="layer3", num_heads=2, gate_init=1.0, example_input=(1, 3, 32, 32))
     adapter = tmp_path / "adapter.safetensors"
     va.save_adapter(model, adapter, about={"classes": [*"abcdefghij"], "input_size": [3, 24, 24]})
@@ -335,21 +290,16 @@ def test_a_network_is_explored_by_name_with_an_adapter_or_its_own_attention(caps
     assert (found.classes[:2], list(va.inserted_blocks(found))) == (("a", "b"), ["layer3.2"])
     assert found.transform(Image.new("RGB", (40, 40))).shape == (3, 24, 24)
 
-    def explore(*flags):
-        out = run(capsys, "explore", image_folder / "val" / "red", *flags, "-o", tmp_path / "page.html")[1]
-        return out, (tmp_path / "page.html").read_text()
-
-    out, page = explore("--model", "test_vit")
+    explore = "explore", image_folder / "val" / "red", "-o", tmp_path / "page.html", "--model"
+    out, page = run(capsys, *explore, "test_vit")[1], (tmp_path / "page.html").read_text()
     warning = "The weights of test_vit are random: "
-    assert "6 modules" in out
-    assert "blocks.5.attn" in page
+    assert ("6 modules" in out, "blocks.5.attn" in page) == (True, True)
     assert (warning in out, f'"note": "{warning}' in page) == (True, True)
     torch.manual_seed(0)
-    assert "The weights of resnet20 are random, but for " in explore("--model", "resnet20", "--adapter", adapter)[0]
+    assert "The weights of resnet20 are random, but for " in run(capsys, *explore, "resnet20", "--adapter", adapter)[1]
 
 
 def test_a_run_leaves_its_process_group_also_after_an_error(tmp_path):
-    # A group that lives on has threads that may abort the process at its end, after its work is done.
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert cli.main(["train", "--data", str(tmp_path / "nothing"), "--device", "cpu"]) != 0

@@ -15,7 +15,6 @@ from vision_attn.tools.comparison.controls import (
     SqueezeExciteBlock2d,
 )
 
-#: Each with what learns first.
 FIRST = {
     ConvBlock2d: {"project.weight", "project.bias"},
     partial(GatedConvBlock2d, kernel_size=5): {"project.weight", "project.bias"},
@@ -57,9 +56,7 @@ def test_the_controls_are_of_their_paper_and_have_as_many_parameters():
 
 
 def test_a_gated_convolution_multiplies_two_projections():
-    block = GatedConvBlock2d(8, kernel_size=3, gate_init=0.5)
-    torch.nn.init.normal_(block.project.weight)
-    x = torch.randn(2, 8, 4, 5)
+    block, x = GatedConvBlock2d(8, kernel_size=3, gate_init=0.5), torch.randn(2, 8, 4, 5)
     u, v = block.expand(block.norm(x)).chunk(2, dim=1)
     torch.testing.assert_close(block(x), x + 0.5 * block.project(u * block.depthwise(v)))
     with pytest.raises(ValueError, match=r"kernel_size .*4"):

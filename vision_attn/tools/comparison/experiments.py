@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import cycle
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from joblib import Parallel, cpu_count, delayed
 from joblib.externals.loky.backend.context import set_start_method
 
@@ -89,8 +88,8 @@ def trials(
     # Seed by seed: an interrupted comparison has as many runs of each variant.
     runs = {(variant, seed): folder / f"{variant}-{seed}" / "run.json" for seed in seeds for variant in custom}
     todo = {key: path for key, path in runs.items() if not is_complete(path, settings[key[0]])}
-    with TemporaryDirectory() as locks:
-        parallel = make_parallel(backend, jobs, len(runs), gpu, locks)
+    with TemporaryDirectory() as slots:
+        parallel = make_parallel(backend, jobs, len(runs), gpu, slots)
         print(f"{len(todo)} of {len(runs)} runs to make, {parallel.n_jobs} at a time", flush=True)
         parallel(delayed(make_run)(run, *key, settings[key[0]], path) for key, path in todo.items())
     found: Runs = {variant: {} for variant in custom}
@@ -100,9 +99,8 @@ def trials(
     if not times.keys() >= custom.keys():
         times = time_steps({variant: step(variant) for variant in custom}) if step else {}
     differences = compare_runs(found)
-    noted = {name: [one.as_dict() for one in of] for name, of in differences.items()}
-    summary = {"options": options, "runs": found, "milliseconds": times, "differences": noted}
-    write_atomically(file, json.dumps(summary, indent=1).encode())
+    summary = {"options": options, "runs": found, "milliseconds": times, "differences": differences}
+    write_atomically(file, json.dumps(summary, indent=1, default=Difference.as_dict).encode())
     text = format_report(found, times, differences, note)
     write_atomically(folder / "comparison.md", text.encode())
     if differences:
@@ -135,7 +133,7 @@ def make_run(run: Callable[..., Measured], variant: str, seed: int, settings: Ma
     print(f"{variant}, seed {seed}: {values}", flush=True)
 
 
-def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, locks: str) -> Parallel:
+def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, slots: str) -> Parallel:
     """Build joblib's dispatcher for some runs."""
     options: dict[str, Any] = {}
     if backend == "ray":
@@ -156,22 +154,16 @@ def make_parallel(backend: str, jobs: int | None, runs: int, gpu: bool, locks: s
         options["ray_remote_args"] = {"num_gpus": 1 / math.ceil(jobs / gpus)} if gpus else {}
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        options |= {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], jobs, locks)}
+        options |= {"initializer": start_worker, "initargs": (visible.split(",") if gpus else [], slots)}
     return Parallel(jobs, backend=backend, batch_size=1, pre_dispatch=jobs, **options)
 
 
-#: Locks that this process holds until it ends.
-RESERVED: list[FileLock] = []
-
-
-def start_worker(gpus: Sequence[str], jobs: int, locks: str) -> None:
-    """Reserve a GPU for this process, which processes share if there are more of them, and end it with its parent."""
+def start_worker(gpus: Sequence[str], slots: str) -> None:
+    """Assign a GPU to this process, which processes share if there are more of them, and end it with its parent."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    for slot in cycle(range(jobs)) if gpus else ():
-        lock = FileLock(Path(locks) / str(slot), timeout=0.1)
-        with suppress(Timeout):
-            lock.acquire()
-            RESERVED.append(lock)
+    for slot in count() if gpus else ():
+        with suppress(FileExistsError):
+            (Path(slots) / str(slot)).mkdir()
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
             return
 

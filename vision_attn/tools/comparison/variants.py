@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTROLS = "vision_attn.tools.comparison.controls:"
-#: timm's blocks with default arguments, in the branch of a residual block as in their papers.
-TIMM_BLOCKS = {"eca": "eca", "cbam": "cbam", "coordinate": "coord", "gc": "gc"}
 #: Settings of each variant, by name; None for the network without a block.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -15,7 +13,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "large-kernel": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=13",)},
     "norm-shortcut": {"block": f"{CONTROLS}NormBlock2d"},
     "se": {"block": "se", "at": "branch", "block_options": ("rd_ratio=2",)},
-    **{variant: {"block": block, "at": "branch"} for variant, block in TIMM_BLOCKS.items()},
+    # timm's blocks with default arguments, in the branch of a residual block as in their papers
+    **{block: {"block": block, "at": "branch"} for block in ("eca", "cbam", "gc")},
+    "coordinate": {"block": "coord", "at": "branch"},
     "se-residual": {"block": f"{CONTROLS}SqueezeExciteBlock2d"},
     "pooled-mlp": {"block": f"{CONTROLS}ConvBlock2d", "block_options": ("kernel_size=None",)},
     "gated-convolution": {"block": f"{CONTROLS}GatedConvBlock2d", "block_options": ("kernel_size=13",)},

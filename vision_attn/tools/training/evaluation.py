@@ -69,9 +69,8 @@ class Evaluation:
         self.accelerator, self.batch_size = accelerator, settings.batch_size
         self.data: InMemory | Decoded = open_images(source, settings, config, accelerator.device)
         #: bytes to network input: ``(x / 255 - mean) / std`` in each channel
-        self.normalize = v2.Compose(
-            [v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])]
-        )
+        to_float = v2.ToDtype(torch.float32, scale=True)
+        self.normalize = v2.Compose([to_float, v2.Normalize(config["mean"], config["std"])])
         size = "×".join(map(str, config["input_size"]))
         what = f"{len(source):,} images of {source.name} at {size}, {self.data.storage}"
         log(f"evaluation: {what}, on {accelerator.device}")
