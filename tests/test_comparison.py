@@ -75,7 +75,6 @@ def test_settings_of_blocks_go_to_the_variants_that_they_suit():
     assert (custom["lr"], custom["block_options"]) == (0.1, ("gate_init=1", "position=Rope2d()", "num_heads=4"))
     with pytest.raises(ValueError, match=r"plain, convolution.*'conv'"):
         settings_for_variant("conv", {}, {})
-    assert recipe({"data": "flowers"}) == {"data": "flowers"}
     with pytest.raises(ValueError, match="block, seed"):
         recipe({"dataset": "cifar100", "seed": 1, "block": "my:Block"})
 

@@ -90,7 +90,6 @@ def test_the_page_has_the_maps_within_their_rounding(page):
             width = seen.entropy()[0].exp().mean(1) / seen.weights[0, 0, 0].numel()
             assert block["far"] == pytest.approx(seen.distance()[0].mean(1).tolist())
             assert block["wide"] == pytest.approx(width.tolist())
-    assert [one["title"] for one in shown] == ["a", "<b>"]
     assert "</script><script>alert" not in path.read_text()
     assert not re.search(r"https?://", path.read_text())
 

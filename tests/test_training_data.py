@@ -44,7 +44,6 @@ def all_of(images, epoch=0):
     ("image", "name", "options", "expected"),
     [
         (Image.new("RGBA", (40, 40), (10, 20, 30, 0)), "clear.png", {}, (10, 20, 30)),
-        (Image.new("LA", (40, 40), (200, 128)), "grey_alpha.png", {}, (200, 200, 200)),
         (Image.new("RGB", (9, 9), (10, 20, 30)).quantize(), "index.png", {"transparency": b"\x00\x80"}, (10, 20, 30)),
         (Image.new("CMYK", (40, 40), (255, 0, 255, 0)), "print.tif", {}, (0, 255, 0)),
         (Image.fromarray(np.full((40, 40), 100 * 256 + 7, np.uint16)), "deep.png", {}, (100, 100, 100)),

@@ -108,9 +108,8 @@ def contribution(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Contribu
             ablated = compute_scores(model, images)
         if scores is None or ablated is None:
             return Ablation(changed=None, loss=None)
-        rise = None if labels is None else F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels)
-        changed = int((scores.argmax(1) != ablated.argmax(1)).sum())
-        return Ablation(changed, None if rise is None else rise.item())
+        rise = None if labels is None else float(F.cross_entropy(ablated, labels) - F.cross_entropy(scores, labels))
+        return Ablation(int((scores.argmax(1) != ablated.argmax(1)).sum()), rise)
 
     with quiet_eval(model):
         with measure_branches(model) as found:

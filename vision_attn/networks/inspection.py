@@ -111,12 +111,10 @@ class Inspection(Report):
         has = f"{self.whole.parameters:,} parameters, {self.whole.multiply_adds:,} multiply-adds an image"
         options = f", {format_arguments(self.options)}" if self.options else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        reading = (
-            f"A block after a stage ({self.sites[0].block}{options}, {dtype}; %: of the network; "
-            f"last: MiB that training keeps of {self.batch_size:,} images):"
-        )
-        columns = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", "MiB")
-        rows: list[Sequence[str]] = [columns]
+        columns = f"%: of the network; last: MiB that training keeps of {self.batch_size:,} images"
+        reading = f"A block after a stage ({self.sites[0].block}{options}, {dtype}; {columns}):"
+        header = ("stage", "module", "channels", "map", "heads", "parameters", "", "multiply-adds", "", "MiB")
+        rows: list[Sequence[str]] = [header]
         for site in self.sites:
             name = f"{site.site} (has a block)" if site.occupied else site.site
             place = f"{site.stage}", name, f"{site.channels}", site.size

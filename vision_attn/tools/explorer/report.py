@@ -144,9 +144,8 @@ def explore_image(
     for what, off in ablations.items():
         others: Any = predict(model, x, off)
         share = round(rms_ratio(measures[what].sum(1)).item(), 6) if what in measures else None
-        probability = round(others[best[0]].item(), 6)
-        answer = {"what": what, "share": share, "name": name(int(others.argmax())), "probability": probability}
-        shown["closings"].append(answer)
+        answer = {"name": name(int(others.argmax())), "probability": round(others[best[0]].item(), 6)}
+        shown["closings"].append({"what": what, "share": share, **answer})
     return shown
 
 
