@@ -12,7 +12,6 @@ from torch import nn
 import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.contributions import disabled
-from vision_attn.tools.comparison.controls import ConvBlock2d
 
 SITES = ["layer2.2", "layer3.2"]
 
@@ -124,7 +123,7 @@ def test_scores_may_be_maps():
 
 
 def test_a_list_of_images_is_no_pair_and_missing_scores_are_said_so():
-    detector = nn.Sequential(nn.Conv2d(3, 8, 3), ConvBlock2d(8, gate_init=1.0))
+    detector = nn.Sequential(nn.Conv2d(3, 8, 3), va.AttentionBlock2d(8, 2, gate_init=1.0))
     body = nn.Sequential(*detector)
     detector.forward = lambda images: [{"boxes": body(image).mean()} for image in images]  # without a batch
     found = va.contribution(detector, [torch.rand(3, 8, 8), torch.rand(3, 8, 9)])

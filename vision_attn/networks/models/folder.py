@@ -219,11 +219,15 @@ def load_model(folder: str | Path, *, block: Callable[..., nn.Module] | None = N
     if len(kinds) == 1:
         model.to(kinds.pop())
     load_checkpoint(model, folder / "model.safetensors")
-    classes, data = config.get("label_names"), resolve_data_config(pretrained_cfg=get_model_cfg(model))
-    mode = RGB() if data["input_size"][0] == 3 else Grayscale()  # timm's transform takes images of any mode then
-    transform = Compose([mode, *create_transform(**data).transforms])
-    vars(model).update(classes=tuple(classes) if classes else None, transform=transform)
+    classes = config.get("label_names")
+    vars(model).update(classes=tuple(classes) if classes else None, transform=create_eval_transform(model))
     return model.eval()
+
+
+def create_eval_transform(model: nn.Module) -> Compose:
+    """Return timm's transform for the evaluation of a network, for images of any mode."""
+    config = resolve_data_config(pretrained_cfg=get_model_cfg(model))
+    return Compose([RGB() if config["input_size"][0] == 3 else Grayscale(), *create_transform(**config).transforms])
 
 
 def check_config(path: Path, text: str | bytes) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, b
 from filelock import FileLock
 from torch import nn
 
-from vision_attn.errors import DataError
+from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.insertion.makers import get_maker
 from vision_attn.networks.models.folder import load_model
 from vision_attn.networks.safe import write_atomically
@@ -125,7 +127,11 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
             trainer.save()
         accelerator.project_configuration.logging_dir = str(folder / "logs")
         accelerator.init_trackers("vision_attn", config={key: str(value) for key, value in settings.as_dict().items()})
-        final, predictions = trainer.train()
+        try:
+            final, predictions = trainer.train()
+        except Exception as error:
+            raise_block_error(error, settings.block)
+            raise
         for tracker in accelerator.trackers:
             tracker.finish()
         disabled = evaluation.without_blocks(trainer.evaluated, final, predictions)
@@ -133,6 +139,14 @@ def run_training(settings: Settings, model: nn.Module | None = None, log: Log = 
     best = Scores(row["eval_loss"], row["eval_top1"], row["eval_top5"], row["branch_share"])
     log(f"{disabled}\n" * bool(disabled) + f"best epoch, {row['epoch']}: {best}, in {folder / 'model'}")
     return Result(trainer.get_plain_network(), network.config["input_size"], final, best, disabled, rows, folder)
+
+
+def raise_block_error(error: Exception, name: str) -> None:
+    """Raise an error that names the line of the user's block, if the error came from there."""
+    path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", "")
+    if lines := [line for line in traceback.extract_tb(error.__traceback__) if line.filename == path]:
+        where = f"line {lines[-1].lineno} of {lines[-1].filename}"
+        raise TrainingError(f"block {name} raised {type(error).__name__} ({error}) in {where}") from error
 
 
 def evaluate(settings: Settings, path: Path | None = None, *, log: Log = print) -> Scores:
