@@ -125,6 +125,7 @@ def test_a_comparison_resumes_where_it_was_interrupted(image_folder, tmp_path, m
         compare({"a": {}}, output=tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_the_completed_runs_of_processes_which_share_the_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -64,6 +64,9 @@ def run_here(monkeypatch, capsys):
     return run_here
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def few_timed_steps(monkeypatch):
     monkeypatch.setattr(experiments, "ROUNDS", 5)

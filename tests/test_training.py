@@ -17,7 +17,7 @@ from PIL import Image
 from timm.data import Mixup
 
 import vision_attn as va
-from vision_attn.errors import DataError
+from vision_attn.errors import DataError, TrainingError
 from vision_attn.networks.models import create_model
 from vision_attn.tools.training.data import Source, seed_all
 from vision_attn.tools.training.evaluation import Evaluation
@@ -437,3 +437,21 @@ def test_evaluation_counts_every_image_once(base):
     assert score.top5 == pytest.approx(100 * float(top5.float().mean()))
     assert score.loss == pytest.approx(float(F.cross_entropy(logits, source.labels)), rel=1e-5)
     assert model.training
+
+
+BLOCK = """from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+
+    def forward(self, x):
+        return x / 1 if not self.training else 1 // 0
+"""
+
+
+def test_an_error_in_a_block_of_the_user_names_its_line(base, tmp_path, monkeypatch):
+    (tmp_path / "their_block.py").write_text(BLOCK)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TrainingError, match=r"their_block:Block raised ZeroDivisionError .* line 8 of"):
+        run_training(replace(base, block="their_block:Block"), log=quiet)
