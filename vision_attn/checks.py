@@ -29,7 +29,12 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
-    """Raise unless one number divides another; the error names the numbers that do."""
+    """Raise unless one number divides another; the error names the numbers that do.
+
+    >>> check_divides("num_heads", 5, "channels", 12)
+    Traceback (most recent call last):
+    ValueError: num_heads must divide channels; got channels=12 and num_heads=5. Choose num_heads from 1, 2, 3, 4, 6, 12
+    """
     if whole % value:
         # A file may name a very large number: the search for its divisors ends early.
         divisors = [n for n in range(1, min(whole, 10_000) + 1) if whole % n == 0]
