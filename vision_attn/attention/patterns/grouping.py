@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -179,7 +180,17 @@ def outlives_call(x: Tensor) -> bool:
 
 def is_capturing() -> bool:
     """Return True while a CUDA graph is captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return has_driver(query := torch.cuda.is_current_stream_capturing) and query()
+
+
+@cache
+def has_driver(query: Callable[[], bool]) -> bool:
+    """Return False for a query that needs a driver that is not installed."""
+    try:
+        query()
+    except RuntimeError:
+        return False
+    return True
 
 
 def relative_coords(axis: AxisTiles, window: int | None) -> Tensor:
