@@ -201,16 +201,11 @@ def measure_branches(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """
     found = {site: torch.zeros(2, 1) for site in branches(model)}
 
-    def measure(site: str, axis: int, x: Tensor, y: Tensor) -> Tensor:
-        stream, output = (z.detach().float().movedim(axis, 0).flatten(1) for z in (x, y))
+    def measure(site: str, x: Tensor, y: Tensor) -> Tensor:
+        stream, output = (z.detach().float().transpose(0, 1).flatten(1) for z in (x, y))
         sums = torch.stack([(output - stream).square().sum(1), stream.square().sum(1)])
         found[site] = found[site].to(x.device) + sums
         return y
 
-    # The input of an inserted block has a batch; a block of the network's own may get a feature map without one.
-    hooks = {
-        block: partial(measure, site, -1 - block.rank if isinstance(block, GatedResidual) else 1)
-        for site, block in branches(model).items()
-    }
-    with scope(model, "output", hooks):
+    with scope(model, "output", {block: partial(measure, site) for site, block in branches(model).items()}):
         yield found
