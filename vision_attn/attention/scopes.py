@@ -83,8 +83,8 @@ class EagerInScopes(str):
     """
 
     lock = Lock()
-    entered = 0
-    previous = "default"
+    entered: int = 0
+    previous: str = "default"
     handle: Any = None
 
     def __eq__(self, name: object) -> bool:

@@ -29,6 +29,12 @@ class Attention(ConfigurableImpl):
     """Multi-head attention on feature maps with ``rank`` axes; :class:`.Attention2d` documents the arguments."""
 
     rank: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    out_channels: int
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(
         self,

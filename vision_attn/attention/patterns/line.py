@@ -115,12 +115,12 @@ class BoundRearrangement:
         self.sizes: dict[str, int] = dict(zip(line.names, chain(*lengths), strict=True))
         tokens = [[name for name in axis if name in line.tokens] for axis in line.axes]
         #: the map, ``b c (gh h) (gw w)``, and its groups as small maps, ``(b gh gw) h w c``, for einx
-        self.map_text = f"b c {line.axes_text}"
-        self.groups_text = f"{joined(('b', *line.groups))} {' '.join(map(joined, tokens))} c"
+        self.map_text: str = f"b c {line.axes_text}"
+        self.groups_text: str = f"{joined(('b', *line.groups))} {' '.join(map(joined, tokens))} c"
         #: the permutation from (b, <axes, split>, c) to (b, <groups>, <tokens>, c), and back
         split, grouped = ["b", *line.names, "c"], ["b", *line.groups, *line.tokens, "c"]
-        self.forward_perm = [split.index(name) for name in grouped]
-        self.inverse_perm = [grouped.index(name) for name in split]
+        self.forward_perm: list[int] = [split.index(name) for name in grouped]
+        self.inverse_perm: list[int] = [grouped.index(name) for name in split]
         self.size: tuple[int, ...] = tuple([product(axis) for axis in lengths])
         self.split_size: list[int] = list(self.sizes.values())
         self.group_size: tuple[int, ...] = tuple([product([self.sizes[name] for name in axis]) for axis in tokens])

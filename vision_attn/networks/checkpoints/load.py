@@ -106,22 +106,26 @@ class Target:
 
     def __init__(self, model: nn.Module, skip: str | Iterable[str]) -> None:
         state_dict, removed = model.state_dict(), replaced_tensors(model)
-        self.arguments = {plain_key(path): arguments for path, arguments in get_arguments(state_dict).items()}
+        self.arguments: dict[str, Mapping[str, str]] = {
+            plain_key(path): arguments for path, arguments in get_arguments(state_dict).items()
+        }
         #: tensors of the model
-        self.state = {plain_key(key): value for key, value in state_dict.items()}
+        self.state: dict[str, Any] = {plain_key(key): value for key, value in state_dict.items()}
         #: the same, and those of the modules that ``replace_`` took out
-        self.tensors = self.state | {key: value for part in removed for key, value in part.items()} | self.state
+        self.tensors: dict[str, Any] = (
+            self.state | {key: value for part in removed for key, value in part.items()} | self.state
+        )
         blocks = [set(map(plain_key, keys)) for keys in keys_by_site(model).values()]
-        self.block_keys = set[str]().union(*blocks)
+        self.block_keys: set[str] = set[str]().union(*blocks)
         # torch before 0.4.1 had no counters of batches.
         counters = [{key} for key in self.tensors if key.endswith("num_batches_tracked")]
         #: groups of keys of which a checkpoint has all or none
-        self.groups = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
-        self.skip = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
-        self.skipped = match_keys("skip", self.skip, self.tensors)
+        self.groups: list[set[str]] = [*blocks, *(part.keys() - self.state.keys() for part in removed), *counters]
+        self.skip: list[str] = [plain_key(glob) for glob in as_list("skip", skip, "globs on keys", single=str)]
+        self.skipped: set[str] = match_keys("skip", self.skip, self.tensors)
         optional = self.skipped.union(*self.groups)
         #: tensors that every checkpoint of the network has
-        self.required = {key: value for key, value in self.tensors.items() if key not in optional}
+        self.required: dict[str, Any] = {key: value for key, value in self.tensors.items() if key not in optional}
 
 
 def replaced_tensors(model: nn.Module) -> list[dict[str, Tensor]]:

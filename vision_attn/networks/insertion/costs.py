@@ -46,7 +46,7 @@ def percent(part: float, total: float) -> str:
 class NoModules(nullcontext[None]):
     """A stand-in for torch's module tracker, whose hooks break networks that compute gradients in a forward pass."""
 
-    parents = ("Global",)
+    parents: tuple[str, ...] = ("Global",)
 
 
 def count_flops() -> FlopCounterMode:

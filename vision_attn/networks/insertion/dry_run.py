@@ -21,9 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vision_attn.checks import product
 from vision_attn.errors import SiteError
-from vision_attn.networks.insertion.backbone import end_of_sequential, make_example, quiet_eval, same_random_numbers
+from vision_attn.networks.insertion.backbone import (
+    Example,
+    end_of_sequential,
+    make_example,
+    quiet_eval,
+    same_random_numbers,
+)
 from vision_attn.networks.insertion.costs import Cost, count_flops
-from vision_attn.networks.insertion.declared import read_metadata
+from vision_attn.networks.insertion.declared import Declared, read_metadata
 from vision_attn.networks.insertion.layout import Element, FeatureMap, Form, change, count_prefix, map_shape, token_grid
 
 #: Layouts that a user can declare.
@@ -53,9 +59,9 @@ class DryRun:
         if layout is not None and not LAYOUT.fullmatch(layout):
             raise ValueError(f"layout must be like 'b c h w', 'b h w c' or 'b (1 + h w) c'; got {layout!r}")
         self.model = model
-        self.example = make_example(model, example_input)
+        self.example: Example = make_example(model, example_input)
         self.layout = layout
-        self.declared = read_metadata(model)
+        self.declared: Declared = read_metadata(model)
         known = dict(model.named_modules(remove_duplicate=False))
         #: declared channels, by the path of the module that ends a stage
         self.channels: dict[str, int | None] = {
@@ -64,6 +70,8 @@ class DryRun:
         #: what each call took, ``"before"``, and returned, ``"after"``, by path, in the order in which calls end
         self.calls: dict[str, list[dict[str, dict[Element, Form]]]] = {}
         #: output and cost of the model
+        self.output: object
+        self.cost: Cost
         self.output, self.cost = self.measure((x, partial(self.record_call, x)) for x, _ in model.named_modules() if x)
 
     def record_call(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:

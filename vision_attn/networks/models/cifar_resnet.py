@@ -62,10 +62,10 @@ class CifarNetwork(StagedNetwork):
         **head: Any,
     ) -> None:
         super().__init__(widths, (1, 2, 4), "layer")
-        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
+        self.conv1: nn.Conv2d = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         if not norm_first:
             self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu: nn.ReLU = nn.ReLU(inplace=True)
         rates = iter(calculate_drop_path_rates(drop_path_rate, len(widths) * blocks))
         for stage, (before, after) in enumerate(pairwise((16, *widths)), start=1):
             shapes = [(before, after, 1 if stage == 1 else 2), *[(after, after, 1)] * (blocks - 1)]
@@ -153,12 +153,12 @@ class WideBlock(nn.Module):
         self, in_channels: int, channels: int, stride: int, drop_rate: float, drop_path: nn.Module | None
     ) -> None:
         super().__init__()
-        self.bn1 = nn.BatchNorm2d(in_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.drop = nn.Dropout(drop_rate)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(in_channels)
+        self.relu: nn.ReLU = nn.ReLU(inplace=True)
+        self.conv1: nn.Conv2d = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.bn2: nn.BatchNorm2d = nn.BatchNorm2d(channels)
+        self.drop: nn.Dropout = nn.Dropout(drop_rate)
+        self.conv2: nn.Conv2d = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.drop_path = drop_path
         self.downsample: nn.Module | None = None
         if stride != 1 or in_channels != channels:
