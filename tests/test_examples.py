@@ -65,6 +65,7 @@ def run_here(monkeypatch, capsys):
 
 
 pytestmark = pytest.mark.slow
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_torch_hub_finds_the_networks():
         assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 def test_train_cifar_ends_with_mean_and_deviation_over_seeds(image_folder, tmp_path, run_here, device):
     for name, half in (("train", "train"), ("test", "val")):
         (tmp_path / name).symlink_to(image_folder / half)
