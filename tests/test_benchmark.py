@@ -151,3 +151,9 @@ def test_block_costs_replaces_the_tables_of_a_page(tmp_path, capsys):
     assert len(eca) == 4
     with pytest.raises(SystemExit):
         block_costs.main(["--only", "nothing", *small])
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [((1e-3, 1e-3, 2e-3, 2e-3), True), ((10.0, 10.4, 10.5, 10.9), False)])
+def test_times_that_vary_relative_to_their_median_are_a_warning(seconds, warned):
+    text = speed.warn_if_busy({"ours": {"seconds": {"forward": seconds}}})
+    assert ("ours vary by" in text) == warned
