@@ -1,134 +1,158 @@
-"""Train a CIFAR ResNet with attention in its last stage, from scratch: a whole run to read in one sitting.
+"""Train a CIFAR ResNet from scratch without a block, with a convolution and with attention, and compare the accuracy.
 
-    python examples/train_cifar.py --data ~/data                       # one seed; fetches CIFAR-100, 170 MB
-    python examples/train_cifar.py --data ~/data --plain               # the same network without attention
-    python examples/train_cifar.py --data ~/data --seeds 5 --compile   # mean and standard deviation over five seeds
-    python examples/train_cifar.py --data ~/data --epochs 1 --images 2000   # to try it, half a minute on a CPU
+    python examples/train_cifar.py --data ~/data                                # downloads CIFAR-100, 170 MB
+    python examples/train_cifar.py --data ~/data --variants attention --seeds 0   # one run
+    python examples/train_cifar.py --data ~/data --epochs 1 --images 2000 --seeds 0   # a trial, a minute on a CPU
+    python examples/train_cifar.py --data ~/data --jobs 8                       # eight runs at a time share a GPU
 
-Expected after 60 epochs: top-1 … ± … % (--plain: … ± …), … s a seed on …, … images a second.  (to be measured)
+All images are one tensor of bytes on the device, where each batch is cropped and flipped. A run saves its state after
+each epoch, and the same command continues it. The parts specific to this library are marked (1), (2) and (3).
 
-All images lie on the device as one tensor of bytes, where each batch is cropped and flipped. What differs from any
-other CIFAR script is marked (1), (2), (3).
+The plan, written before the runs: CIFAR-100, ResNet-20, 30 epochs, seeds 0 to 4; test images are scored with the
+averaged weights of the last epoch. Nothing is selected on them. All intervals are reported, whatever they are.
 """
 
 import argparse
+import os
+import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import timm
 import torch
 import torch.nn.functional as F
 from timm.utils import ModelEmaV3
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
 import vision_attn as va
 import vision_attn.networks.models  # registers resnet20 and others with timm
+from vision_attn.tools import cli
+from vision_attn.tools.comparison.controls import ConvBlock2d
+from vision_attn.tools.comparison.experiments import trials
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument(
-    "--data", required=True, help="folder of the data set, or of train/CLASS/IMAGE and test/CLASS/IMAGE"
-)
-parser.add_argument("--dataset", default="cifar100", choices=("cifar10", "cifar100"))
-parser.add_argument("--model", default="resnet20", help="resnet20, 32, 44, 56, or any of timm's for 32×32 images")
-parser.add_argument("--plain", action="store_true", help="without attention")
-parser.add_argument("--epochs", type=int, default=60)
-parser.add_argument("--batch-size", type=int, default=512)
-parser.add_argument("--lr", type=float, default=0.4, help="at the top of the cycle")
-parser.add_argument("--weight-decay", type=float, default=5e-4)
-parser.add_argument("--seeds", type=int, default=1, help="how many runs")
-parser.add_argument("--compile", action="store_true", help="faster after a minute of compiling")
-parser.add_argument("--images", type=int, help="fewer of them, to try it")
-parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-options = parser.parse_args()
+#: The blocks, inserted after each residual block of the last stage. Both have about as many parameters.
+BLOCKS = {"plain": None, "convolution": (ConvBlock2d, {}), "attention": (va.AttentionBlock2d, {"num_heads": 4})}
 
 
-def load(train):
-    """Images as bytes (b, 3, 32, 32) and labels, some of them where that is asked for, on the device."""
-    root = Path(options.data).expanduser()
+@cache
+def load(data, dataset, device, train):
+    """Load images as bytes ``(b, 3, 32, 32)`` and their labels."""
+    root = Path(data).expanduser()
     if (root / "train").is_dir():
-        found = ImageFolder(root / ("train" if train else "test"))
-        images = torch.stack([pil_to_tensor(image) for image, _ in found])
+        source = ImageFolder(root / ("train" if train else "test"))
+        images = torch.stack([pil_to_tensor(image) for image, _ in source])
     else:
-        found = {"cifar10": CIFAR10, "cifar100": CIFAR100}[options.dataset](root, train, download=True)
-        images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
-    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: options.images]
-    return images[chosen].to(options.device), torch.tensor(found.targets)[chosen].to(options.device)
+        source = {"cifar10": CIFAR10, "cifar100": CIFAR100}[dataset](root, train, download=True)
+        images = torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous()
+    return images.to(device), torch.tensor(source.targets, device=device)
 
 
-def batches(images, labels):
-    """An epoch of batches: shuffled, cropped out of a border of four pixels, half of them flipped."""
-    padded, steps = F.pad(images, (4, 4, 4, 4)), torch.arange(32, device=images.device)
-    for rows in torch.randperm(len(images), device=images.device).split(options.batch_size):
-        if len(rows) == options.batch_size:
+def batches(images, labels, batch_size):
+    """Yield an epoch of shuffled batches: random crops of images padded by four pixels, half of them flipped."""
+    padded, offsets = F.pad(images, (4, 4, 4, 4)), torch.arange(32, device=images.device)
+    for rows in torch.randperm(len(images), device=images.device).split(batch_size):
+        if len(rows) == batch_size:
             top, left = torch.randint(9, (2, len(rows), 1), device=images.device)
             flip = torch.rand(len(rows), 1, device=images.device) < 0.5
-            y, x = top + steps, left + torch.where(flip, steps.flip(0), steps)
+            y, x = top + offsets, left + torch.where(flip, offsets.flip(0), offsets)
             yield padded[rows[:, None, None], :, y[:, :, None], x[:, None]].permute(0, 3, 1, 2), labels[rows]
 
 
-def network_input(images):
-    return ((images.float() - mean) / std).contiguous(memory_format=torch.channels_last)
-
-
-def autocast():
-    return torch.autocast(torch.device(options.device).type, torch.bfloat16)
-
-
 @torch.no_grad()
-def top1(model):
-    """Percent of the test images that are right, seen as they are and flipped."""
-    model.eval()
-    right = 0
-    for images, labels in zip(test_images.split(1000), test_labels.split(1000), strict=True):
-        with autocast():
-            x = network_input(images)
-            right += ((model(x) + model(x.flip(3))).argmax(1) == labels).sum()
-    return 100 * right.item() / len(test_labels)
+def top1(predict, images, labels):
+    """Return the top-1 accuracy in percent; logits are averaged over each image and its mirror image."""
+    batches = zip(images.split(1000), labels.split(1000), strict=True)
+    return 100 * sum(((predict(x) + predict(x.flip(3))).argmax(1) == y).sum() for x, y in batches).item() / len(labels)
 
 
-def run(seed):
+def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_decay, compiled, images, device, states):
     torch.manual_seed(seed)
-    model = timm.create_model(options.model, num_classes=int(train_labels.max()) + 1)
-    if (
-        not options.plain
-    ):  # (1) a block after each residual block of the last stage; it adds nothing until it is trained
-        report = va.insert_(model, names="layer3.*", num_heads=4, example_input=(1, 3, 32, 32))
-        print(report if seed == 0 else "")
-    model = model.to(options.device, memory_format=torch.channels_last)
+    (train_x, train_y), (test_x, test_y) = (load(data, dataset, device, train) for train in (True, False))
+    chosen = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))[:images].to(device)
+    train_x, train_y = train_x[chosen], train_y[chosen]
+    std, mean = torch.std_mean(train_x[:10_000].float(), (0, 2, 3), keepdim=True)
+    network = timm.create_model(model, num_classes=int(train_y.max()) + 1)
+    if BLOCKS[variant]:  # (1) the outputs of the network stay as they are until training starts
+        block, options = BLOCKS[variant]
+        print(va.insert_(network, block, names="layer3.*", example_input=(1, 3, 32, 32), **options))
+    network = network.to(device, memory_format=torch.channels_last)
     # (2) no weight decay for biases, norms and the gates of the blocks
-    groups = va.parameter_groups(model, lr=options.lr, weight_decay=options.weight_decay)
+    groups = va.parameter_groups(network, lr=lr, weight_decay=weight_decay)
     optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
-    steps = options.epochs * (len(train_labels) // options.batch_size)
-    schedule = OneCycleLR(optimizer, options.lr, total_steps=steps + 1, pct_start=0.2, cycle_momentum=False)
-    average = ModelEmaV3(model, decay=0.995, use_warmup=True)
-    forward = torch.compile(model) if options.compile else model
-    step, seconds = 0, 0.0
-    for epoch in range(options.epochs):
-        begin, total = time.perf_counter(), torch.zeros((), device=options.device)
-        model.train()
-        for images, labels in batches(train_images, train_labels):
-            with autocast():
-                loss = F.cross_entropy(forward(network_input(images)), labels, label_smoothing=0.1)
+    steps = epochs * (len(train_x) // batch_size)
+    up = steps // 5 + 1  # the learning rate rises for a fifth of the steps and falls for the rest
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / up, (steps - step) / (steps - up + 1)))
+    average = ModelEmaV3(network, decay=0.995, use_warmup=True)
+    forward = torch.compile(network) if compiled else network
+    state, first, step, seconds = Path(states) / f"{variant}-{seed}.pt", 0, 0, 0.0
+    kept = {"network": network, "optimizer": optimizer, "schedule": schedule, "average": average}
+    if state.exists():
+        saved = torch.load(state, map_location=device, weights_only=True)
+        first, step, seconds = saved["epochs"], saved["step"], saved["seconds"]
+        for name, part in kept.items():
+            part.load_state_dict(saved[name])
+    for epoch in range(first, epochs):
+        torch.manual_seed(1000 * seed + epoch)  # a continued run draws the same batches
+        start, total = time.perf_counter(), torch.zeros((), device=device)
+        network.train()
+        for x, y in batches(train_x, train_y, batch_size):
+            with mixed_precision(device):
+                loss = F.cross_entropy(forward(normalize(x, mean, std)), y, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-            average.update(model, step=step)
+            average.update(network, step=step)
             total += loss.detach()
             step += 1
-        loss = total.item() * options.epochs / steps  # .item() waits for the device, so the clock is right
-        seconds += time.perf_counter() - begin
-        score, speed = top1(average.module), step * options.batch_size / seconds
-        print(f"epoch {epoch + 1}/{options.epochs}: loss {loss:.3f}, top-1 {score:.2f} %, {speed:,.0f} images/s")
-    if not options.plain:  # (3) how much the blocks add to their maps, and how many predictions change without them
-        print(va.contribution(average.module, (network_input(test_images[:1000]), test_labels[:1000])))
-    print(f"seed {seed}: top-1 {score:.2f} %, {seconds:.0f} s of training\n")
-    return score
+        loss = total.item() * epochs / steps  # .item() waits for the device, which makes the time correct
+        seconds += time.perf_counter() - start
+        print(f"{variant}, seed {seed}, epoch {epoch + 1}/{epochs}: loss {loss:.3f}, {seconds:.0f} s", flush=True)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        saved = {name: part.state_dict() for name, part in kept.items()}
+        torch.save({**saved, "epochs": epoch + 1, "step": step, "seconds": seconds}, f"{state}.new")
+        os.replace(f"{state}.new", state)
+    best = average.module.eval()
+    if BLOCKS[variant]:  # (3) how much the blocks add to their feature maps, and how many predictions depend on them
+        print(va.contribution(best, (normalize(test_x[:1000], mean, std), test_y[:1000])))
+    with mixed_precision(device):
+        score = top1(lambda x: best(normalize(x, mean, std)), test_x, test_y)
+    size = sum(p.numel() for p in network.parameters())
+    return {"parameters": size, "top-1 %": score, "images/s": step * batch_size / seconds}
 
 
-(train_images, train_labels), (test_images, test_labels) = load(True), load(False)
-mean, std = (fold(train_images[:10_000].float(), (0, 2, 3)).view(1, 3, 1, 1) for fold in (torch.mean, torch.std))
-scores = torch.tensor([run(seed) for seed in range(options.seeds)])
-print(f"top-1 {scores.mean():.2f} ± {scores.std(correction=min(1, len(scores) - 1)):.2f} % over {len(scores)} seed(s)")
+def mixed_precision(device):
+    """Compute in bfloat16 on a GPU; most CPUs are faster in float32."""
+    return torch.autocast("cuda", torch.bfloat16, enabled=torch.device(device).type == "cuda")
+
+
+def normalize(images, mean, std):
+    return ((images.float() - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", required=True, help="folder of the data set, or folder with train/CLASS/IMAGE and test/CLASS/IMAGE")
+    add("--dataset", default="cifar100", choices=("cifar10", "cifar100"), help="data set to download")
+    add("--model", default="resnet20", help="resnet20, 32, 44, 56, or another timm model for 32×32 images")
+    add("--variants", nargs="+", default=list(BLOCKS), choices=BLOCKS, help="networks to train")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], help="random seeds")
+    add("--epochs", type=int, default=30, help="training epochs")
+    add("--batch-size", type=int, default=512, help="images per step")
+    add("--lr", type=float, default=0.4, help="highest learning rate")
+    add("--weight-decay", type=float, default=5e-4, help="weight decay")
+    add("--compile", dest="compiled", action="store_true", help="compile the network: faster after a minute")
+    add("--images", type=int, help="number of training images (default: all)")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device for training")
+    add("--output", default="runs/train_cifar", help="folder of the results")
+    options = vars(parser.parse_args(arguments))
+    trials(run, states=f"{options['output']}/states", **options)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program("train_cifar", main, interrupted="interrupted: the same command continues the runs"))

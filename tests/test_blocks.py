@@ -1,5 +1,6 @@
 """The blocks: contract, unbatched maps, projections, keys of another map, residual blocks, refused arguments."""
 
+import copy
 import cProfile
 import math
 from functools import partial
@@ -476,7 +477,7 @@ def test_on_a_gpu_a_block_gives_the_output_and_gradients_of_the_cpu(impl, dtype,
         if masked:
             mask[0] = False
         expected = block(x, mask)
-        moved, there = block.to("cuda", kind), x.detach().to("cuda", kind).requires_grad_()
+        moved, there = copy.deepcopy(block).to("cuda", kind), x.detach().to("cuda", kind).requires_grad_()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
             found = moved(there, mask.cuda() if masked else None)
         gradients = [torch.autograd.grad(y.float().sum(), leaf)[0] for y, leaf in ((found, there), (expected, x))]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Arguments that make an example small.
 EXAMPLES = {
-    "train_cifar.py": "--epochs 1 --batch-size 24 --seeds 2 --lr 0.05",
+    "train_cifar.py": "--epochs 6 --batch-size 24 --seeds 0 1 --lr 0.05",
     "finetune_folder.py": "--model resnet20 --epochs 1 3 --batch-size 12 --workers 0",
     "classify.py": "",
     "evidence.py": "--epochs 1 --seeds 0 --jobs 1",
@@ -85,14 +85,26 @@ def test_torch_hub_finds_the_networks():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_train_cifar_ends_with_mean_and_deviation_over_seeds(image_folder, tmp_path, run_here, device):
+def test_train_cifar_compares_networks_and_continues_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
     for name, half in (("train", "train"), ("test", "val")):
         (tmp_path / name).symlink_to(image_folder / half)
-    code, out, err = run_here("train_cifar.py", "--data", tmp_path, "--device", device)
-    assert (code, err) == (0, "")
-    scores = [float(score) for score in re.findall(r"seed \d: top-1 ([\d.]+) %", out)]
-    assert float(re.findall(r"top-1 ([\d.]+) ± .* over 2 seed", out)[0]) == pytest.approx(sum(scores) / 2, abs=0.01)
-    assert "inserted" not in run_here("train_cifar.py", "--data", tmp_path, "--plain", "--images", "24")[1]
+    flags = "--data", tmp_path, "--device", device, "--output"
+    code, out, err = run_here("train_cifar.py", *flags, tmp_path / "whole")
+    assert (code, err, out.count("3 blocks inserted")) == (0, "", 4)
+    whole = json.loads((tmp_path / "whole/runs.json").read_text())["runs"]
+    assert list(whole) == ["plain", "convolution", "attention"]
+    assert whole["attention"]["0"]["parameters"] > whole["plain"]["0"]["parameters"]
+    assert whole["attention"]["0"]["top-1 %"] > 50, "three colors"
+
+    save, calls = torch.save, itertools.count()  # interrupted in the second epoch, and continued
+    one = (*flags, tmp_path / "continued", "--variants", "attention")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
+        assert run_here("train_cifar.py", *one)[0] == 1
+    code, out, _ = run_here("train_cifar.py", *one)
+    assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
+    continued = json.loads((tmp_path / "continued/runs.json").read_text())["runs"]["attention"]
+    assert continued["0"]["top-1 %"] == pytest.approx(whole["attention"]["0"]["top-1 %"])
 
 
 @pytest.mark.parametrize("flags", [(), ("--adapter-only",)], ids=str)

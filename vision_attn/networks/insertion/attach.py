@@ -308,4 +308,5 @@ def keys_by_site(model: nn.Module) -> dict[str, set[str]]:
 def reset_compiled_graphs() -> None:
     """Let compiled models compile again: their graphs do not check whether hooks have changed."""
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        # torch.compiler.reset() would also import the compiler, which takes seconds, where CUDA is initialized.
+        torch._dynamo.reset_code_caches()
