@@ -42,6 +42,7 @@ EXAMPLES = {
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
     "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
 EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
 
@@ -298,3 +299,46 @@ def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
     assert (code, out, str(tmp_path / "half.png") in err) == (1, "", True)
     code, out, err = run_here("classify.py", pictures[0], pictures[0])
     assert (code, out, str(pictures[0]) in err) == (1, "", True)
+
+
+def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
+    jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    street, draw = importlib.import_module("street_segmentation"), np.random.default_rng(0)
+    monkeypatch.setattr(street, "BATCH", 2)
+    for split, number in itertools.product(("train", "val"), range(3)):
+        for folder, suffix in (("images", "webp"), ("labels", "png")):
+            pixels = draw.integers(0, 256, (6, 8, 3)) if folder == "images" else draw.integers(0, 12, (6, 8))
+            file = tmp_path / split / folder / f"{number}.{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray(pixels.astype(np.uint8)).resize((240, 180), Image.Resampling.NEAREST)
+            image.save(file, lossless=True)
+    measure, measured = street.measure, []
+    monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
+    arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
+    street.main([*arguments, "--split", "val"])
+    assert len(measured) == 2
+    for labels, predictions, scores in measured:
+        labeled = labels != 11
+        assert 0 < labeled.float().mean() < 1
+        expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
+        assert scores["mIoU %"] == pytest.approx(100 * expected)
+        assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
+    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # classes that occur nowhere do not count
+    assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
+    with pytest.raises(ValueError, match=r"--data: .* must have images"):
+        street.load_frames(tmp_path, "test", "cpu")
+
+    logits = torch.randn(2, 11, 6, 8, requires_grad=True)
+    labels = torch.from_numpy(draw.integers(0, 12, (2, 6, 8)))
+    street.build_loss(labels)(logits, labels).backward()
+    assert ((logits.grad == 0).all(1) == (labels == 11)).all()
+
+    outputs = []
+    for variant in street.BLOCKS:
+        torch.manual_seed(0)
+        model = street.build_network(variant, scratch=True).eval()
+        assert len(va.inserted_blocks(model)) == (variant != "plain")
+        with torch.no_grad():
+            outputs.append(model(torch.rand(1, 3, 180, 240, generator=torch.Generator().manual_seed(1))))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
