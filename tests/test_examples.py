@@ -42,6 +42,7 @@ EXAMPLES = {
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
     "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "readme_picture.py": "",
     "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
 EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
@@ -306,39 +307,44 @@ def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, m
     monkeypatch.syspath_prepend(ROOT / "examples")
     street, draw = importlib.import_module("street_segmentation"), np.random.default_rng(0)
     monkeypatch.setattr(street, "BATCH", 2)
-    for split, number in itertools.product(("train", "val"), range(3)):
-        for folder, suffix in (("images", "webp"), ("labels", "png")):
-            pixels = draw.integers(0, 256, (6, 8, 3)) if folder == "images" else draw.integers(0, 12, (6, 8))
-            file = tmp_path / split / folder / f"{number}.{suffix}"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            image = Image.fromarray(pixels.astype(np.uint8)).resize((240, 180), Image.Resampling.NEAREST)
-            image.save(file, lossless=True)
+    files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
+    for split, number, (name, drawn) in itertools.product(("train", "val"), range(3), files.items()):
+        file = tmp_path / split / name.format(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(draw.integers(0, *drawn, dtype=np.uint8))
+        image.resize((240, 180), Image.Resampling.NEAREST).save(file, lossless=True)
     measure, measured = street.measure, []
     monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
     arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
     street.main([*arguments, "--split", "val"])
-    assert len(measured) == 2
     for labels, predictions, scores in measured:
         labeled = labels != 11
-        assert 0 < labeled.float().mean() < 1
         expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
         assert scores["mIoU %"] == pytest.approx(100 * expected)
         assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
     absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # classes that occur nowhere do not count
     assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
-    with pytest.raises(ValueError, match=r"--data: .* must have images"):
-        street.load_frames(tmp_path, "test", "cpu")
-
     logits = torch.randn(2, 11, 6, 8, requires_grad=True)
-    labels = torch.from_numpy(draw.integers(0, 12, (2, 6, 8)))
-    street.build_loss(labels)(logits, labels).backward()
+    street.build_loss(labels := torch.from_numpy(draw.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
     assert ((logits.grad == 0).all(1) == (labels == 11)).all()
 
     outputs = []
     for variant in street.BLOCKS:
         torch.manual_seed(0)
         model = street.build_network(variant, scratch=True).eval()
-        assert len(va.inserted_blocks(model)) == (variant != "plain")
         with torch.no_grad():
             outputs.append(model(torch.rand(1, 3, 180, 240, generator=torch.Generator().manual_seed(1))))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    picture, noise = importlib.import_module("readme_picture"), np.random.default_rng(0).integers(0, 256, (28, 42, 3))
+    monkeypatch.setattr(picture, "photograph", lambda: Image.fromarray(noise.astype(np.uint8)).resize((672, 448)))
+    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
+    monkeypatch.setattr(picture, "pretrained_network", lambda: network)
+    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view, but for its brightness
+    weights = picture.two_views()[2]
+    assert (weights.argmax(1) == torch.arange(len(weights))).double().mean() > 0.3  # 0.001 by chance
+    picture.main(["--output", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").stat().st_size > 100_000
