@@ -1,6 +1,8 @@
 """Checkpoints in all common formats: found, compared completely, then loaded or refused with the reason."""
 
 import argparse
+from types import SimpleNamespace
+from typing import Literal, get_type_hints
 
 import pytest
 import timm
@@ -15,7 +17,10 @@ import vision_attn as va
 import vision_attn.networks.models
 from vision_attn.networks.checkpoints.file_format import Saved, write_saved
 from vision_attn.networks.checkpoints.specification import get_arguments
+from vision_attn.networks.checkpoints.weights import PRESETS
 from vision_attn.networks.insertion import inserted_keys
+from vision_attn.tools.training.network import build_network
+from vision_attn.tools.training.settings import Settings
 
 
 def small_network(classes=3, in_chans=3):
@@ -395,6 +400,20 @@ def test_checkpoints_of_efficientnet_pytorch_are_read_by_a_preset_that_the_error
         va.load_checkpoint(model, path)
     va.load_checkpoint(model, path, rename="efficientnet-pytorch")
     assert_same(model.state_dict(), source.state_dict())
+
+
+def test_training_begins_with_weights_under_the_names_of_a_package(tmp_path):
+    assert get_type_hints(Settings)["rename"] == Literal[*PRESETS] | None
+    source, data = timm.create_model("tf_efficientnet_b0", num_classes=3), ("red", "green", "blue")
+    names = efficientnet_pytorch_names(source)
+    path = save({names[key]: value for key, value in source.state_dict().items()}, tmp_path)
+    data = SimpleNamespace(name="images", classes=data, pixels=None)
+    given = {"model": "tf_efficientnet_b0", "weights": path, "img_size": 64, "insert": "blocks.4"}
+    with pytest.raises(va.CheckpointError, match="--rename efficientnet-pytorch"):
+        build_network(Settings(**given), data, print)
+    model = build_network(Settings(**given, rename="efficientnet-pytorch"), data, print).model
+    assert len(va.inserted_blocks(model)) == 1
+    assert_same({key: model.state_dict()[key] for key in source.state_dict()}, source.state_dict())
 
 
 def test_the_checkpoint_of_a_package_is_read_by_its_preset():

@@ -41,7 +41,10 @@ EXAMPLES = {
     "mosaic.py": "--variants 'nearest neighbour' matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
+    "finetuning.py": "--variants plain attention --regimes frozen --seeds 0 --steps 1 --jobs 1 --device cpu",
     "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
+    "readme_picture.py": "",
+    "street_segmentation.py": "--variants plain attention --seeds 0 --steps 1 --jobs 1 --scratch --device cpu",
 }
 EXAMPLES = {name: shlex.split(flags) for name, flags in EXAMPLES.items()}
 
@@ -310,3 +313,153 @@ def test_classifying_sees_images_as_the_library_does(tmp_path, run_here, flags):
     assert (code, out, str(tmp_path / "half.png") in err) == (1, "", True)
     code, out, err = run_here("classify.py", pictures[0], pictures[0])
     assert (code, out, str(pictures[0]) in err) == (1, "", True)
+
+
+def test_street_segmentation_is_scored_by_mean_iou_on_labeled_pixels(tmp_path, monkeypatch):
+    jaccard_score = pytest.importorskip("sklearn.metrics").jaccard_score
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    street, draw = importlib.import_module("street_segmentation"), np.random.default_rng(0)
+    monkeypatch.setattr(street, "BATCH", 2)
+    files = {"images/{}.webp": (256, (6, 8, 3)), "labels/{}.png": (12, (6, 8))}
+    for split, number, (name, drawn) in itertools.product(("train", "val"), range(3), files.items()):
+        file = tmp_path / split / name.format(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(draw.integers(0, *drawn, dtype=np.uint8))
+        image.resize((240, 180), Image.Resampling.NEAREST).save(file, lossless=True)
+    measure, measured = street.measure, []
+    monkeypatch.setattr(street, "measure", lambda *pair: measured.append((*pair, measure(*pair))) or measured[-1][2])
+    arguments = [*EXAMPLES["street_segmentation.py"], "--data", str(tmp_path), "--output", str(tmp_path / "runs")]
+    street.main([*arguments, "--split", "val"])
+    for labels, predictions, scores in measured:
+        labeled = labels != 11
+        expected = jaccard_score(labels[labeled], predictions[labeled], average="macro", zero_division=0)
+        assert scores["mIoU %"] == pytest.approx(100 * expected)
+        assert scores["pixels %"] == pytest.approx(100 * (labels == predictions)[labeled].double().mean())
+    absent = measure(torch.tensor([0, 1, 11]), torch.tensor([0, 2, 5]))  # classes that occur nowhere do not count
+    assert absent == pytest.approx({"mIoU %": 100 / 3, "pixels %": 50})
+    logits = torch.randn(2, 11, 6, 8, requires_grad=True)
+    street.build_loss(labels := torch.from_numpy(draw.integers(0, 12, (2, 6, 8))))(logits, labels).backward()
+    assert ((logits.grad == 0).all(1) == (labels == 11)).all()
+
+    outputs = []
+    for variant in street.BLOCKS:
+        torch.manual_seed(0)
+        model = street.build_network(variant, scratch=True).eval()
+        with torch.no_grad():
+            outputs.append(model(torch.rand(1, 3, 180, 240, generator=torch.Generator().manual_seed(1))))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_the_picture_of_the_readme_marks_positions_in_two_views(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    picture, noise = importlib.import_module("readme_picture"), np.random.default_rng(0).integers(0, 256, (28, 42, 3))
+    monkeypatch.setattr(picture, "photograph", lambda: Image.fromarray(noise.astype(np.uint8)).resize((672, 448)))
+    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
+    monkeypatch.setattr(picture, "pretrained_network", lambda: network)
+    monkeypatch.setattr(picture, "CORNERS", ((0, 0), (1, 0), (1, 1), (0, 1)))  # the same view, but for its brightness
+    weights = picture.two_views()[2]
+    assert (weights.argmax(1) == torch.arange(len(weights))).double().mean() > 0.3  # 0.001 by chance
+    picture.main(["--output", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").stat().st_size > 100_000
+
+
+@pytest.fixture
+def finetuning(tmp_path, monkeypatch):
+    """The example with few classes and images, whose colors encode class, number and half, and random weights."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = importlib.import_module("finetuning")
+    small = {"CLASSES": 2, "TRAINED": 3, "HELD_OUT": 2, "BATCH": 4, "PILOTS": ("plain",), "PILOT_SEEDS": (10,)}
+    for name, value in small.items():
+        monkeypatch.setattr(example, name, value)
+    for half, count in (("train", 6), ("test", 2)):
+        for label, name in enumerate((*example.FLOWERS, "apple", "bear", "cloud", "dolphin", "elephant")):
+            (tmp_path / "data" / half / name).mkdir(parents=True)
+            for number in range(count):
+                color = 20 * label, 20 * number, 200 * (half == "test")
+                Image.new("RGB", (32, 32), color).save(tmp_path / "data" / half / name / f"{number}.png")
+    torch.manual_seed(1)
+    torch.save(timm.create_model(example.MODEL).state_dict(), tmp_path / "net.pth")
+    example.keep(tmp_path / "data", tmp_path / "images.pt")
+    return example
+
+
+def test_images_to_fine_tune_on_are_never_evaluated(finetuning, tmp_path):
+    def colors(images):
+        return [tuple(image[:, 0, 0].tolist()) for image in images]
+
+    classes = []
+    for data_set, seed, held_out in itertools.product(finetuning.SETS, range(2), (True, False)):
+        trained, evaluated = finetuning.load(tmp_path / "images.pt", data_set, seed, held_out)
+        seen, judged = colors(trained[0]), colors(evaluated[0])
+        count = len({label for label, _, _ in seen})
+        assert (len(set(seen)), len(set(judged))) == (3 * count, 2 * count)  # all test images, or all held out
+        assert not {*seen} & {*judged}
+        assert {blue for _, _, blue in seen} == {0}
+        assert {blue for _, _, blue in judged} == {0 if held_out else 200}
+        assert max(number for _, number, _ in seen) < 20 * 5
+        for images, (_, labels) in ((seen, trained), (judged, evaluated)):
+            assert len({(red, label) for (red, _, _), label in zip(images, labels.tolist(), strict=True)}) == count
+        classes.append(frozenset(red for red, _, _ in seen))
+    flowers, first, second = dict.fromkeys(classes)  # the same for every seed
+    assert (flowers, len(first), len(second), len(first | second)) == (frozenset(range(0, 100, 20)), 2, 2, 4)
+    assert not flowers & (first | second)
+
+
+@pytest.mark.parametrize("regime", ["frozen", "thawed"])
+def test_fine_tuning_begins_with_the_same_outputs_and_trains_what_its_regime_says(
+    finetuning, tmp_path, monkeypatch, regime
+):
+    (images, labels), _ = finetuning.load(tmp_path / "images.pt", "flowers", 0, False)
+    batches, enlarge = [], finetuning.enlarge
+    monkeypatch.setattr(finetuning, "enlarge", lambda *how: batches.append(enlarge(*how)) or batches[-1])
+    seen, outputs = {}, {}
+    for block in finetuning.BLOCKS:
+        model = finetuning.network(block, regime, 0, 5, tmp_path / "net.pth")
+        with torch.no_grad():
+            outputs[block] = model.eval()(enlarge(images[:4]))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        batches.clear()
+        finetuning.train(model, images, labels, seed=0, steps=2, rate=1e-3)
+        seen[block] = list(batches)
+        changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+        new = {key for key in before if "inserted" in key or key.startswith("classifier.")}
+        backbone = before.keys() - new
+        assert {"classifier.weight", "classifier.bias"} <= changed
+        assert any("inserted" in key for key in changed) == (block != "plain")
+        if regime == "frozen":
+            assert not changed & backbone
+        else:
+            assert {key for key in backbone if key.endswith(("running_mean", "conv_pw.weight"))} <= changed
+    loaded, original = model.state_dict(), torch.load(tmp_path / "net.pth", weights_only=True)
+    assert torch.equal(before["conv_stem.weight"], original["conv_stem.weight"])
+    assert loaded.keys() >= original.keys()
+    for block in finetuning.BLOCKS:
+        assert torch.equal(outputs[block], outputs["plain"])
+        assert len(seen[block]) == 2
+        assert all(map(torch.equal, seen[block], seen["plain"]))
+
+
+def test_the_learning_rate_of_fine_tuning_is_chosen_on_held_out_images(finetuning, tmp_path, monkeypatch):
+    made = []
+
+    def trials(run, variants, *, seeds, output, **options):
+        made.append((options["data_set"], options["held_out"], {one["rate"] for one in variants.values()}))
+        return {name: {"10": {"top-1 %": 50 - abs(one["rate"] - 1e-3)}} for name, one in variants.items()}
+
+    monkeypatch.setattr(finetuning, "trials", trials)
+    arguments = ["--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path)]
+    finetuning.main([*arguments, "--regimes", "thawed", "--jobs", "1"])
+    assert made[0] == ("first-20", True, {3e-4, 1e-3, 3e-3})
+    assert made[1:] == [(data_set, False, {1e-3}) for data_set in finetuning.SETS]
+
+
+def test_fine_tuning_writes_a_comparison_of_each_data_set(finetuning, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetuning, "RATES", {"frozen": (1e-3,)})
+    arguments = [*EXAMPLES["finetuning.py"], "--weights", str(tmp_path / "net.pth"), "--output", str(tmp_path / "runs")]
+    finetuning.main([*arguments, "--data", str(tmp_path / "data")])
+    for data_set, classes in zip(finetuning.SETS, (5, 2, 2), strict=True):
+        folder = tmp_path / "runs" / f"frozen-{data_set}"
+        found = json.loads((folder / "runs.json").read_text())["runs"]
+        trained = {name: by_seed["0"]["trained parameters"] for name, by_seed in found.items()}
+        assert trained == {"plain": 1281 * classes, "attention": 1281 * classes + 50_960}
+        assert "learning rate 0.001" in (folder / "comparison.md").read_text()

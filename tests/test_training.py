@@ -120,6 +120,8 @@ def test_a_file_that_holds_no_settings_or_would_run_code_is_refused(text, messag
         ({"block": "vision_attn:Nothing"}, "block .*MODULE:CLASS .*'vision_attn:Nothing'"),
         ({"batch_size": 100}, "batch_size .* 72 "),
         ({"batch_size": 15, "mixup": 1.0}, "batch_size .* 2 .* 15"),
+        ({"weights": "x.pth", "rename": "efficientnet"}, "rename: .*'efficientnet-pytorch'; got 'efficientnet'"),
+        ({"rename": "efficientnet-pytorch"}, "rename needs weights"),
         ({"opt": "lion", "lr": None}, "lr .* lion"),
         ({"device": "cuda"}, "device: cuda"),
         ({"amp": "float16"}, "amp: float16"),

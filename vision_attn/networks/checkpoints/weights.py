@@ -151,7 +151,8 @@ def rename_hint(saved: Tensors, required: Tensors) -> str:
     """Suggest how to rename the tensors of a checkpoint of the same network under other names; empty for another."""
     for preset in PRESETS:
         if required.keys() <= {*rename_keys({key: key for key in saved}, preset, required).values()}:
-            return f'It has the network under other names: pass rename="{preset}".'
+            flag = f"--rename {preset} on the command line"
+            return f'It has the network under other names: pass rename="{preset}", which is {flag}.'
     theirs = [key for key in saved if not key.endswith("num_batches_tracked")]
     if [saved[key].shape for key in theirs] != [value.shape for value in required.values()]:
         return ""

@@ -65,7 +65,8 @@ def build_network(
             log(report := insert_blocks_(model, settings, config))
         if settings.weights and not resumed:
             # After the insertion, so that the file may be one of the plain network or one that holds the blocks.
-            log(str(load_checkpoint(model, settings.weights.expanduser(), skip=new_head)))
+            weights = settings.weights.expanduser()
+            log(str(load_checkpoint(model, weights, skip=new_head, rename=settings.rename or ())))
     size = config["input_size"]
     try:
         with quiet_eval(model):

@@ -85,6 +85,7 @@ class Settings(metaclass=PlainErrors):
     model: str = "resnet20"  # model name known to timm, or a model of this library
     pretrained: bool = False  # load the model's pretrained weights
     weights: Path | None = None  # initial checkpoint: .pth, .pt, .th, .safetensors
+    rename: Literal["efficientnet-pytorch"] | None = None  # package whose names of tensors --weights has
     reset_head: bool = False  # initialize a new classifier, for other classes than those of --weights
     drop_path: Fraction | None = None  # stochastic depth rate of the last residual branch
     insert: Strings = ()  # sites of the blocks: modules (globs: layer3, 'layer*.1') or stage indices
@@ -135,7 +136,7 @@ class Settings(metaclass=PlainErrors):
         for one, other in (("weights", "pretrained"), ("freeze_backbone", "layer_decay")):
             if getattr(self, one) and getattr(self, other):
                 raise ValueError(f"{one} and {other} exclude each other: choose one")
-        needs = {"reset_head": "weights", "attention_lr": "insert", "block_options": "insert"}
+        needs = {"rename": "weights", "reset_head": "weights", "attention_lr": "insert", "block_options": "insert"}
         for name, other in {**needs, "mean": "std", "std": "mean"}.items():
             if getattr(self, name) and not getattr(self, other):
                 raise ValueError(f"{name} needs {other}: give both")
