@@ -38,7 +38,7 @@ from vision_attn.tools.comparison.controls import LinearBlock2d
 from vision_attn.tools.comparison.experiments import trials
 
 CLASSES, UNLABELED, IGNORED, STRIDE, MIN_GAP, MAX_GAP = 11, 11, -100, 8, 3, 12
-WIDTH, HEADS, BATCH, EVALUATED, LEARNING_RATE = 128, 4, 8, 512, 2e-3
+WIDTH, HEADS, BATCH, EVALUATED, LEARNING_RATE = 128, 1, 8, 512, 2e-3
 UNTRAINED = ("reference-position", "nearest-neighbor")
 ATTENTION = {"averaging": {"scale": 0.0}, "attention": {}, "matching": {"qk_norm": "match"}}
 MERGED = ("plain", "convolution", "large-kernel", "map-kernel", "gated-convolution", "se-residual", "cbam")
