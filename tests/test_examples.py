@@ -40,6 +40,7 @@ EXAMPLES = {
     "recall.py": "--variants linear matching --seeds 0 --steps 20 --jobs 1",
     "mosaic.py": "--variants 'nearest neighbour' matching --seeds 0 --steps 1 --thaw 1 --jobs 1",
     "stereo.py": "--variants cost-volume matching --seeds 0 --steps 1 --jobs 1",
+    "one_shot_video.py": "--seeds 0 --steps 1 --jobs 1 --device cpu",
     "denoise.py": "--sigmas 50 --seeds 0 1 --steps 1 --variants plain convolution",
     "finetuning.py": "--variants plain attention --regimes frozen --seeds 0 --steps 1 --jobs 1 --device cpu",
     "colour_by_reference.py": "--steps 1 --jobs 1 --seeds 0",
@@ -218,6 +219,84 @@ def test_stereo_measures_synthetic_pairs_and_the_real_one(tmp_path, monkeypatch)
     seen = (torch.arange(stereo.WIDTH) - disparity).round().long()  # that much further left in the right view
     same = (right.gather(2, seen.clamp(0).expand(3, -1, -1)) - left).abs().mean(0)[seen >= 0]
     assert same.median() < 0.1 < (right - left).abs().mean()
+
+
+@pytest.fixture
+def video(tmp_path, monkeypatch):
+    """The example of one-shot video, with a backbone of random weights, and its arguments for two small drives."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    video, draw = importlib.import_module("one_shot_video"), np.random.default_rng(0)
+    monkeypatch.setattr(video, "create_backbone", lambda: timm.create_model("tf_efficientnet_lite0"))
+    monkeypatch.setattr(video, "EVALUATED", 16)
+    for split, drive, position in itertools.product(("train", "val"), ("0001TP", "Seq05VD"), range(6)):
+        for kind, suffix, shape in (("images", "webp", (48, 64, 3)), ("labels", "png", (48, 64))):
+            path = tmp_path / "camvid" / split / kind / f"{drive}_{position:06}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 12 if kind == "labels" else 256, shape, dtype=np.uint8)).save(path)
+    arguments = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), *EXAMPLES["one_shot_video.py"]]
+    return video, arguments, tmp_path
+
+
+def test_video_is_segmented_without_reading_the_test_split(video, monkeypatch):
+    video, arguments, folder = video
+    video.main([*arguments, "--split", "val"])  # there is no test folder
+    found = json.loads((folder / "runs" / "runs.json").read_text())["runs"]
+    assert tuple(found) == video.VARIANTS
+    assert all(set(runs["0"]) == {"parameters", "pixels %", "classes %"} for runs in found.values())
+    sizes = {variant: runs["0"]["parameters"] for variant, runs in found.items()}
+    assert len({sizes[variant] // 1000 for variant in ("averaging", "linear", "attention", "matching")}) == 1
+    assert sizes["matching"] <= min(sizes[variant] for variant in video.MERGED if variant not in ("plain", "cbam"))
+    with pytest.raises(ValueError, match=r"--data: no frames found, expected .*test"):
+        video.run("reference-position", 0, 1, "test", "cpu", str(folder))
+    calls, load, train = [], video.load_frames, video.train
+    monkeypatch.setattr(
+        video, "load_frames", lambda data, split, device: calls.append(split) or load(data, split, device)
+    )
+    monkeypatch.setattr(video, "train", lambda *options: (train(*options), calls.append("trained"))[0])
+    video.run("matching", 0, 1, "val", "cpu", str(folder))
+    assert calls == ["train", "trained", "val"]
+
+
+def test_pairs_of_video_frames_have_consistent_labels(video):
+    video, _, folder = video
+    features, labels, pairs = video.load_frames(str(folder), "train", "cpu")
+    assert features.shape == (12, 152, 6, 8)
+    assert {(query, reference) for query, reference in pairs.tolist()} == {
+        (query, reference)
+        for query, reference in itertools.product(range(12), repeat=2)
+        if query // 6 == reference // 6 and 3 <= abs(query - reference) <= 12
+    }
+    features[:, 0], features[:, 1] = torch.arange(12.0)[:, None, None], torch.arange(8.0)  # frame and column
+    batch = video.draw_batch((features, labels, pairs), 64, torch.Generator().manual_seed(0))
+    mirrored = batch[1][:, 1, 0, 0] > 0
+    assert 16 < mirrored.sum() < 48
+    orders = set()
+    for query, reference, given, target, classes, flip in zip(*batch, mirrored, strict=True):
+        source = labels[int(reference[0, 0, 0])]
+        source = source.flip(1) if flip else source
+        order = dict(zip(source.flatten().tolist(), given.flatten().tolist(), strict=True))
+        assert torch.equal(given, source.clone().apply_(order.get))
+        assert len(set(order.values())) == len(order)
+        assert order.get(video.UNLABELED, video.UNLABELED) == video.UNLABELED
+        assert torch.equal(classes, labels[int(query[0, 0, 0])])
+        order[video.UNLABELED] = video.IGNORED
+        assert torch.equal(target, classes.clone().apply_(lambda name, order=order: order.get(name, video.IGNORED)))
+        orders.add(tuple(sorted(order.items())))
+    assert len(orders) > 60
+
+
+def test_labels_of_the_same_video_frame_are_copied(video):
+    video, *_ = video
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(4, 9, 6, 8, generator=generator), torch.randint(12, (4, 6, 8), generator=generator)
+    frames = features, labels, torch.arange(4)[:, None].expand(-1, 2)
+    *inputs, target, classes = video.draw_batch(frames, 32, generator)
+    right = {variant: video.copy_labels(*inputs, variant=variant).argmax(1) == target for variant in video.UNTRAINED}
+    known, mirrored = target != video.IGNORED, (inputs[0] != inputs[1]).flatten(1).any(1)
+    assert torch.equal(known, classes != video.UNLABELED)
+    assert right["reference-position"][known & ~mirrored[:, None, None]].all()
+    assert right["reference-position"][known & mirrored[:, None, None]].double().mean() < 0.5
+    assert right["nearest-neighbor"][known].all()
 
 
 @pytest.mark.parametrize("plan", ["cifar", "positions", "matching", "adapters"])
