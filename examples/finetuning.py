@@ -24,11 +24,11 @@ network is the same with and without the untrained block. Five seeds, 0 to 4; "p
 attention first, the others if there is time.
 
 **Conclusions.** The verdict is the 95 % interval (Games-Howell) of a difference in top-1, for each set and regime.
-Attention helps in a regime if the interval of attention − plain is above zero in at least two of the three sets and the
-mean difference is positive in all. Attention itself, not only a trainable block, helps if the same holds for attention −
-squeeze-and-excitation. Otherwise there is no significant difference, and the
-intervals state which gain or loss they exclude. A gain over "plain" is expected only with a frozen backbone, where any
-block adds most of the trainable parameters; no significant difference is expected when all parameters are trained.
+Attention helps in a regime if the interval of attention − plain is above zero in at least two of the three sets and
+the mean difference is positive in all. Attention itself, not only a trainable block, helps if the same holds for
+attention − squeeze-and-excitation. Otherwise there is no significant difference, and the intervals state which gain or
+loss they exclude. A gain over "plain" is expected only with a frozen backbone, where any block adds most of the
+trainable parameters; no significant difference is expected when all parameters are trained.
 
 Results are in OUTPUT/REGIME-SET, each with runs.json and comparison.md. The same command resumes.
 """
