@@ -12,10 +12,11 @@ block of this file; timm's global context (Cao et al., 2019, https://arxiv.org/a
 decomposed relative positions. All have about as many parameters; `plain`, without a block, has 1.2 % fewer.
 
 The plan, written before the runs: five seeds, 345 steps of 16 frames (15 epochs); from scratch `plain`, pyramid pooling
-and attention at least. Mean IoU of the classes and the fraction of correct pixels are reported on test frames, with 95 % Games–Howell intervals of attention minus every other
-variant, from ImageNet weights and from scratch. No significant difference is a likely result, and a useful one: in a
-pilot of one seed, ImageNet weights led to 49.0 % mean IoU without a block and 49.6 % with attention, and random weights
-to 43.8 % without a block, 43.3 % with attention and 44.0 % with pyramid pooling.
+and attention at least. Mean IoU of the classes and the fraction of correct pixels are reported on test frames, with 95
+% Games–Howell intervals of attention minus every other variant, from ImageNet weights and from scratch. No significant
+difference is a likely result, and a useful one: in a pilot of one seed, ImageNet weights led to 49.0 % mean IoU without
+a block and 49.6 % with attention, and random weights to 43.8 % without a block, 43.3 % with attention and 44.0 % with
+pyramid pooling.
 """
 
 import math
