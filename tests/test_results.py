@@ -88,7 +88,7 @@ WIDTHS = {"2.6 to 6.3", "0.003 to 0.019"}
 
 
 def test_the_readme_claims_what_the_results_carry():
-    claims = (ROOT / "README.md").read_text().partition("## What it buys")[2].partition("\n## ")[0]
+    claims = (ROOT / "README.md").read_text().partition("## When attention helps")[2].partition("\n## ")[0]
     for pattern in (MEAN, INTERVAL):
         found = set(re.findall(pattern, " ".join(claims.split())))
         assert set() != found <= set(re.findall(pattern, RESULTS)), "with its sign"
