@@ -198,9 +198,10 @@ def test_the_commands_are_commands():
 
 
 def anchors(text):
-    """Where links into a page lead: its headings, as the usual renderers of markdown name them."""
+    """Return the targets of links into a page: its headings, as renderers of Markdown name them, and its anchors."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(text), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 def broken_links(path):
