@@ -198,9 +198,10 @@ def test_the_commands_are_commands():
 
 
 def anchors(text):
-    """Where links into a page lead: its headings, as the usual renderers of markdown name them."""
+    """Return the anchors of a page: its headings, as Markdown renderers name them, and ``<a id="…">``."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(text), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    ids = re.findall(r'<a id="([^"]+)"', text)
+    return {*ids, *(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)}
 
 
 def broken_links(path):
