@@ -198,10 +198,10 @@ def test_the_commands_are_commands():
 
 
 def anchors(text):
-    """Return the anchors of a page: its headings, as Markdown renderers name them, and ``<a id="…">``."""
+    """Return the targets of links into a page: its headings, as renderers of Markdown name them, and its anchors."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(text), flags=re.MULTILINE)
-    ids = re.findall(r'<a id="([^"]+)"', text)
-    return {*ids, *(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)}
+    names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 def broken_links(path):
