@@ -1,11 +1,11 @@
-"""What a block costs at the stages of a ResNet-50: parameters, multiply-adds and milliseconds, as tables in Markdown.
+"""Parameters, MACs and milliseconds of blocks at the stages of a ResNet-50, as tables in Markdown.
 
     python benchmarks/block_costs.py --page docs/cost.md
     python benchmarks/block_costs.py --only attention cbam --sides 14 7
 
-Multiply-adds are of one image. Milliseconds are of a batch, forward and then with gradients: medians of rounds in which
-all blocks take turns. The first row is the block as `insert_` makes it. The others are timm's, as `create_attn` makes
-them, and this library's. The tables of docs/cost.md are from the first command, in a few minutes on one idle core.
+MACs are for one image. Milliseconds are for a batch, forward and with gradients: medians of rounds in which all blocks
+take turns. The first row is the block that `insert_` creates by default. The other blocks are those of this library and
+those of timm's `create_attn`. The first command produces the tables of docs/cost.md, in a few minutes on one idle core.
 """
 
 import argparse
@@ -23,23 +23,23 @@ from vision_attn.networks.insertion import count_multiply_adds
 from vision_attn.text import markdown
 from vision_attn.tools.comparison.controls import ConvBlock2d
 
-#: Channels by the side of the map, as in a ResNet-50 on images of 224×224.
+#: Channels by the side of the feature map, as in a ResNet-50 on images of 224×224.
 STAGES = {56: 256, 28: 512, 14: 1024, 7: 2048}
 
 
 def inserted(channels, **options):
-    """The block that `insert_` makes at a map of so many channels."""
+    """Return the block that `insert_` creates for a feature map with this number of channels."""
     network = nn.Sequential(nn.Identity())
     va.insert_(network, names="0", example_input=(1, channels, 7, 7), **options)
     return va.inserted_blocks(network)["0"]
 
 
 BLOCKS = {
-    "attention, as `insert_` makes it": inserted,
-    "the same in windows of 7×7": lambda channels: inserted(channels, pattern=va.Window(7)),
-    "the same, keys and values of half the side": lambda channels: inserted(channels, kv_stride=2),
-    "the same with `RelPosDecomposed`": lambda channels: inserted(channels, position=va.RelPosDecomposed(56)),
-    "attention as wide as the map": va.AttentionBlock2d,
+    "attention block of `insert_`": inserted,
+    "attention block, windows of 7×7": lambda channels: inserted(channels, pattern=va.Window(7)),
+    "attention block, `kv_stride=2`": lambda channels: inserted(channels, kv_stride=2),
+    "attention block, `RelPosDecomposed`": lambda channels: inserted(channels, position=va.RelPosDecomposed(56)),
+    "`AttentionBlock2d`, as wide as the feature map": va.AttentionBlock2d,
     "`LinearAttention2d`": va.LinearAttention2d,
     "`TransformerBlock2d`": va.TransformerBlock2d,
     "convolution (`ConvBlock2d`)": ConvBlock2d,
@@ -49,7 +49,7 @@ BLOCKS = {
 
 
 def costs_at(side, names, batch, rounds, threads):
-    """Of each block: parameters, multiply-adds, milliseconds forward and with gradients."""
+    """Yield the parameters, MACs, and milliseconds forward and with gradients of each block."""
     shape = (batch, STAGES[side], side, side)
     x = torch.randn(shape)
     modules = {name: BLOCKS[name](STAGES[side]).eval() for name in names}
@@ -67,21 +67,21 @@ def costs_at(side, names, batch, rounds, threads):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="+", default=list(STAGES), choices=list(STAGES))
-    parser.add_argument("--only", nargs="+", default=[""], help="blocks, by parts of their names")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the blocks to measure")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page", type=Path, help="a page whose tables are written anew")
+    parser.add_argument("--page", type=Path, help="Markdown page whose tables are replaced")
     args = parser.parse_args(arguments)
     names = [name for name in BLOCKS if any(part in name for part in args.only)]
     if not names:
-        parser.error(f"--only: no block has {' or '.join(args.only)} in its name")
+        parser.error(f"--only: no block name contains {' or '.join(args.only)}")
     torch.manual_seed(0)
     found = [list(costs_at(side, names, args.batch_size, args.rounds, args.threads)) for side in args.sides]
     header = ["", *(f"{side}×{side}, {STAGES[side]} channels" for side in args.sides)]
     about = describe_machine(torch.device("cpu"), args.threads, "float32")
     parts = [f"Batch {args.batch_size}, medians of {args.rounds} rounds; {about}."]
-    titles = ("Parameters", "Millions of multiply-adds", "Milliseconds, forward", "Milliseconds, with gradients")
+    titles = ("Parameters", "MACs in millions", "Milliseconds, forward", "Milliseconds, with gradients")
     for i, title in enumerate(titles):
         rows = [[name, *(at_side[row][i] for at_side in found)] for row, name in enumerate(names)]
         parts.append(f"**{title}**\n\n{markdown([header, *rows])}")

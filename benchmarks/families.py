@@ -1,9 +1,9 @@
-"""Whose attention `va.swap_` runs, and how well it agrees: a model of each family of timm and its neighbours.
+"""Compatibility of `va.swap_`: the swapped modules and differences of one model of each family, by library.
 
     python benchmarks/families.py                      # writes docs/families.md
     python benchmarks/families.py --only maxvit swin   # prints these families' rows
 
-Each row is made by doing it: the model and a copy of it that is swapped run side by side, outputs and all gradients.
+Each row is the result of a test: the outputs and all gradients of a model are compared with those of a swapped copy.
 """
 
 from __future__ import annotations
@@ -31,15 +31,25 @@ from vision_attn.text import markdown
 
 TABLE = Path(__file__).parents[1] / "docs/families.md"
 
-HEAD = """# Families
+HEAD = """# `swap_` compatibility
 
-What `va.swap_` swaps in the smallest model of each family, as `python benchmarks/families.py` found it with
-{versions}. A cell of *float32* or *float64* is the greatest difference of
-the swapped model, relative to the largest number, in evaluation and in training mode with dropout at zero and for
-each size of image: of the output, and of all gradients; with how much the model's own numbers in float32 differ from
-those in float64 where that is more than 1e-5. YOLO's are compared in evaluation: in training they run themselves.
+The table shows how many attention modules `va.swap_` swaps in one small model of each family, and how closely the
+swapped model agrees with the original. The results are from test runs with {versions}.
+`python benchmarks/families.py` repeats the tests and writes this page.
+
+*float32* and *float64* contain two numbers: the largest difference in the output, and the largest difference in the
+gradients of images and parameters. Both are relative to the largest value, and cover every image size, in evaluation
+mode and in training mode with dropout at zero. The models of ultralytics are compared in evaluation mode only, because
+their original layers run in training mode. *Its own rounding* is the difference between the original model in float32
+and in float64, and is listed if a difference in float32 is above 1e-5. *Left* gives the reasons for modules that are
+not swapped.
+
+<details markdown="1">
+<summary>Results by family</summary>
 
 {table}
+
+</details>
 """
 
 

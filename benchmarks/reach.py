@@ -26,18 +26,34 @@ TABLE = Path(__file__).resolve().parents[1] / "docs" / "reach.md"
 #: Side of the images where a model takes any: 2×2 positions at a stride of 32.
 SMALL = 64
 
-HEAD = """# Reach
-
-The smallest model of every model module of timm {timm} and of every classification family of torchvision
-{torchvision}, as `python benchmarks/reach.py` found it with torch {torch} on {threads} thread(s) of a CPU. A block of
-attention, in windows of 8×8 for the sake of the largest maps, goes in at every stage. Then the output on random images
-must be the same bits, and the network's own keys the same in the same order; gradients must reach the output
-projection of every block whose map is read and, after one step, the others; and after removal every module, hook and
-tensor must be the same object, and the output the same bits.
+HEAD = """# `insert_` compatibility: networks
 
 {summary}
 
+The table lists the smallest model of every model module of timm {timm} and of every classification family of
+torchvision {torchvision}. The results are from test runs with torch {torch} on a CPU (threads: {threads}).
+`python benchmarks/reach.py` repeats the tests and writes this page.
+
+Each test inserts an attention block at every stage, with windows of 8×8 to limit the cost on the largest feature maps,
+and checks that
+
+- *identical*: the output on random images is bitwise identical;
+- *keys kept*: the state-dict keys of the network are the same, in the same order;
+- *output learns*: in the first training step, gradients reach the output projection of every block that affects the
+  output of the network;
+- *attention learns*: after one step, gradients reach the other parameters of these blocks;
+- *removed*: after `remove_`, every module, hook and tensor is the same object, and the output is bitwise identical.
+
+*Layout* is the order of the axes, as an einx expression: `b c h w` is a feature map, and `b (1 + h w) c` are tokens
+with one class token. *Refused* gives the reason for a stage without a block. At a stage that is *not read*, the output
+of the network does not depend on the feature map, as in the last block of a ViT whose head uses the class token only.
+
+<details markdown="1">
+<summary>Results by family</summary>
+
 {table}
+
+</details>
 """
 
 CHECKS = ("identical", "keys kept", "output learns", "attention learns", "removed")
@@ -202,8 +218,8 @@ def summary(rows):
         reached = [row for row in own if 0 < row.stages == row.sites and row.read and row.unharmed]
         maps = sum("w) c" not in row.layout for row in reached)
         lines.append(
-            f"{library}: {len(reached)} of {len(own)} families take attention at every stage, {maps} on maps and "
-            f"{len(reached) - maps} on tokens; of the others, {len(own) - len(reached)}, each row says why not."
+            f"- {library}: {len(reached)} of {len(own)} families support attention at every stage, {maps} on feature "
+            f"maps and {len(reached) - maps} on tokens."
         )
     return "\n".join(lines)
 
