@@ -1,0 +1,159 @@
+"""File formats of exported networks: how each is written, and how its runtime computes the file."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+#: Name of the metadata in a file, JSON text about the use of the network.
+ENTRY = "classifier"
+#: Names of the dimensions of images that a file may leave open.
+DIMS = {"batch": (0,), "size": (2, 3)}
+
+Axis = Literal["batch", "size"]
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format: the runtime that computes it, and functions that write and open a file."""
+
+    runtime: str
+    #: packages that must be importable, by the name of their distribution
+    packages: dict[str, str]
+    #: writes a program and its metadata
+    write: Callable[[ExportedProgram, Path, str], None]
+    open: Callable[[Path], Run]
+    #: axes that can stay dynamic
+    dynamic: tuple[Axis, ...] = ("batch", "size")
+    #: suffixes of further files beside the file itself
+    companions: tuple[str, ...] = ()
+
+    def check_packages(self) -> None:
+        """Raise unless the packages that write and run files of this format are installed."""
+        if missing := [name for module, name in self.packages.items() if find_spec(module) is None]:
+            raise ModuleNotFoundError(
+                f'{self.runtime} needs {", ".join(missing)}: pip install "vision-attn[runtimes]"', name=missing[0]
+            )
+
+
+def export_program(network: nn.Module, images: Tensor, dynamic: Iterable[Axis]) -> ExportedProgram:
+    """Trace a network; a dimension that the trace would fix although it is dynamic is an error."""
+    dims = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
+    return torch.export.export(network, (images,), dynamic_shapes=(dims,))
+
+
+def write_onnx(program: ExportedProgram, path: Path, about: str) -> None:
+    exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"])
+    assert exported is not None
+    exported.model.metadata_props[ENTRY] = about
+    exported.save(path)
+
+
+def open_onnx(path: Path) -> Run:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def write_program(program: ExportedProgram, path: Path, about: str) -> None:
+    torch.export.save(program, path, extra_files={ENTRY: about})
+
+
+def open_program(path: Path) -> Run:
+    return torch.export.load(path).module()
+
+
+def write_compiled(program: ExportedProgram, path: Path, about: str) -> None:
+    import torch._inductor
+
+    configs = {"aot_inductor.metadata": {ENTRY: about}}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def open_compiled(path: Path) -> Run:
+    import torch._inductor
+
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def write_openvino(program: ExportedProgram, path: Path, about: str) -> None:
+    import openvino
+
+    model = openvino.convert_model(program)
+    model.set_rt_info(about, [ENTRY])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def open_openvino(path: Path) -> Run:
+    import openvino
+
+    # A CPU with bfloat16 instructions would compute in bfloat16 otherwise.
+    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda images: torch.from_numpy(model(images.numpy())[0])
+
+
+def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
+    import litert_torch
+
+    litert_torch.convert(program.module(), program.example_inputs[0]).export(str(path))
+    with zipfile.ZipFile(path, "a") as archive:  # where LiteRT keeps the files that belong to a model
+        archive.writestr(f"{ENTRY}.json", about)
+
+
+def open_tflite(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(path)).get_signature_runner()
+    (name,) = runner.get_input_details()
+    return lambda images: torch.from_numpy(next(iter(runner(**{name: images.numpy()}).values())))
+
+
+def write_executorch(program: ExportedProgram, path: Path, about: str) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods={ENTRY: about})
+    path.write_bytes(lowered.to_executorch().buffer)
+
+
+def open_executorch(path: Path) -> Run:
+    from executorch.runtime import Runtime
+
+    method = Runtime.get().load_program(path).load_method("forward")
+    return lambda images: method.execute([images])[0]
+
+
+#: File formats by the suffix of a file; the first suffix that fits decides.
+FORMATS = {
+    ".onnx": Format("ONNX Runtime", {"onnxruntime": "onnxruntime", "onnxscript": "onnxscript"}, write_onnx, open_onnx),
+    ".aoti.pt2": Format("AOTInductor", {}, write_compiled, open_compiled),
+    ".pt2": Format("torch.export", {}, write_program, open_program),
+    ".xml": Format("OpenVINO", {"openvino": "openvino"}, write_openvino, open_openvino, companions=(".bin",)),
+    ".tflite": Format(
+        "LiteRT",
+        {"litert_torch": "litert-torch", "ai_edge_litert": "ai-edge-litert"},
+        write_tflite,
+        open_tflite,
+        dynamic=(),
+    ),
+    ".pte": Format("ExecuTorch", {"executorch": "executorch"}, write_executorch, open_executorch, dynamic=()),
+}
+
+
+def find_format(path: Path) -> Format:
+    """Return the format of a file by its suffix."""
+    for suffix, form in FORMATS.items():
+        if path.name.lower().endswith(suffix):
+            return form
+    raise ValueError(f"output must end in {', '.join(FORMATS)}; got {path.name!r}")
