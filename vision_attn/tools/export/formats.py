@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +15,8 @@ from torch.export import Dim, ExportedProgram
 
 #: Name of the metadata in a file, JSON text about the use of the network.
 ENTRY = "classifier"
-#: Names of the dimensions of images that a file may leave open.
-DIMS = {"batch": (0,), "size": (2, 3)}
+#: Dimensions of the images that may be dynamic, with their names in a file.
+DIMS = {"batch": {0: "batch"}, "size": {2: "height", 3: "width"}}
 
 Axis = Literal["batch", "size"]
 Run = Callable[[Tensor], Tensor]
@@ -28,8 +27,8 @@ class Format:
     """A file format: the runtime that computes it, and functions that write and open a file."""
 
     runtime: str
-    #: packages that must be importable, by the name of their distribution
-    packages: dict[str, str]
+    #: packages that write or run a file
+    packages: tuple[str, ...]
     #: writes a program and its metadata
     write: Callable[[ExportedProgram, Path, str], None]
     open: Callable[[Path], Run]
@@ -37,26 +36,40 @@ class Format:
     dynamic: tuple[Axis, ...] = ("batch", "size")
     #: suffixes of further files beside the file itself
     companions: tuple[str, ...] = ()
+    #: writes a file with 8-bit weights and activations, from a file in float32 and images, where there is a way
+    quantize: Callable[[Path, Path, Sequence[Tensor]], None] | None = None
+
+    def choose_axes(self, dynamic: Sequence[Axis] | None) -> tuple[Axis, ...]:
+        """Return the dynamic axes: the given ones, or by default the batch where the runtime can."""
+        if dynamic is None:
+            return tuple(axis for axis in self.dynamic if axis == "batch")
+        for axis in dynamic:
+            if axis not in self.dynamic:
+                able = " and ".join(self.dynamic) or "nothing: leave out 'dynamic', and export a file for each size"
+                raise ValueError(f"dynamic: {self.runtime} files cannot vary in {axis!r}. They can vary in {able}")
+        return tuple(dynamic)
 
     def check_packages(self) -> None:
-        """Raise unless the packages that write and run files of this format are installed."""
-        if missing := [name for module, name in self.packages.items() if find_spec(module) is None]:
-            raise ModuleNotFoundError(
-                f'{self.runtime} needs {", ".join(missing)}: pip install "vision-attn[runtimes]"', name=missing[0]
-            )
+        """Raise unless the packages that write and run a file are installed."""
+        for name in self.packages:
+            if find_spec(name) is None:
+                remedy = 'pip install "vision-attn[export,runtimes]"'
+                raise ModuleNotFoundError(f"{self.runtime} needs the package {name}: {remedy}", name=name)
 
 
-def export_program(network: nn.Module, images: Tensor, dynamic: Iterable[Axis]) -> ExportedProgram:
+def export_program(network: nn.Module, images: Tensor, dynamic: Sequence[Axis]) -> ExportedProgram:
     """Trace a network; a dimension that the trace would fix although it is dynamic is an error."""
     dims = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
     return torch.export.export(network, (images,), dynamic_shapes=(dims,))
 
 
 def write_onnx(program: ExportedProgram, path: Path, about: str) -> None:
-    exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"])
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    names["dynamic_shapes"] = ({dim: name for dims in DIMS.values() for dim, name in dims.items()},)  # where dynamic
+    exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     assert exported is not None
     exported.model.metadata_props[ENTRY] = about
-    exported.save(path)
+    path.write_bytes(exported.model_proto.SerializeToString())
 
 
 def open_onnx(path: Path) -> Run:
@@ -64,6 +77,21 @@ def open_onnx(path: Path) -> Run:
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def quantize_onnx(source: Path, target: Path, images: Sequence[Tensor]) -> None:
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):
+        remaining = iter(images)
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(({"images": image.numpy()} for image in self.remaining), None)
+
+    folded = target.with_name("folded.onnx")  # weights are constants there, and only constants are quantized
+    quant_pre_process(source, folded, skip_symbolic_shape=True)
+    quantize_static(folded, target, Reader(), per_channel=True)
 
 
 def write_program(program: ExportedProgram, path: Path, about: str) -> None:
@@ -103,6 +131,15 @@ def open_openvino(path: Path) -> Run:
     return lambda images: torch.from_numpy(model(images.numpy())[0])
 
 
+def quantize_openvino(source: Path, target: Path, images: Sequence[Tensor]) -> None:
+    import nncf
+    import openvino
+
+    data = nncf.Dataset(images, lambda image: image.numpy())
+    model = nncf.quantize(openvino.Core().read_model(source), data, subset_size=len(images))
+    openvino.save_model(model, target, compress_to_fp16=False)
+
+
 def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
     import litert_torch
 
@@ -134,26 +171,22 @@ def open_executorch(path: Path) -> Run:
     return lambda images: method.execute([images])[0]
 
 
-#: File formats by the suffix of a file; the first suffix that fits decides.
+#: File formats by the suffix of a file; the first that fits decides.
 FORMATS = {
-    ".onnx": Format("ONNX Runtime", {"onnxruntime": "onnxruntime", "onnxscript": "onnxscript"}, write_onnx, open_onnx),
-    ".aoti.pt2": Format("AOTInductor", {}, write_compiled, open_compiled),
-    ".pt2": Format("torch.export", {}, write_program, open_program),
-    ".xml": Format("OpenVINO", {"openvino": "openvino"}, write_openvino, open_openvino, companions=(".bin",)),
-    ".tflite": Format(
-        "LiteRT",
-        {"litert_torch": "litert-torch", "ai_edge_litert": "ai-edge-litert"},
-        write_tflite,
-        open_tflite,
-        dynamic=(),
+    ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx, quantize=quantize_onnx),
+    ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
+    ".pt2": Format("torch.export", (), write_program, open_program),
+    ".xml": Format(
+        "OpenVINO", ("openvino",), write_openvino, open_openvino, companions=(".bin",), quantize=quantize_openvino
     ),
-    ".pte": Format("ExecuTorch", {"executorch": "executorch"}, write_executorch, open_executorch, dynamic=()),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=()),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, dynamic=()),
 }
 
 
-def find_format(path: Path) -> Format:
-    """Return the format of a file by its suffix."""
+def find_format(path: Path) -> tuple[str, Format]:
+    """Return the format of a file, and its suffix in lower case."""
     for suffix, form in FORMATS.items():
         if path.name.lower().endswith(suffix):
-            return form
+            return suffix, form
     raise ValueError(f"output must end in {', '.join(FORMATS)}; got {path.name!r}")

@@ -1,0 +1,59 @@
+"""8-bit weights and activations: calibration with training images, and the accuracy on others before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2.functional import normalize, to_dtype
+
+from vision_attn.errors import DataError, ExportError
+from vision_attn.tools.export.formats import Format
+from vision_attn.tools.training.data import Decoded, eval_transform, open_data
+from vision_attn.tools.training.settings import Settings
+
+#: Numbers of images for calibration and for the accuracy, drawn evenly from all classes.
+CALIBRATION, EVALUATION = 128, 1000
+
+
+def quantize(form: Format, path: Path, folder: Path, about: Mapping[str, Any]) -> tuple[Path, str]:
+    """Quantize an exported file with images of a folder; return the new file, and what it does to the accuracy."""
+    assert form.quantize is not None
+    calibration, _ = load_images(folder, about, CALIBRATION, train=True)
+    images, labels = load_images(folder, about, EVALUATION, train=False)
+    quantized = path.parent.with_name("int8") / path.name
+    quantized.parent.mkdir()
+    try:
+        form.quantize(path, quantized, calibration)
+        before, after = (torch.cat([*map(form.open(file), images)]) for file in (path, quantized))
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # quantizers and runtimes may fail in any way
+        raise ExportError(f"{form.runtime}: the file cannot be quantized ({type(error).__name__}: {error})") from error
+    if not after.isfinite().all():
+        raise ExportError("the output of the quantized network is not finite; no file was written")
+    exact, rounded, same = (
+        100 * float((one.argmax(1) == other).float().mean())
+        for one, other in ((before, labels), (after, labels), (after, before.argmax(1)))
+    )
+    return quantized, (
+        f"8 bits, calibrated with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after on "
+        f"{len(images)} images, of which {same:.2f} % get the same class"
+    )
+
+
+def load_images(folder: Path, about: Mapping[str, Any], count: int, *, train: bool) -> tuple[list[Tensor], Tensor]:
+    """Return batches of one image, as the exported file takes them, and their classes as the network numbers them."""
+    source = open_data(Settings(data=folder), train=train)
+    classes = about["classes"] or list(source.classes)
+    if unknown := [name for name in source.classes if name not in classes]:
+        raise DataError(f"{source.name} has images of {unknown[0]!r}, which is not one of the network's classes")
+    rows = torch.linspace(0, len(source) - 1, min(count, len(source))).long()
+    batches = Decoded(source, eval_transform(about), 0, 0).batches(rows.split(1))
+    images, labels = zip(*((to_dtype(pixels, scale=True), label) for pixels, label in batches), strict=True)
+    if about["pixels"] != "0…1":
+        images = tuple(normalize(image, about["mean"], about["std"]) for image in images)
+    return list(images), torch.tensor([classes.index(source.classes[int(label)]) for label in labels])
