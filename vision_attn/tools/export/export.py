@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +19,12 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import Normalize
 
 from vision_attn.attention.blocks import set_impl_
-from vision_attn.checks import check_count
 from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted_blocks, plain_network
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import check_writable
 from vision_attn.networks.safe.write import TEMPORARY, sync
-from vision_attn.tools.export.formats import FORMATS, Axis, Format, export_program, find_format
+from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
 #: Difference from the network's output that rounding explains, as a fraction of its largest value.
@@ -114,16 +115,25 @@ def export_model(
     True
     """
     output, plain = Path(output).absolute(), plain_network(model)
-    suffix, form = find_format(output)
-    axes = form.choose_axes(dynamic)
-    if int8 is not None and form.quantize is None:
-        able = " or ".join(name for name, other in FORMATS.items() if other.quantize)
-        raise ValueError(f"int8: {form.runtime} files are exported in float32 only, got {output.name!r}. Use {able}")
-    config = get_model_cfg(plain)
+    suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(f"output must end in {', '.join(FORMATS)}; got {output.name!r}")
+    form, config = FORMATS[suffix], get_model_cfg(plain)
+    if unknown := set(dynamic or ()) - DIMS.keys():
+        raise ValueError(f"dynamic must be of 'batch' and 'size'; got {min(unknown)!r}")
+    if dynamic and not form.dynamic:
+        raise ValueError(f"dynamic: {form.runtime} takes one image of one size at a time: export a file for each size")
+    if int8 is not None and suffix != ".onnx":
+        raise ValueError(f"int8: only .onnx files are quantized, which OpenVINO also runs; got {output.name!r}")
+    axes = tuple(("batch",) if dynamic is None and form.dynamic else dynamic or ())
+    sides = [input_size] * 2 if isinstance(input_size, int) else [*(input_size or config["input_size"][1:])]
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {input_size!r}")
     about: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
-        "input_size": resize(config["input_size"], input_size),
-        **{name: config[name] for name in ("mean", "std")},
+        "input_size": (config["input_size"][0], *sides),
+        "mean": config["mean"],
+        "std": config["std"],
         **{name: config.get(name, default) for name, default in CROP.items()},
         "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
         "architecture": config.get("architecture"),
@@ -136,43 +146,26 @@ def export_model(
         network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
     target = Path(os.path.realpath(output))
     target.parent.mkdir(parents=True, exist_ok=True)
-    stem = target.name[: -len(suffix)]
-    targets = {f"network{other}": target.with_name(f"{stem}{other}") for other in form.companions}
-    targets[f"network{suffix}"] = target  # last: a graph is complete as soon as it is there
+    targets = {f"network{suffix}": target}
+    if form.weights:  # first: the graph is replaced when its weights are there
+        targets = {f"network{form.weights}": target.with_suffix(form.weights), **targets}
     for path in targets.values():
         check_writable(path)
-    with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as temporary:
-        written = Path(temporary) / "float32" / f"network{suffix}"
-        written.parent.mkdir()
+    with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
+        written = Path(folder) / f"network{suffix}"
         comparison, notes = export_and_compare(network, form, written, axes, about)
         if int8 is not None:
             from vision_attn.tools.export.int8 import quantize
 
-            written, note = quantize(form, written, Path(int8), about)
-            notes.append(note)
-        size = replace_files(written.parent, targets)
+            notes.append(quantize(written, Path(int8), about))
+        for name, path in targets.items():
+            sync(written.with_name(name))
+            if path.exists():
+                written.with_name(name).chmod(path.stat().st_mode)
+        for name, path in targets.items():  # all are complete and on disk
+            os.replace(written.with_name(name), path)
+    size = sum(path.stat().st_size for path in targets.values())
     return ExportReport(output, about["input_size"], normalize, axes, *comparison, size, tuple(notes))
-
-
-def resize(input_size: Sequence[int], given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return channels, height and width of the images; the given side, or height and width, replace the model's."""
-    sides = [given] * 2 if isinstance(given, int) else list(input_size[1:] if given is None else given)
-    if len(sides) != 2:
-        raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {given!r}")
-    for side in sides:
-        check_count("input_size", side)
-    return (input_size[0], *sides)
-
-
-def replace_files(folder: Path, targets: Mapping[str, Path]) -> int:
-    """Move files to where they belong, once all are on disk; older ones keep their mode. Return the bytes."""
-    for name, target in targets.items():
-        sync(folder / name)
-        if target.exists():
-            (folder / name).chmod(target.stat().st_mode)
-    for name, target in targets.items():
-        os.replace(folder / name, target)
-    return sum(target.stat().st_size for target in targets.values())
 
 
 def export_and_compare(
@@ -202,7 +195,7 @@ def export_and_compare(
         if not set_impl_(network, impl) and failures:  # the network has no block that differs
             break
         try:
-            with warnings.catch_warnings(), torch.no_grad():
+            with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(sys.stderr):
                 for category in (DeprecationWarning, FutureWarning):  # of the exporters, about themselves
                     warnings.simplefilter("ignore", category)
                 form.write(export_program(network, example, axes), path, json.dumps(about, ensure_ascii=False))
@@ -214,7 +207,9 @@ def export_and_compare(
             failures.append(f"cannot be exported for {form.runtime} ({type(error).__name__}: {error})")
         else:
             if difference <= TOLERANCE * largest:
-                notes = [f"attention runs as impl={impl!r}, since with {IMPLS[0]!r} the network {why}" for why in failures]
+                notes = [
+                    f"attention runs as impl={impl!r}, since with {IMPLS[0]!r} the network {why}" for why in failures
+                ]
                 return (difference, largest, sum(map(len, images))), notes
             failures.append(
                 f"computes something else in {form.runtime}: an output differs by {difference:.1e} from the network's, "

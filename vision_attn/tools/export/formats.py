@@ -24,30 +24,20 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """A file format: the runtime that computes it, and functions that write and open a file."""
+    """A file format, and how it is written and run."""
 
+    #: name of the runtime in messages
     runtime: str
     #: packages that write or run a file
     packages: tuple[str, ...]
-    #: writes a program and its metadata
+    #: writes a program, and JSON text as metadata
     write: Callable[[ExportedProgram, Path, str], None]
+    #: returns the function of images that the runtime computes
     open: Callable[[Path], Run]
-    #: axes that can stay dynamic
-    dynamic: tuple[Axis, ...] = ("batch", "size")
-    #: suffixes of further files beside the file itself
-    companions: tuple[str, ...] = ()
-    #: writes a file with 8-bit weights and activations, from a file in float32 and images, where there is a way
-    quantize: Callable[[Path, Path, Sequence[Tensor]], None] | None = None
-
-    def choose_axes(self, dynamic: Sequence[Axis] | None) -> tuple[Axis, ...]:
-        """Return the dynamic axes: the given ones, or by default the batch where the runtime can."""
-        if dynamic is None:
-            return tuple(axis for axis in self.dynamic if axis == "batch")
-        for axis in dynamic:
-            if axis not in self.dynamic:
-                able = " and ".join(self.dynamic) or "nothing: leave out 'dynamic', and export a file for each size"
-                raise ValueError(f"dynamic: {self.runtime} files cannot vary in {axis!r}. They can vary in {able}")
-        return tuple(dynamic)
+    #: suffix of a second file, with the weights
+    weights: str | None = None
+    #: True if the batch and the size of images may vary
+    dynamic: bool = True
 
     def check_packages(self) -> None:
         """Raise unless the packages that write and run a file are installed."""
@@ -77,21 +67,6 @@ def open_onnx(path: Path) -> Run:
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-def quantize_onnx(source: Path, target: Path, images: Sequence[Tensor]) -> None:
-    from onnxruntime.quantization import CalibrationDataReader, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    class Reader(CalibrationDataReader):
-        remaining = iter(images)
-
-        def get_next(self) -> dict[str, Any] | None:
-            return next(({"images": image.numpy()} for image in self.remaining), None)
-
-    folded = target.with_name("folded.onnx")  # weights are constants there, and only constants are quantized
-    quant_pre_process(source, folded, skip_symbolic_shape=True)
-    quantize_static(folded, target, Reader(), per_channel=True)
 
 
 def write_program(program: ExportedProgram, path: Path, about: str) -> None:
@@ -131,15 +106,6 @@ def open_openvino(path: Path) -> Run:
     return lambda images: torch.from_numpy(model(images.numpy())[0])
 
 
-def quantize_openvino(source: Path, target: Path, images: Sequence[Tensor]) -> None:
-    import nncf
-    import openvino
-
-    data = nncf.Dataset(images, lambda image: image.numpy())
-    model = nncf.quantize(openvino.Core().read_model(source), data, subset_size=len(images))
-    openvino.save_model(model, target, compress_to_fp16=False)
-
-
 def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
     import litert_torch
 
@@ -173,20 +139,10 @@ def open_executorch(path: Path) -> Run:
 
 #: File formats by the suffix of a file; the first that fits decides.
 FORMATS = {
-    ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx, quantize=quantize_onnx),
+    ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx),
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
     ".pt2": Format("torch.export", (), write_program, open_program),
-    ".xml": Format(
-        "OpenVINO", ("openvino",), write_openvino, open_openvino, companions=(".bin",), quantize=quantize_openvino
-    ),
-    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=()),
-    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, dynamic=()),
+    ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, ".bin"),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=False),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, dynamic=False),
 }
-
-
-def find_format(path: Path) -> tuple[str, Format]:
-    """Return the format of a file, and its suffix in lower case."""
-    for suffix, form in FORMATS.items():
-        if path.name.lower().endswith(suffix):
-            return suffix, form
-    raise ValueError(f"output must end in {', '.join(FORMATS)}; got {path.name!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import normalize, to_dtype
 
 from vision_attn.errors import DataError, ExportError
-from vision_attn.tools.export.formats import Format
+from vision_attn.tools.export.formats import open_onnx
 from vision_attn.tools.training.data import Decoded, eval_transform, open_data
 from vision_attn.tools.training.settings import Settings
 
@@ -19,29 +19,33 @@ from vision_attn.tools.training.settings import Settings
 CALIBRATION, EVALUATION = 128, 1000
 
 
-def quantize(form: Format, path: Path, folder: Path, about: Mapping[str, Any]) -> tuple[Path, str]:
-    """Quantize an exported file with images of a folder; return the new file, and what it does to the accuracy."""
-    assert form.quantize is not None
+def quantize(path: Path, folder: Path, about: Mapping[str, Any]) -> str:
+    """Quantize an exported ONNX file with images of a folder; return what that does to the accuracy."""
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
     calibration, _ = load_images(folder, about, CALIBRATION, train=True)
     images, labels = load_images(folder, about, EVALUATION, train=False)
-    quantized = path.parent.with_name("int8") / path.name
-    quantized.parent.mkdir()
+
+    class Reader(CalibrationDataReader):
+        remaining = iter(calibration)
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(({"images": image.numpy()} for image in self.remaining), None)
+
+    before = torch.cat([*map(open_onnx(path), images)])
     try:
-        form.quantize(path, quantized, calibration)
-        before, after = (torch.cat([*map(form.open(file), images)]) for file in (path, quantized))
-    except (ImportError, OSError):
-        raise
-    except Exception as error:  # quantizers and runtimes may fail in any way
-        raise ExportError(f"{form.runtime}: the file cannot be quantized ({type(error).__name__}: {error})") from error
+        quant_pre_process(path, path, skip_symbolic_shape=True)  # only constants are quantized, which weights become
+        quantize_static(path, path, Reader(), per_channel=True)
+        after = torch.cat([*map(open_onnx(path), images)])
+    except Exception as error:  # the quantizer may fail in any way
+        raise ExportError(f"the network cannot be quantized ({type(error).__name__}: {error})") from error
     if not after.isfinite().all():
         raise ExportError("the output of the quantized network is not finite; no file was written")
-    exact, rounded, same = (
-        100 * float((one.argmax(1) == other).float().mean())
-        for one, other in ((before, labels), (after, labels), (after, before.argmax(1)))
-    )
-    return quantized, (
-        f"8 bits, calibrated with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after on "
-        f"{len(images)} images, of which {same:.2f} % get the same class"
+    exact, rounded = (100 * float((logits.argmax(1) == labels).float().mean()) for logits in (before, after))
+    return (
+        f"8 bits, calibrated with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after, "
+        f"on {len(images)} images"
     )
 
 
