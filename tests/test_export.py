@@ -113,7 +113,7 @@ def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
         expected = network(normalize_images(images.flatten(0, 1), MEAN, STD))
     torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-4)
     assert about(path) == {**ABOUT, "input_size": [3, 20, 28]}
-    assert {file.name for file in tmp_path.iterdir()} == {f"net{suffix}", f"net{form.weights or suffix}"}
+    assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
 
 
 def test_the_dimensions_that_are_dynamic_vary_and_the_others_do_not(tmp_path):
@@ -138,18 +138,18 @@ def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
     def computes(path):
         return nn.Sequential(Normalize(MEAN, STD), network)
 
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, computes, ".bin"))
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, computes, (".bin",)))
     paths = [tmp_path / "net.xml", tmp_path / "net.bin"]
     assert export_model(small_network(), paths[0]).size == 6
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     content = b"newer"
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), ".bin"))
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), (".bin",)))
     with pytest.raises(ExportError, match="computes something else in OpenVINO"):
         export_model(small_network(), paths[0])
     assert [path.read_bytes() for path in paths] == [b"new", b"new"]
     paths[1].unlink()
     paths[1].mkdir()
-    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), None, None, ".bin"))
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), None, None, (".bin",)))
     with pytest.raises(IsADirectoryError, match=r"net\.bin"):
         export_model(small_network(), paths[0])
 

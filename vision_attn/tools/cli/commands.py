@@ -128,8 +128,9 @@ def export(
     from vision_attn.networks.models import folder
     from vision_attn.tools.export.export import export_model
 
-    size = (input_size[0] if len(input_size) == 1 else input_size) or None
-    options: dict[str, Any] = {"input_size": size, "dynamic": dynamic, "int8": int8, "normalize": normalize}
+    options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}
+    if input_size:
+        options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
     print_escaped(export_model(folder.load_model(run), output, **options))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import os
+import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,8 +22,8 @@ from vision_attn.attention.blocks import set_impl_
 from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted_blocks, plain_network
 from vision_attn.networks.models.registry import get_model_cfg
-from vision_attn.networks.safe import check_writable
-from vision_attn.networks.safe.write import TEMPORARY, sync
+from vision_attn.networks.safe import check_writable, write_atomically
+from vision_attn.networks.safe.write import TEMPORARY
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
@@ -126,7 +126,8 @@ def export_model(
     if int8 is not None and suffix != ".onnx":
         raise ValueError(f"int8: only .onnx files are quantized, which OpenVINO also runs; got {output.name!r}")
     axes = tuple(("batch",) if dynamic is None and form.dynamic else dynamic or ())
-    sides = [input_size] * 2 if isinstance(input_size, int) else [*(input_size or config["input_size"][1:])]
+    given = config["input_size"][1:] if input_size is None else input_size
+    sides = [given] * 2 if isinstance(given, int) else [*given]
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {input_size!r}")
     about: dict[str, Any] = {
@@ -144,26 +145,26 @@ def export_model(
     network = copy.deepcopy(plain).cpu().float().eval()
     if normalize:
         network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
-    target = Path(os.path.realpath(output))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    targets = {f"network{suffix}": target}
-    if form.weights:  # first: the graph is replaced when its weights are there
-        targets = {f"network{form.weights}": target.with_suffix(form.weights), **targets}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # The weights come first: the graph is replaced when its weights are there.
+    targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
     for path in targets.values():
         check_writable(path)
-    with TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as folder:
+    if int8 is not None:
+        from vision_attn.tools.export.int8 import load_images, quantize
+
+        calibration, _ = load_images(Path(int8), about, train=True)
+        labeled = load_images(Path(int8), about, train=False)
+    with TemporaryDirectory(prefix=TEMPORARY, dir=output.parent) as folder:
         written = Path(folder) / f"network{suffix}"
         comparison, notes = export_and_compare(network, form, written, axes, about)
         if int8 is not None:
-            from vision_attn.tools.export.int8 import quantize
-
-            notes.append(quantize(written, Path(int8), about))
-        for name, path in targets.items():
-            sync(written.with_name(name))
-            if path.exists():
-                written.with_name(name).chmod(path.stat().st_mode)
-        for name, path in targets.items():  # all are complete and on disk
-            os.replace(written.with_name(name), path)
+            with quiet():
+                notes.append(quantize(written, calibration, *labeled))
+        for ending, path in targets.items():
+            staged = Path(folder) / f"network{ending}"
+            write_atomically(path, staged.read_bytes())
+            staged.unlink()  # so that there is room for the next one
     size = sum(path.stat().st_size for path in targets.values())
     return ExportReport(output, about["input_size"], normalize, axes, *comparison, size, tuple(notes))
 
@@ -176,10 +177,7 @@ def export_and_compare(
     Return the largest difference of an output, the largest output and the number of images, and workarounds.
     """
     channels, height, width = about["input_size"]
-    generator, example = (
-        torch.Generator().manual_seed(0),
-        torch.zeros(2 if "batch" in axes else 1, *about["input_size"]),
-    )
+    generator = torch.Generator().manual_seed(0)
     images = [
         torch.rand(count, channels, height + rows, width + columns, generator=generator)
         for count in (BATCHES if "batch" in axes else (1, 1))
@@ -195,16 +193,16 @@ def export_and_compare(
         if not set_impl_(network, impl) and failures:  # the network has no block that differs
             break
         try:
-            with warnings.catch_warnings(), torch.no_grad(), redirect_stdout(sys.stderr):
-                for category in (DeprecationWarning, FutureWarning):  # of the exporters, about themselves
-                    warnings.simplefilter("ignore", category)
+            with quiet(), torch.no_grad():
+                example = torch.zeros(2 if "batch" in axes else 1, *about["input_size"])
                 form.write(export_program(network, example, axes), path, json.dumps(about, ensure_ascii=False))
                 run = form.open(path)
                 difference = max(map(compare, map(run, images), expected))
         except (ImportError, OSError):
             raise
         except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
-            failures.append(f"cannot be exported for {form.runtime} ({type(error).__name__}: {error})")
+            reason = str(error).strip().partition("\n")[0]
+            failures.append(f"cannot be exported for {form.runtime} ({type(error).__name__}: {reason})")
         else:
             if difference <= TOLERANCE * largest:
                 notes = [
@@ -216,6 +214,18 @@ def export_and_compare(
                 f"which are up to {largest:.3g}"
             )
     raise ExportError(f"the network {failures[0]}; no file was written")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence exporters: they log graphs, warn about themselves, and print progress, which goes to standard error."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def compare(found: Tensor, expected: Tensor) -> float:

@@ -34,8 +34,8 @@ class Format:
     write: Callable[[ExportedProgram, Path, str], None]
     #: returns the function of images that the runtime computes
     open: Callable[[Path], Run]
-    #: suffix of a second file, with the weights
-    weights: str | None = None
+    #: suffix of a second file, if the weights are in one
+    weights: tuple[str, ...] = ()
     #: True if the batch and the size of images may vary
     dynamic: bool = True
 
@@ -142,7 +142,7 @@ FORMATS = {
     ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx),
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
     ".pt2": Format("torch.export", (), write_program, open_program),
-    ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, ".bin"),
+    ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, (".bin",)),
     ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=False),
     ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, dynamic=False),
 }

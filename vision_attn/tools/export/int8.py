@@ -19,13 +19,10 @@ from vision_attn.tools.training.settings import Settings
 CALIBRATION, EVALUATION = 128, 1000
 
 
-def quantize(path: Path, folder: Path, about: Mapping[str, Any]) -> str:
-    """Quantize an exported ONNX file with images of a folder; return what that does to the accuracy."""
+def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels: Tensor) -> str:
+    """Quantize an ONNX file with images for calibration; return its accuracy on labeled images before and after."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    calibration, _ = load_images(folder, about, CALIBRATION, train=True)
-    images, labels = load_images(folder, about, EVALUATION, train=False)
 
     class Reader(CalibrationDataReader):
         remaining = iter(calibration)
@@ -45,18 +42,19 @@ def quantize(path: Path, folder: Path, about: Mapping[str, Any]) -> str:
         raise ExportError("the output of the quantized network is not finite; no file was written")
     exact, rounded = (100 * float((logits.argmax(1) == labels).float().mean()) for logits in (before, after))
     return (
-        f"8 bits, calibrated with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % after, "
-        f"on {len(images)} images"
+        f"then quantized to 8 bits with {len(calibration)} images: accuracy {exact:.2f} % before and {rounded:.2f} % "
+        f"after, on {len(images)} images"
     )
 
 
-def load_images(folder: Path, about: Mapping[str, Any], count: int, *, train: bool) -> tuple[list[Tensor], Tensor]:
+def load_images(folder: Path, about: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
     """Return batches of one image, as the exported file takes them, and their classes as the network numbers them."""
     source = open_data(Settings(data=folder), train=train)
     classes = about["classes"] or list(source.classes)
     if unknown := [name for name in source.classes if name not in classes]:
         raise DataError(f"{source.name} has images of {unknown[0]!r}, which is not one of the network's classes")
-    rows = torch.linspace(0, len(source) - 1, min(count, len(source))).long()
+    count = min(CALIBRATION if train else EVALUATION, len(source))
+    rows = torch.linspace(0, len(source) - 1, count).long()
     batches = Decoded(source, eval_transform(about), 0, 0).batches(rows.split(1))
     images, labels = zip(*((to_dtype(pixels, scale=True), label) for pixels, label in batches), strict=True)
     if about["pixels"] != "0…1":
