@@ -188,7 +188,8 @@ def export_and_compare(
         expected = [network(batch) for batch in images]
     if not all(logits.isfinite().all() for logits in expected):
         raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
-    largest, failures = max(float(logits.abs().max()) for logits in expected), []
+    largest = max(float(logits.abs().max()) for logits in expected)
+    failures: list[str] = []
     for impl in IMPLS:
         if not set_impl_(network, impl) and failures:  # the network has no block that differs
             break
