@@ -193,7 +193,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
     ("flags", "status", "message"),
     [
         (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
-        (("-o", "net.pte", "--dynamic", "batch"), 2, "dynamic: ExecuTorch takes one image of one size"),
+        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
         (("-o", "net.onnx", "--input-size", "0"), 2, "input_size must be .* got 0"),
         (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8: only \.onnx files are quantized"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY has 0 class folders"),

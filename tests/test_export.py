@@ -105,16 +105,17 @@ def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
     form = FORMATS[suffix]
     if missing := [name for name in form.packages if find_spec(name) is None]:
         pytest.skip(f"{form.runtime} needs {' and '.join(missing)}")
-    path, network, images = tmp_path / f"net{suffix}", small_network(), torch.rand(2, 1, 3, 20, 28)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of these packages, about themselves
-        export_model(network, path, input_size=(20, 28))
-        outputs = [form.open(path)(image) for image in images]
+    path, network, pixels = tmp_path / f"net{suffix}", small_network(), torch.rand(4, 3, 20, 28)
     with torch.no_grad():
-        expected = network(normalize_images(images.flatten(0, 1), MEAN, STD))
-    torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-4, atol=1e-4)
-    assert about(path) == {**ABOUT, "input_size": [3, 20, 28]}
-    assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
+        expected = network(normalize_images(pixels, MEAN, STD))
+    for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of these packages, about themselves
+            export_model(network, path, input_size=(16, 24) if "size" in dynamic else (20, 28), dynamic=dynamic)
+            outputs = torch.cat([*map(form.open(path), pixels.split(size))])
+        torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+        assert about(path) == {**ABOUT, "input_size": [3, 16, 24] if "size" in dynamic else [3, 20, 28]}
+        assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
 
 
 def test_the_dimensions_that_are_dynamic_vary_and_the_others_do_not(tmp_path):
@@ -197,8 +198,8 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("net.pte", {"dynamic": ["batch"]}, "dynamic: ExecuTorch takes one image of one size at a time"),
-        ("net.tflite", {"dynamic": ["size"]}, "dynamic: LiteRT takes one image of one size at a time"),
+        ("net.pte", {"dynamic": ["batch", "size"]}, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
+        ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT files have a fixed batch: leave out 'batch'"),
         ("net.pt2", {"dynamic": ["width"]}, "dynamic must be of 'batch' and 'size'; got 'width'"),
         ("net.xml", {"int8": "images"}, r"int8: only \.onnx files are quantized.*got 'net\.xml'"),
         ("net.onnx", {"input_size": (3, 8, 8)}, r"input_size must be .* got \(3, 8, 8\)"),

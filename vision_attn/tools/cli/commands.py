@@ -121,7 +121,7 @@ def export(
         output: file to write; its suffix is the format: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml
             (OpenVINO), .tflite (LiteRT), .pte (ExecuTorch)
         input_size: image side in pixels, or height and width (default: the model's)
-        dynamic: dimensions that may vary between calls (default: batch where the runtime can, else none)
+        dynamic: dimensions that may vary between calls (default: batch; none for .tflite and .pte)
         int8: folder of labeled images, train/CLASS/IMAGE and val/CLASS/IMAGE, to quantize the file to 8 bits
         normalize: let the file normalize pixels in 0…1
     """

@@ -93,8 +93,9 @@ def export_model(
         output: file to write. Its suffix is the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
             (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
         input_size: side of the images, or their height and width, in pixels; the model's by default.
-        dynamic: what may vary between calls, of ``"batch"`` and ``"size"``. By default the batch if the runtime can,
-            otherwise nothing: the file takes one image at a time.
+        dynamic: what may vary between calls, of ``"batch"`` and ``"size"``. By default the batch, and nothing for
+            LiteRT and ExecuTorch: the file takes one image at a time. ExecuTorch allocates memory for the largest
+            batch, which is 8.
         int8: folder of labeled images, in ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, to quantize weights and
             activations to 8 bits with the training images, and to report the accuracy on the others before and after.
         normalize: let the file take pixels in 0…1 and normalize them.
@@ -121,11 +122,12 @@ def export_model(
     form, config = FORMATS[suffix], get_model_cfg(plain)
     if unknown := set(dynamic or ()) - DIMS.keys():
         raise ValueError(f"dynamic must be of 'batch' and 'size'; got {min(unknown)!r}")
-    if dynamic and not form.dynamic:
-        raise ValueError(f"dynamic: {form.runtime} takes one image of one size at a time: export a file for each size")
+    if fixed := [axis for axis in dynamic or () if axis not in form.dynamic]:
+        raise ValueError(f"dynamic: {form.runtime} files have a fixed {fixed[0]}: leave out {fixed[0]!r}")
     if int8 is not None and suffix != ".onnx":
         raise ValueError(f"int8: only .onnx files are quantized, which OpenVINO also runs; got {output.name!r}")
-    axes = tuple(("batch",) if dynamic is None and form.dynamic else dynamic or ())
+    open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
+    axes = open_batch if dynamic is None else tuple(dynamic)
     given = config["input_size"][1:] if input_size is None else input_size
     sides = [given] * 2 if isinstance(given, int) else [*given]
     if len(sides) != 2 or min(sides) < 1:
@@ -196,7 +198,8 @@ def export_and_compare(
         try:
             with quiet(), torch.no_grad():
                 example = torch.zeros(2 if "batch" in axes else 1, *about["input_size"])
-                form.write(export_program(network, example, axes), path, json.dumps(about, ensure_ascii=False))
+                program = export_program(network, example, axes, form.max_batch)
+                form.write(program, path, json.dumps(about, ensure_ascii=False))
                 run = form.open(path)
                 difference = max(map(compare, map(run, images), expected))
         except (ImportError, OSError):

@@ -36,8 +36,10 @@ class Format:
     open: Callable[[Path], Run]
     #: suffix of a second file, if the weights are in one
     weights: tuple[str, ...] = ()
-    #: True if the batch and the size of images may vary
-    dynamic: bool = True
+    #: what may vary between calls
+    dynamic: tuple[Axis, ...] = ("batch", "size")
+    #: largest batch, where the runtime allocates memory for it
+    max_batch: int | None = None
 
     def check_packages(self) -> None:
         """Raise unless the packages that write and run a file are installed."""
@@ -47,9 +49,13 @@ class Format:
                 raise ModuleNotFoundError(f"{self.runtime} needs the package {name}: {remedy}", name=name)
 
 
-def export_program(network: nn.Module, images: Tensor, dynamic: Sequence[Axis]) -> ExportedProgram:
+def export_program(
+    network: nn.Module, images: Tensor, dynamic: Sequence[Axis], max_batch: int | None = None
+) -> ExportedProgram:
     """Trace a network; a dimension that the trace would fix although it is dynamic is an error."""
-    dims = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
+    dims: dict[int, Any] = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
+    if max_batch and 0 in dims:
+        dims[0] = Dim.DYNAMIC(max=max_batch)
     return torch.export.export(network, (images,), dynamic_shapes=(dims,))
 
 
@@ -124,9 +130,12 @@ def open_tflite(path: Path) -> Run:
 
 def write_executorch(program: ExportedProgram, path: Path, about: str) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods={ENTRY: about})
+    # Its check of the program would fix a dynamic batch, by len() of the outputs of a split.
+    unchecked = EdgeCompileConfig(_check_ir_validity=False)
+    options = {"partitioner": [XnnpackPartitioner()], "compile_config": unchecked, "constant_methods": {ENTRY: about}}
+    lowered = to_edge_transform_and_lower(program, **options)
     path.write_bytes(lowered.to_executorch().buffer)
 
 
@@ -143,6 +152,6 @@ FORMATS = {
     ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
     ".pt2": Format("torch.export", (), write_program, open_program),
     ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, (".bin",)),
-    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=False),
-    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, dynamic=False),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=()),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, (), ("batch",), 8),
 }
