@@ -189,6 +189,37 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
     assert "red" not in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (("-o", "net.pth"), 2, r"output must end in \.onnx, .* got 'net\.pth'"),
+        (("-o", "net.pte", "--dynamic", "size"), 2, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
+        (("-o", "net.onnx", "--input-size", "0"), 2, "input_size must be .* got 0"),
+        (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8: only \.onnx files are quantized"),
+        (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY has 0 class folders"),
+        (("-o", "file/net.onnx"), 1, "'.*/file'"),
+        (("-o", "net.xml"), 1, r'OpenVINO needs the package openvino: pip install "vision-attn\[export,runtimes\]"\n'),
+    ],
+)
+def test_what_export_cannot_do_is_one_line_and_leaves_nothing(capsys, tmp_path, monkeypatch, flags, status, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "file").write_text("old")
+    code, out, err = run(capsys, "export", RUN, *flags)
+    assert (code, out, err.count("\n")) == (status, "", 1)
+    assert re.match(f"vision-attn: error: .*{message}", err)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["EMPTY", "file"]
+
+
+def test_export_passes_its_flags_on(capsys, tmp_path):
+    flags = ("--input-size", "40", "48", "--dynamic", "size", "--no-normalize")
+    code, out, _ = run(capsys, "export", RUN, "-o", tmp_path / "net.pt2", *flags)
+    assert code == 0
+    assert "takes images (1, 3, height, width), traced at 40×48, normalized by mean and std before" in out
+    assert "run on 6 random images: the largest difference from the network's output is " in out
+
+
 def test_the_extra_of_a_missing_package_is_named(capsys, monkeypatch, image_folder):
     importlib.import_module("vision_attn.tools.training.run")
     training = sys.modules["vision_attn.tools.training"]  # whose attributes are as they were afterwards

@@ -1,19 +1,28 @@
 """Exported networks, run without this library: the same output, with the classes, or no file."""
 
+import dataclasses
 import json
 import sys
+import warnings
+import zipfile
+from importlib.util import find_spec
 
+import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms.v2 import Normalize
 from torchvision.transforms.v2.functional import normalize as normalize_images
 
 import vision_attn as va
-from vision_attn.errors import ExportError
+from vision_attn.errors import DataError, ExportError
 from vision_attn.networks.models import create_model
-from vision_attn.tools.export import export as module
 from vision_attn.tools.export.export import export_model
+from vision_attn.tools.export.formats import FORMATS, Format
 
 MEAN, STD = (0.2, 0.3, 0.4), (0.5, 0.6, 0.7)
 
@@ -35,8 +44,20 @@ def run(path, images):
 
 
 def about(path):
-    if path.suffix == ".onnx":
+    if path.name.endswith(".onnx"):
         return json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["classifier"])
+    if path.name.endswith(".aoti.pt2"):
+        return json.loads(torch._inductor.aoti_load_package(str(path)).get_metadata()["classifier"])
+    if path.name.endswith(".xml"):
+        import openvino
+
+        return json.loads(openvino.Core().read_model(path).get_rt_info(["classifier"]).astype(str))
+    if path.name.endswith(".tflite"):
+        return json.loads(zipfile.ZipFile(path).read("classifier.json"))
+    if path.name.endswith(".pte"):
+        from executorch.runtime import Runtime
+
+        return json.loads(Runtime.get().load_program(path).load_method("classifier").execute([])[0])
     files = {"classifier": ""}
     torch.export.load(path, extra_files=files)
     return json.loads(files["classifier"])
@@ -48,43 +69,162 @@ def assert_computes(path, model, pixels, normalize=True):
         torch.testing.assert_close(run(path, pixels), model(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("ending", module.FORMATS)
-def test_a_graph_computes_what_the_network_does_and_describes_its_use(tmp_path, monkeypatch, ending):
-    path = tmp_path / "new" / f"net{ending}"
+ABOUT = {
+    "classes": ["cat", "dog"], "input_size": [3, 16, 24], "mean": list(MEAN), "std": list(STD), "pixels": "0…1",
+    "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear",
+    "architecture": None, "inserted": ["0"], "library": f"vision_attn {va.__version__}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_a_file_computes_what_the_network_does_and_another_one_is_refused(tmp_path, monkeypatch, suffix):
+    path = tmp_path / "new" / f"net{suffix}"
     report = export_model(small_network(), path)
     assert_computes(path, small_network(), torch.rand(5, 3, 16, 24))
     assert f"{report.difference:.1e}" in str(report)
+    assert f"{path.stat().st_size / 1e6:.2f} MB; takes images (batch, 3, 16, 24)" in str(report)
     assert report.difference <= 1e-4 * report.largest
     assert [*path.parent.iterdir()] == [path]
-    assert about(path) == {
-        "classes": ["cat", "dog"], "input_size": [3, 16, 24], "mean": list(MEAN), "std": list(STD), "pixels": "0…1",
-        "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear",
-        "architecture": None, "inserted": ["0"], "library": f"vision_attn {va.__version__}",
-    }  # fmt: skip
+    assert about(path) == ABOUT
     # A graph that computes something else, that of the network with its original gate, is not written.
-    _, reopen = module.FORMATS[ending]
     before = path.read_bytes()
-    monkeypatch.setitem(module.FORMATS, ending, (lambda network, images, about: before, reopen))
+    corrupted = dataclasses.replace(FORMATS[suffix], write=lambda program, file, about: file.write_bytes(before))
+    monkeypatch.setitem(FORMATS, suffix, corrupted)
     network = small_network()
     network[0].inserted.gate.data.mul_(0.99)
-    with pytest.raises(ExportError, match=r"computes something else: .* \d\.\de-\d\d "):
-        export_model(network, tmp_path / f"net{ending}")
-    assert [*tmp_path.iterdir()] == [path.parent]
+    (tmp_path / f"net{suffix}").write_bytes(b"old")
+    with pytest.raises(ExportError, match=r"computes something else in .* \d\.\de-\d\d "):
+        export_model(network, tmp_path / f"net{suffix}")
+    assert sorted(tmp_path.iterdir()) == sorted([path.parent, tmp_path / f"net{suffix}"])
+    assert (tmp_path / f"net{suffix}").read_bytes() == b"old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [suffix for suffix in FORMATS if suffix not in (".onnx", ".pt2")])
+def test_other_runtimes_compute_what_the_network_does(tmp_path, suffix):
+    form = FORMATS[suffix]
+    if missing := [name for name in form.packages if find_spec(name) is None]:
+        pytest.skip(f"{form.runtime} needs {' and '.join(missing)}")
+    path, network, pixels = tmp_path / f"net{suffix}", small_network(), torch.rand(4, 3, 20, 28)
+    with torch.no_grad():
+        expected = network(normalize_images(pixels, MEAN, STD))
+    for dynamic, size in (((), 1), (form.dynamic, 4 if "batch" in form.dynamic else 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of these packages, about themselves
+            export_model(network, path, input_size=(16, 24) if "size" in dynamic else (20, 28), dynamic=dynamic)
+            outputs = torch.cat([*map(form.open(path), pixels.split(size))])
+        torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+        assert about(path) == {**ABOUT, "input_size": [3, 16, 24] if "size" in dynamic else [3, 20, 28]}
+        assert {file.name for file in tmp_path.iterdir()} == {f"net{ending}" for ending in (suffix, *form.weights)}
+
+
+def test_the_dimensions_that_are_dynamic_vary_and_the_others_do_not(tmp_path):
+    images = {"batch": torch.rand(3, 3, 16, 24), "size": torch.rand(1, 3, 21, 37), None: torch.rand(1, 3, 16, 24)}
+    for dynamic in ((), ("batch",), ("size",), ("batch", "size")):
+        path = export_model(small_network(), tmp_path / "net.pt2", dynamic=dynamic).path
+        for name, batch in images.items():
+            if name is None or name in dynamic:
+                assert_computes(path, small_network(), batch)
+            else:
+                with pytest.raises(AssertionError, match="Guard failed"):
+                    run(path, batch)
+
+
+def test_both_files_of_a_format_are_replaced_or_none(tmp_path, monkeypatch):
+    content, network = b"new", small_network()
+
+    def write(program, path, about):
+        path.write_bytes(content)
+        path.with_suffix(".bin").write_bytes(content)
+
+    def computes(path):
+        return nn.Sequential(Normalize(MEAN, STD), network)
+
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, computes, (".bin",)))
+    paths = [tmp_path / "net.xml", tmp_path / "net.bin"]
+    assert export_model(small_network(), paths[0]).size == 6
+    assert [path.read_bytes() for path in paths] == [b"new", b"new"]
+    content = b"newer"
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), write, lambda path: small_network(), (".bin",)))
+    with pytest.raises(ExportError, match="computes something else in OpenVINO"):
+        export_model(small_network(), paths[0])
+    assert [path.read_bytes() for path in paths] == [b"new", b"new"]
+    paths[1].unlink()
+    paths[1].mkdir()
+    monkeypatch.setitem(FORMATS, ".xml", Format("OpenVINO", (), None, None, (".bin",)))
+    with pytest.raises(IsADirectoryError, match=r"net\.bin"):
+        export_model(small_network(), paths[0])
+
+
+def test_attention_that_a_runtime_does_not_take_is_written_as_matrix_products(tmp_path, monkeypatch):
+    form = FORMATS[".pt2"]
+
+    def write(program, path, about):
+        if "scaled_dot_product_attention" in str(program.graph):
+            raise NotImplementedError("scaled_dot_product_attention")
+        form.write(program, path, about)
+
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(form, write=write))
+    report = export_model(small_network(), tmp_path / "net.pt2")
+    assert "impl='bmm', since with 'sdpa' the network cannot be exported for torch.export (NotImpl" in str(report)
+    assert_computes(report.path, small_network(), torch.rand(3, 3, 16, 24))
+
+
+def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
+    model, path = small_network(), tmp_path / "net.onnx"
+    model[-1] = nn.Linear(8, 3)
+    model.classes = ("red", "blue", "green")  # not in the order of the folders
+    report = export_model(model, path, int8=image_folder, input_size=32)
+    files = sorted((image_folder / "val").glob("*/*.png"))
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
+    labels = torch.tensor([model.classes.index(file.parent.name) for file in files])
+    with torch.no_grad():
+        exact = model(normalize_images(images, MEAN, STD))
+    rounded = run(path, images)
+    assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
+    before, after = (100 * (logits.argmax(1) == labels).float().mean() for logits in (exact, rounded))
+    note = f"with 72 images: accuracy {before:.2f} % before and {after:.2f} % after, on 24 images"
+    assert note in str(report)
+    assert {node.op_type for node in onnx.load(path).graph.node} >= {"QuantizeLinear", "DequantizeLinear", "Softmax"}
+    assert about(path)["classes"] == ["red", "blue", "green"]
+    model.classes = ("red", "blue", "yellow")
+    with pytest.raises(DataError, match="'green', which is not one of the network's classes"):
+        export_model(model, path, int8=image_folder, input_size=32)
+    with pytest.raises(DataError, match="there is no such folder"):
+        export_model(model, path, int8=tmp_path / "nothing", input_size=32)
+    assert run(path, images).equal(rounded)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("net.pte", {"dynamic": ["batch", "size"]}, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
+        ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT files have a fixed batch: leave out 'batch'"),
+        ("net.pt2", {"dynamic": ["width"]}, "dynamic must be of 'batch' and 'size'; got 'width'"),
+        ("net.xml", {"int8": "images"}, r"int8: only \.onnx files are quantized.*got 'net\.xml'"),
+        ("net.onnx", {"input_size": (3, 8, 8)}, r"input_size must be .* got \(3, 8, 8\)"),
+        ("net.onnx", {"input_size": 0}, "input_size must be .* got 0"),
+    ],
+)
+def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        export_model(small_network(), tmp_path / name, **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "bias", "error", "message"),
     [
-        ("net.pth", 0.0, ValueError, r"\.onnx or \.pt2; got 'net\.pth'"),
+        ("net.pth", 0.0, ValueError, r"\.tflite, \.pte; got 'net\.pth'"),
         ("net.pt2", torch.nan, ExportError, "not finite"),
         ("net.pt2", 0.0, ExportError, "RuntimeError: data-dependent control flow"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_an_old_file_survives(tmp_path, monkeypatch, name, bias, error, message):
-    def fail(network, images, about):
+    def fail(program, path, about):
         raise RuntimeError("data-dependent control flow")
 
-    monkeypatch.setitem(module.FORMATS, ".pt2", (fail, module.open_program))
+    monkeypatch.setitem(FORMATS, ".pt2", dataclasses.replace(FORMATS[".pt2"], write=fail))
     (tmp_path / name).write_bytes(b"old")
     network = small_network()
     nn.init.constant_(network[-1].bias, bias)
@@ -118,9 +258,21 @@ def test_a_loaded_network_has_its_classes_statistics_and_crop(tmp_path):
     assert_computes(report.path, model.eval(), torch.rand(2, 3, 32, 32))
 
 
-@pytest.mark.parametrize("package", ["onnxscript", "onnxruntime"])
-def test_a_package_that_onnx_needs_is_named(tmp_path, monkeypatch, package):
+@pytest.mark.parametrize(
+    ("name", "package"), [("net.onnx", "onnxscript"), ("net.onnx", "onnxruntime"), ("net.xml", "openvino")]
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=package):
-        export_model(small_network(), tmp_path / "net.onnx")
+    with pytest.raises(ImportError, match=rf'needs the package {package}: pip install "vision-attn\['):
+        export_model(small_network(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_counter_counts_all_operations():
+    (b, c, h, w), heads = (2, 32, 6, 5), 4
+    network = nn.Sequential(va.Attention2d(c, heads), nn.Conv2d(c, 7, 1)).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, va.use_impl(network, "bmm"):
+        network(torch.rand(b, c, h, w))
+    tokens = h * w
+    macs = b * (4 * c * c * tokens + 2 * c * tokens * tokens + 7 * c * tokens)
+    assert counter.get_total_flops() == 2 * macs

@@ -90,7 +90,8 @@ def run_program(name: str, run: Callable[[], int | None], *, interrupted: str = 
         # torch's, which is not imported for it, and what it raises on the CPU
         memory = type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
         if isinstance(error, (ValueError, VisionAttnError, OSError)) or missing or memory:
-            remedy = ": the commands need pip install 'vision-attn[train,export]'" if missing else ""
+            named = not missing or "pip install" in str(error)
+            remedy = "" if named else ": the commands need pip install 'vision-attn[train,export]'"
             # The text may come from a file, or be its name: a checkpoint's error alone has lines.
             lines = str(error).split("\n")
             message = "\n".join(lines) if isinstance(error, CheckpointError) else " ".join(map(escaped, lines))

@@ -105,18 +105,33 @@ def predict(
         write_table(output, [("image", *columns), *rows])
 
 
-def export(run: Positional[Path], /, output: Output, normalize: bool = True) -> None:
-    """Export a trained network to ONNX or torch.export.
+def export(
+    run: Positional[Path],
+    /,
+    output: Output,
+    input_size: tuple[int, ...] = (),
+    dynamic: tuple[Literal["batch", "size"], ...] | None = None,
+    int8: Path | None = None,
+    normalize: bool = True,
+) -> None:
+    """Export a trained network for another runtime, and compare the file with the network.
 
     Args:
         run: folder of a run, or one that save_model wrote
-        output: file to write, its ending is the format: .onnx or .pt2 (torch.export)
-        normalize: let the graph normalize pixels in 0…1
+        output: file to write; its suffix is the format: .onnx, .pt2 (torch.export), .aoti.pt2 (AOTInductor), .xml
+            (OpenVINO), .tflite (LiteRT), .pte (ExecuTorch)
+        input_size: image side in pixels, or height and width (default: the model's)
+        dynamic: dimensions that may vary between calls (default: batch; none for .tflite and .pte)
+        int8: folder of labeled images, train/CLASS/IMAGE and val/CLASS/IMAGE, to quantize the file to 8 bits
+        normalize: let the file normalize pixels in 0…1
     """
     from vision_attn.networks.models import folder
     from vision_attn.tools.export.export import export_model
 
-    print_escaped(export_model(folder.load_model(run), output, normalize=normalize))
+    options: dict[str, Any] = {"dynamic": dynamic, "int8": int8, "normalize": normalize}
+    if input_size:
+        options["input_size"] = input_size[0] if len(input_size) == 1 else input_size
+    print_escaped(export_model(folder.load_model(run), output, **options))
 
 
 def flags_in(words: list[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""A trained network written as what others run: a graph of ONNX or torch.export."""
+"""Trained networks as files for other runtimes."""

@@ -1,14 +1,17 @@
-"""Export of networks as graphs: ONNX and torch.export."""
+"""Export of networks as files for other runtimes, each run and compared with the network before it is kept."""
 
 from __future__ import annotations
 
 import copy
-import io
 import json
+import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,16 +23,19 @@ from vision_attn.errors import ExportError
 from vision_attn.networks.insertion import inserted_blocks, plain_network
 from vision_attn.networks.models.registry import get_model_cfg
 from vision_attn.networks.safe import check_writable, write_atomically
+from vision_attn.networks.safe.write import TEMPORARY
+from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Format, export_program
 from vision_attn.version import __version__
 
-#: Metadata entry of a graph, JSON text about its use.
-ENTRY = "classifier"
 #: Difference from the network's output that rounding explains, as a fraction of its largest value.
 TOLERANCE = 1e-4
 #: Crop and interpolation of images by default, in timm's words.
 CROP = {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bilinear"}
-#: Sizes of the batches that are compared, other than the two images that a graph is traced with.
-BATCHES = (1, 3)
+#: Implementations of attention to export, in this order: a runtime may not take the first.
+IMPLS = ("sdpa", "bmm")
+#: Sizes of the batches that are compared, and pixels that are added to the height and width if these are dynamic. The
+#: sizes are odd, because windows are padded there.
+BATCHES, ADDED = (1, 3), ((0, 0), (9, 22), (31, 0))
 
 
 @dataclass(frozen=True)
@@ -39,37 +45,64 @@ class ExportReport:
     path: Path
     #: channels, rows and columns of an input image
     input_size: tuple[int, int, int]
-    #: True if the graph normalizes pixels
+    #: True if the file normalizes pixels
     normalize: bool
+    #: dimensions that vary: "batch" and "size"
+    dynamic: tuple[Axis, ...]
     #: largest difference of an output from the network's, and the largest output
     difference: float
     largest: float
+    #: number of images that were compared
+    images: int
+    #: bytes of all files
+    size: int
+    #: workarounds and accuracies
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         pixels = "of pixels in 0…1, normalized inside" if self.normalize else "normalized by mean and std before"
-        return (
-            f"{self.path}: {self.path.stat().st_size / 1e6:.2f} MB; takes images (batch, "
-            f"{', '.join(map(str, self.input_size))}) {pixels}\n"
-            f"read back and run on {sum(BATCHES)} random images: the largest difference from the network's output is "
-            f"{self.difference:.1e}, of values up to {self.largest:.3g}"
-        )
+        channels, height, width = self.input_size
+        shape = f"batch, {channels}, " if "batch" in self.dynamic else f"1, {channels}, "
+        shape += f"height, width), traced at {height}×{width}," if "size" in self.dynamic else f"{height}, {width})"
+        lines = [
+            f"{self.path}: {self.size / 1e6:.2f} MB; takes images ({shape} {pixels}",
+            f"read back and run on {self.images} random images: the largest difference from the network's output is "
+            f"{self.difference:.1e}, of values up to {self.largest:.3g}",
+        ]
+        return "\n".join([*lines, *self.notes])
 
 
-def export_model(model: nn.Module, output: str | Path, *, normalize: bool = True) -> ExportReport:
+def export_model(
+    model: nn.Module,
+    output: str | Path,
+    *,
+    input_size: int | Sequence[int] | None = None,
+    dynamic: Sequence[Axis] | None = None,
+    int8: str | Path | None = None,
+    normalize: bool = True,
+) -> ExportReport:
     """Export a network, and compare the outputs of the file with the network's.
 
-    A graph takes batches of any size and holds float32 weights, and as metadata, under ``classifier``, JSON text with
-    the classes, and the size and statistics of images. It is read back, run on random images and compared with the
-    network before it replaces a file.
+    A file holds float32 weights, and as metadata, under ``classifier``, JSON text with the classes, and the size and
+    statistics of images. It is opened by its runtime, run on random images and compared with the network before it
+    replaces an older file.
 
     Args:
         model: a classifier that takes images ``(b, c, h, w)``, with ``pretrained_cfg`` and, if they are known,
             ``classes``, such as :func:`vision_attn.load_model` returns.
-        output: ``.onnx`` for ONNX, ``.pt2`` for ``torch.export``.
-        normalize: let the graph take pixels in 0…1 and normalize them.
+        output: file to write. Its suffix is the format: ``.onnx``, ``.pt2`` (``torch.export``), ``.aoti.pt2``
+            (AOTInductor), ``.xml`` (OpenVINO), ``.tflite`` (LiteRT) or ``.pte`` (ExecuTorch).
+        input_size: side of the images, or their height and width, in pixels; the model's by default.
+        dynamic: what may vary between calls, of ``"batch"`` and ``"size"``. By default the batch, and nothing for
+            LiteRT and ExecuTorch: the file takes one image at a time. ExecuTorch allocates memory for the largest
+            batch, which is 8.
+        int8: folder of labeled images, in ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, to quantize weights and
+            activations to 8 bits with the training images, and to report the accuracy on the others before and after.
+        normalize: let the file take pixels in 0…1 and normalize them.
 
     Raises:
-        ValueError: ``output`` has another ending.
+        ValueError: ``output`` has another suffix, or its format cannot do what ``dynamic`` or ``int8`` requests.
+        ImportError: a package of the runtime is not installed.
         ExportError: the network cannot be exported, or the file computes something else. It is not kept, and a file
             that was there before stays.
         OSError: the file cannot be written, which is checked before the network is exported.
@@ -83,86 +116,124 @@ def export_model(model: nn.Module, output: str | Path, *, normalize: bool = True
     True
     """
     output, plain = Path(output).absolute(), plain_network(model)
-    if output.suffix.lower() not in FORMATS:
-        raise ValueError(f"output must end in {' or '.join(FORMATS)}; got {output.name!r}")
-    config = get_model_cfg(plain)
-    network = copy.deepcopy(plain).cpu().float().eval()
-    set_impl_(network, "sdpa")  # all compute the same; this one is exported with batches of any size
-    if normalize:
-        network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
+    suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(f"output must end in {', '.join(FORMATS)}; got {output.name!r}")
+    form, config = FORMATS[suffix], get_model_cfg(plain)
+    if unknown := set(dynamic or ()) - DIMS.keys():
+        raise ValueError(f"dynamic must be of 'batch' and 'size'; got {min(unknown)!r}")
+    if fixed := [axis for axis in dynamic or () if axis not in form.dynamic]:
+        raise ValueError(f"dynamic: {form.runtime} files have a fixed {fixed[0]}: leave out {fixed[0]!r}")
+    if int8 is not None and suffix != ".onnx":
+        raise ValueError(f"int8: only .onnx files are quantized, which OpenVINO also runs; got {output.name!r}")
+    open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
+    axes = open_batch if dynamic is None else tuple(dynamic)
+    given = config["input_size"][1:] if input_size is None else input_size
+    sides = [given] * 2 if isinstance(given, int) else [*given]
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {input_size!r}")
     about: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
-        **{name: config[name] for name in ("input_size", "mean", "std")},
+        "input_size": (config["input_size"][0], *sides),
+        "mean": config["mean"],
+        "std": config["std"],
         **{name: config.get(name, default) for name, default in CROP.items()},
         "pixels": "0…1" if normalize else "0…1, then (pixels - mean) / std",
         "architecture": config.get("architecture"),
         "inserted": list(inserted_blocks(plain)),
         "library": f"vision_attn {__version__}",
     }
+    form.check_packages()
+    network = copy.deepcopy(plain).cpu().float().eval()
+    if normalize:
+        network = nn.Sequential(Normalize(list(config["mean"]), list(config["std"])), network).eval()
     output.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(output)
-    content, difference, largest = export_and_compare(network, output.suffix.lower(), about)
-    write_atomically(output, content)
-    return ExportReport(output, tuple(about["input_size"]), normalize, difference, largest)
+    # The weights come first: the graph is replaced when its weights are there.
+    targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
+    for path in targets.values():
+        check_writable(path)
+    if int8 is not None:
+        from vision_attn.tools.export.int8 import load_images, quantize
+
+        calibration, _ = load_images(Path(int8), about, train=True)
+        labeled = load_images(Path(int8), about, train=False)
+    with TemporaryDirectory(prefix=TEMPORARY, dir=output.parent) as folder:
+        written = Path(folder) / f"network{suffix}"
+        comparison, notes = export_and_compare(network, form, written, axes, about)
+        if int8 is not None:
+            with quiet():
+                notes.append(quantize(written, calibration, *labeled))
+        for ending, path in targets.items():
+            staged = Path(folder) / f"network{ending}"
+            write_atomically(path, staged.read_bytes())
+            staged.unlink()  # so that there is room for the next one
+    size = sum(path.stat().st_size for path in targets.values())
+    return ExportReport(output, about["input_size"], normalize, axes, *comparison, size, tuple(notes))
 
 
-def export_and_compare(network: nn.Module, ending: str, about: dict[str, Any]) -> tuple[bytes, float, float]:
-    """Return the content of the file, the largest difference of its outputs, and the largest output."""
-    write, reopen = FORMATS[ending]
-    images = [torch.rand(b, *about["input_size"], generator=torch.Generator().manual_seed(0)) for b in BATCHES]
+def export_and_compare(
+    network: nn.Module, form: Format, path: Path, axes: Sequence[Axis], about: Mapping[str, Any]
+) -> tuple[tuple[float, float, int], list[str]]:
+    """Write a file with the first implementation of attention that the runtime computes as the network does.
+
+    Return the largest difference of an output, the largest output and the number of images, and workarounds.
+    """
+    channels, height, width = about["input_size"]
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        torch.rand(count, channels, height + rows, width + columns, generator=generator)
+        for count in (BATCHES if "batch" in axes else (1, 1))
+        for rows, columns in (ADDED if "size" in axes else ADDED[:1])
+    ]
+    set_impl_(network, IMPLS[0])
     with torch.no_grad():
-        expected = torch.cat([network(batch) for batch in images])
-    if not expected.isfinite().all():
+        expected = [network(batch) for batch in images]
+    if not all(logits.isfinite().all() for logits in expected):
         raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
+    largest = max(float(logits.abs().max()) for logits in expected)
+    failures: list[str] = []
+    for impl in IMPLS:
+        if not set_impl_(network, impl) and failures:  # the network has no block that differs
+            break
+        try:
+            with quiet(), torch.no_grad():
+                example = torch.zeros(2 if "batch" in axes else 1, *about["input_size"])
+                program = export_program(network, example, axes, form.max_batch)
+                form.write(program, path, json.dumps(about, ensure_ascii=False))
+                run = form.open(path)
+                difference = max(map(compare, map(run, images), expected))
+        except (ImportError, OSError):
+            raise
+        except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
+            reason = str(error).strip().partition("\n")[0]
+            failures.append(f"cannot be exported for {form.runtime} ({type(error).__name__}: {reason})")
+        else:
+            if difference <= TOLERANCE * largest:
+                notes = [
+                    f"attention runs as impl={impl!r}, since with {IMPLS[0]!r} the network {why}" for why in failures
+                ]
+                return (difference, largest, sum(map(len, images))), notes
+            failures.append(
+                f"computes something else in {form.runtime}: an output differs by {difference:.1e} from the network's, "
+                f"which are up to {largest:.3g}"
+            )
+    raise ExportError(f"the network {failures[0]}; no file was written")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence exporters: they log graphs, warn about themselves, and print progress, which goes to standard error."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            for category in (DeprecationWarning, FutureWarning):  # of the exporters, about themselves
-                warnings.simplefilter("ignore", category)
-            content = write(network, torch.zeros(2, *about["input_size"]), json.dumps(about, ensure_ascii=False))
-            run = reopen(content)
-            found = torch.cat([run(batch) for batch in images])
-    except (ImportError, OSError):
-        raise
-    except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
-        raise ExportError(f"the network cannot be exported ({type(error).__name__}: {error})") from error
-    largest = float(expected.abs().max())
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
-    if not difference <= TOLERANCE * largest:  # also where it is no number
-        raise ExportError(
-            f"the exported graph computes something else: an output differs by {difference:.1e} from the network's, "
-            f"which are up to {largest:.3g}; no file was written"
-        )
-    return content, difference, largest
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
-def write_onnx(network: nn.Module, images: Tensor, about: str) -> bytes:
-    import onnxruntime  # noqa: F401 - a missing package is reported before the work
-    import onnxscript  # noqa: F401
-
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": ({0: "batch"},)}
-    # Its verify=True only logs what differs; the outputs are compared here.
-    program = torch.onnx.export(network, (images,), dynamo=True, verbose=False, **names)
-    assert program is not None
-    program.model.metadata_props[ENTRY] = about
-    return bytes(program.model_proto.SerializeToString())
-
-
-def open_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-def write_program(network: nn.Module, images: Tensor, about: str) -> bytes:
-    program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, file := io.BytesIO(), extra_files={ENTRY: about})
-    return file.getvalue()
-
-
-def open_program(content: bytes) -> Callable[[Tensor], Tensor]:
-    return torch.export.load(io.BytesIO(content)).module()
-
-
-#: Functions that serialize a graph and read it back, by the ending of the file.
-FORMATS = {".onnx": (write_onnx, open_onnx), ".pt2": (write_program, open_program)}
+def compare(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference; infinity where shapes differ or an output is not a number."""
+    return (
+        float((found - expected).abs().nan_to_num(nan=torch.inf).max()) if found.shape == expected.shape else torch.inf
+    )

@@ -1,0 +1,157 @@
+"""File formats of exported networks: how each is written, and how its runtime computes the file."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+#: Name of the metadata in a file, JSON text about the use of the network.
+ENTRY = "classifier"
+#: Dimensions of the images that may be dynamic, with their names in a file.
+DIMS = {"batch": {0: "batch"}, "size": {2: "height", 3: "width"}}
+
+Axis = Literal["batch", "size"]
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format, and how it is written and run."""
+
+    #: name of the runtime in messages
+    runtime: str
+    #: packages that write or run a file
+    packages: tuple[str, ...]
+    #: writes a program, and JSON text as metadata
+    write: Callable[[ExportedProgram, Path, str], None]
+    #: returns the function of images that the runtime computes
+    open: Callable[[Path], Run]
+    #: suffix of a second file, if the weights are in one
+    weights: tuple[str, ...] = ()
+    #: what may vary between calls
+    dynamic: tuple[Axis, ...] = ("batch", "size")
+    #: largest batch, where the runtime allocates memory for it
+    max_batch: int | None = None
+
+    def check_packages(self) -> None:
+        """Raise unless the packages that write and run a file are installed."""
+        for name in self.packages:
+            if find_spec(name) is None:
+                remedy = 'pip install "vision-attn[export,runtimes]"'
+                raise ModuleNotFoundError(f"{self.runtime} needs the package {name}: {remedy}", name=name)
+
+
+def export_program(
+    network: nn.Module, images: Tensor, dynamic: Sequence[Axis], max_batch: int | None = None
+) -> ExportedProgram:
+    """Trace a network; a dimension that the trace would fix although it is dynamic is an error."""
+    dims: dict[int, Any] = {dim: Dim.DYNAMIC for axis in dynamic for dim in DIMS[axis]}
+    if max_batch and 0 in dims:
+        dims[0] = Dim.DYNAMIC(max=max_batch)
+    return torch.export.export(network, (images,), dynamic_shapes=(dims,))
+
+
+def write_onnx(program: ExportedProgram, path: Path, about: str) -> None:
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    names["dynamic_shapes"] = ({dim: name for dims in DIMS.values() for dim, name in dims.items()},)  # where dynamic
+    exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
+    assert exported is not None
+    exported.model.metadata_props[ENTRY] = about
+    path.write_bytes(exported.model_proto.SerializeToString())
+
+
+def open_onnx(path: Path) -> Run:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def write_program(program: ExportedProgram, path: Path, about: str) -> None:
+    torch.export.save(program, path, extra_files={ENTRY: about})
+
+
+def open_program(path: Path) -> Run:
+    return torch.export.load(path).module()
+
+
+def write_compiled(program: ExportedProgram, path: Path, about: str) -> None:
+    import torch._inductor
+
+    configs = {"aot_inductor.metadata": {ENTRY: about}}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def open_compiled(path: Path) -> Run:
+    import torch._inductor
+
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def write_openvino(program: ExportedProgram, path: Path, about: str) -> None:
+    import openvino
+
+    model = openvino.convert_model(program)
+    model.set_rt_info(about, [ENTRY])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+def open_openvino(path: Path) -> Run:
+    import openvino
+
+    # A CPU with bfloat16 instructions would compute in bfloat16 otherwise.
+    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda images: torch.from_numpy(model(images.numpy())[0])
+
+
+def write_tflite(program: ExportedProgram, path: Path, about: str) -> None:
+    import litert_torch
+
+    litert_torch.convert(program.module(), program.example_inputs[0]).export(str(path))
+    with zipfile.ZipFile(path, "a") as archive:  # where LiteRT keeps the files that belong to a model
+        archive.writestr(f"{ENTRY}.json", about)
+
+
+def open_tflite(path: Path) -> Run:
+    from ai_edge_litert.interpreter import Interpreter
+
+    runner = Interpreter(str(path)).get_signature_runner()
+    (name,) = runner.get_input_details()
+    return lambda images: torch.from_numpy(next(iter(runner(**{name: images.numpy()}).values())))
+
+
+def write_executorch(program: ExportedProgram, path: Path, about: str) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    # Its check of the program would fix a dynamic batch, by len() of the outputs of a split.
+    unchecked = EdgeCompileConfig(_check_ir_validity=False)
+    options = {"partitioner": [XnnpackPartitioner()], "compile_config": unchecked, "constant_methods": {ENTRY: about}}
+    lowered = to_edge_transform_and_lower(program, **options)
+    path.write_bytes(lowered.to_executorch().buffer)
+
+
+def open_executorch(path: Path) -> Run:
+    from executorch.runtime import Runtime
+
+    method = Runtime.get().load_program(path).load_method("forward")
+    return lambda images: method.execute([images])[0]
+
+
+#: File formats by the suffix of a file; the first that fits decides.
+FORMATS = {
+    ".onnx": Format("ONNX Runtime", ("onnxruntime", "onnxscript"), write_onnx, open_onnx),
+    ".aoti.pt2": Format("AOTInductor", (), write_compiled, open_compiled),
+    ".pt2": Format("torch.export", (), write_program, open_program),
+    ".xml": Format("OpenVINO", ("openvino",), write_openvino, open_openvino, (".bin",)),
+    ".tflite": Format("LiteRT", ("litert_torch", "ai_edge_litert"), write_tflite, open_tflite, dynamic=()),
+    ".pte": Format("ExecuTorch", ("executorch",), write_executorch, open_executorch, (), ("batch",), 8),
+}
