@@ -257,7 +257,7 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tenso
             mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -torch.inf)
     if batch == 1 and groups > 1:
         n, width = q.shape[1], q.shape[3]
-        eager = not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+        eager = not torch.compiler.is_compiling() and not torch._C._is_tracing()
         if not eager or heads * i * j <= (i + 2 * j) * n * width or groups * n > MAX_BATCH:
             mask = mask.expand(q.shape[0] // groups, -1, -1, -1, -1)
         else:
