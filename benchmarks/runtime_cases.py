@@ -25,7 +25,7 @@ MODES: dict[str, tuple[Axis, ...]] = {"fixed": (), "batch": ("batch",), "size": 
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
-def small_cnn(**options: Any) -> nn.Module:
+def small_cnn(scale: float = 0.5, **options: Any) -> nn.Module:
     """Build two convolutions, a block on a feature map of 8×12 positions for images of 32×48 pixels, and a head."""
     layers: dict[str, nn.Module] = {}
     for number, channels in enumerate((3, 16, 16), 1):
@@ -35,13 +35,22 @@ def small_cnn(**options: Any) -> nn.Module:
     network = nn.Sequential(OrderedDict(layers))
     open_branch = {"exact": False} if "block" in options else {"gate_init": 1.0}
     va.insert_(network, names="act2", num_heads=2, example_input=(1, 3, 32, 48), **open_branch, **options)
+    return with_large_logits(network, scale)
+
+
+@torch.no_grad()
+def with_large_logits(network: nn.Module, scale: float = 0.5) -> nn.Module:
+    """Scale queries and keys of an untrained network, whose attention is nearly uniform."""
+    for name, weight in network.named_parameters():
+        if name.endswith("qkv.weight"):
+            weight.mul_(scale / weight.std())
     return network
 
 
 def swapped_vit() -> nn.Module:
     network = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=2, num_classes=5)
     va.swap_(network)
-    return network
+    return with_large_logits(network)
 
 
 @dataclass(frozen=True)
@@ -51,15 +60,8 @@ class Network:
     other_sizes: tuple[tuple[int, int], ...] = ((40, 32), (56, 48))
 
     def make(self) -> nn.Module:
-        """Build the network with weights for which the output depends on the weights of attention."""
         torch.manual_seed(0)
-        network = self.build().eval()
-        with torch.no_grad():
-            for block in va.inserted_blocks(network).values():
-                for name, parameter in block.named_parameters():
-                    if name.endswith(("qkv.weight", "proj.weight")):
-                        parameter.mul_(3.0)
-        return network
+        return self.build().eval()
 
     def images(self, mode: str) -> list[Tensor]:
         """Return the example that a network is converted with, and the images that its outputs are compared for."""
@@ -94,7 +96,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "ConditionalPos": {"position": va.ConditionalPos(3)},
     "SinCos": {"position": va.SinCos()},
     "TransformerBlock2d": {"block": va.TransformerBlock2d},
-    "LinearAttention2d": {"block": va.LinearAttention2d},
+    "LinearAttention2d": {"block": va.LinearAttention2d, "scale": 3.0},
 }
 CIFAR = partial(timm.create_model, "resnet20_attention", pretrained=True)
 NETWORKS: dict[str, Network] = {
