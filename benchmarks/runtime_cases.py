@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import vision_attn as va
+from vision_attn.networks.models import create_model
 from vision_attn.tools.export.formats import DIMS, FORMATS, Axis, Run, export_program
 
 #: What varies between calls.
@@ -98,7 +99,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "TransformerBlock2d": {"block": va.TransformerBlock2d},
     "LinearAttention2d": {"block": va.LinearAttention2d, "scale": 3.0},
 }
-CIFAR = partial(timm.create_model, "resnet20_attention", pretrained=True)
+CIFAR = partial(create_model, "resnet20_attention", pretrained=True)
 NETWORKS: dict[str, Network] = {
     **{name: Network(partial(small_cnn, **options)) for name, options in BLOCKS.items()},
     "resnet20_attention": Network(CIFAR, (32, 32), ((40, 48), (24, 32))),
