@@ -88,9 +88,9 @@ HEAD = """# Runtime compatibility
 
 Attention blocks in a small network, converted for each runtime and compared with torch on other images than the
 example. A number is the largest difference, relative to the largest output. It covers a file for one image and a file
-for batches of any size, run on one and on three images{sizes}; a cell names what works where not all does. LiteRT and
-ncnn are measured with one image. Core ML runs on Apple's systems only: the conversion is what is tried. A dash was not
-measured.
+for batches of any size, run on one and on three images{sizes}; a cell names what works where only a part was measured
+or works. LiteRT and ncnn are measured with one image. Core ML runs only on Apple's systems: only the
+conversion is tried. A dash means not measured.
 
 `python benchmarks/runtimes.py` wrote this page on {date} with {versions}.
 """
@@ -117,8 +117,9 @@ CAUSES = {
 #: What export does for a runtime.
 NOTES = """## Notes
 
-- ExecuTorch files are written with `impl="bmm"`: exporters decompose the fused operator to a view that does not fit its
-  strides ([pytorch#141107](https://github.com/pytorch/pytorch/issues/141107)).
+- ExecuTorch is measured with `impl="bmm"`, which patterns other than full attention, windows and grids need: the fused
+  operator is decomposed to a view that does not fit its strides
+  ([pytorch#141107](https://github.com/pytorch/pytorch/issues/141107)).
 - ExecuTorch's check of a program fixes a dynamic batch at the example's where an operator returns several tensors, as
   the split into queries, keys and values does: running fails with "Failed to resize output tensor". Lower with
   `EdgeCompileConfig(_check_ir_validity=False)`, as `vision-attn export` does.
@@ -129,8 +130,8 @@ NOTES = """## Notes
 """
 
 
-def cell(outcomes: dict[str, Any], numbers: dict[str, int]) -> str:
-    """Return the text of a cell: the largest difference, what works if not all does, and the number of the cause."""
+def cell(runtime: str, outcomes: dict[str, Any], numbers: dict[str, int]) -> str:
+    """Return the largest difference, what works if not all was measured and does, and the numbers of causes."""
     works = {mode: found for mode, found in outcomes.items() if found is None or found_is_close(found)}
     wrong = [found for found in outcomes.values() if isinstance(found, float) and not found_is_close(found)]
     causes = [cause(found) for found in outcomes.values() if isinstance(found, str)]
@@ -141,7 +142,8 @@ def cell(outcomes: dict[str, Any], numbers: dict[str, int]) -> str:
         return f"no{marks}" if outcomes else "–"
     numeric = [found for found in works.values() if found is not None]
     text = shown(max(numeric)) if numeric else "converts"
-    return text if len(works) == len(outcomes) else f"{text}, {' and '.join(HEADINGS[mode] for mode in works)}{marks}"
+    expected = {*RUNTIMES[runtime].modes} - {"size"} | {*outcomes}
+    return text if works.keys() == expected else f"{text}, {' and '.join(HEADINGS[mode] for mode in works)}{marks}"
 
 
 def found_is_close(found: Any) -> bool:
@@ -169,7 +171,7 @@ def page(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
         rows = [["block", *(RUNTIMES[name].title for name in names)]]
         for network in NETWORKS:
             if network in stored:
-                found = (cell(stored[network].get(name, {}), numbers) for name in names)
+                found = (cell(name, stored[network].get(name, {}), numbers) for name in names)
                 rows.append([f"`{network}`", *found])
         text.append(f"## {title}\n\n{markdown(rows, left=range(len(rows[0])))}\n")
     limits = "\n".join(f"{number + 1}. {reason}" for reason, number in numbers.items())
