@@ -170,9 +170,8 @@ def page(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
     for title, names in TABLES.items():
         rows = [["block", *(RUNTIMES[name].title for name in names)]]
         for network in NETWORKS:
-            if network in stored:
-                found = (cell(name, stored[network].get(name, {}), numbers) for name in names)
-                rows.append([f"`{network}`", *found])
+            found = (cell(name, stored.get(network, {}).get(name, {}), numbers) for name in names)
+            rows.append([f"`{network}`", *found])
         text.append(f"## {title}\n\n{markdown(rows, left=range(len(rows[0])))}\n")
     limits = "\n".join(f"{number + 1}. {reason}" for reason, number in numbers.items())
     return "\n".join([*text, f"## Limits\n\n{limits}\n", NOTES])
