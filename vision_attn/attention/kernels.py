@@ -252,20 +252,24 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tenso
     """
     batch, groups, heads = mask.shape[:3]
     i, j = q.shape[2], k.shape[2]
-    if q.device.type != "cpu":  # as the kernels read it, or torch copies it: additive, with rows at multiples of 8
+    aligned = q.device.type != "cpu"
+    if aligned:  # as the kernels read it, or torch copies it: additive, with rows at multiples of 8
         mask = F.pad(mask.expand(-1, -1, -1, -1, j), (0, -j % 8))
         if mask.dtype == torch.bool:
             mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -torch.inf)
     if batch == 1 and groups > 1:
         n, width = q.shape[1], q.shape[3]
-        if torch.compiler.is_compiling() or heads * i * j <= (i + 2 * j) * n * width or groups * n > MAX_BATCH:
+        eager = not torch.compiler.is_compiling() and not torch._C._is_tracing()
+        if not eager or heads * i * j <= (i + 2 * j) * n * width or groups * n > MAX_BATCH:
             mask = mask.expand(q.shape[0] // groups, -1, -1, -1, -1)
         else:
             q, k, v = (x.reshape(-1, groups * n, *x.shape[2:]) for x in (q, k, v))
-            return q, k, v, mask.expand(-1, -1, n, -1, -1).flatten(1, 2)[..., :j]
+            mask = mask.expand(-1, -1, n, -1, -1).flatten(1, 2)
+            return q, k, v, mask[..., :j] if aligned else mask
     elif batch > 1:
         mask = mask.expand(-1, q.shape[0] // batch, -1, -1, -1)
-    return q, k, v, mask.flatten(0, 1)[..., :j]
+    mask = mask.flatten(0, 1)
+    return q, k, v, mask[..., :j] if aligned else mask
 
 
 def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

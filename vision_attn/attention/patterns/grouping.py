@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vision_attn.attention.masks import Mask, broadcast_mask, combine_masks, unmask_empty_rows
-from vision_attn.attention.patterns.layout import Size, TokenLayout, beyond, inverse_index, outer
+from vision_attn.attention.patterns.layout import Size, TokenLayout, beyond, inverse_index, is_fixed, outer
 from vision_attn.attention.patterns.line import AXES, Rearrangement
 from vision_attn.attention.patterns.pattern import AnyPattern, AxisLayout, AxisTiles
 from vision_attn.checks import product
@@ -55,7 +57,8 @@ class Grouping:
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what depends on the pattern and the size alone: made once, if it lasts."""
         if torch.compiler.is_compiling():  # a key may hold symbolic sizes, and a graph has each tensor once anyway
-            return make()
+            with outside_graph((*self.query_layout.size, *self.key_layout.size)):
+                return make()
         value = self.cache.get(key)
         if value is None:
             with torch.inference_mode(False):  # for training too
@@ -157,7 +160,7 @@ class GroupingCache:
         plain = type(x) is Tensor and type(size[0]) is int and not torch.compiler.is_compiling()
         grouping = (self.captured.get(key) or self.kept.get(key)) if plain else None
         if grouping is None:
-            with torch.inference_mode(False):  # for training too
+            with outside_graph((*size, *keys_size)), torch.inference_mode(False):  # for training too
                 grouping = Grouping(self.pattern, size, keys_size, x.device)
                 is_reshape = grouping.key_layout is grouping.query_layout and grouping.query_layout.line is not None
                 if masks_map and not grouping.is_global and not (unmasked and is_reshape):
@@ -169,6 +172,14 @@ class GroupingCache:
         elif not torch.compiler.is_compiling() and is_capturing():
             self.captured[key] = grouping
         return grouping
+
+
+def outside_graph(size: Size) -> AbstractContextManager[object]:
+    """Return a context whose tensors ``torch.export`` stores as constants, if the size is fixed.
+
+    Otherwise the graph makes them in each call, in steps that not every runtime supports.
+    """
+    return _disable_current_modes() if torch.compiler.is_compiling() and is_fixed(size) else nullcontext()
 
 
 def outlives_call(x: Tensor) -> bool:

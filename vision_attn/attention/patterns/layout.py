@@ -53,10 +53,16 @@ class TokenLayout:
         return index.masked_fill(outer([at < 0 for at in positions], torch.logical_or), -1)
 
 
+def is_fixed(size: Size) -> bool:
+    """Return True if lengths are numbers, outside of graphs and where ``torch.export`` records a graph for one size."""
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return not torch.compiler.is_compiling() or (exporting and all(type(length) is int for length in size))
+
+
 def inverse_index(index: Tensor, positions: int) -> Tensor:
     """Return the token at each of so many positions, for the position ``(tokens,)`` of each token; -1 beyond them."""
     order = torch.arange(index.numel(), device=index.device)
-    return index.new_zeros(positions + 1).index_put((beyond(index, positions),), order)[:positions]
+    return index.new_zeros(positions + 1).scatter(0, beyond(index, positions), order)[:positions]
 
 
 def beyond(index: Tensor, positions: int) -> Tensor:

@@ -46,8 +46,11 @@ class LinePattern(AnyPattern):
         if all(name in given for name in names) and length > multiple:
             raise ValueError(f"x must have at most {multiple} positions on this axis of {self}; got {length}")
         padded = length if multiple == 1 else length + -length % multiple
+        any_length = torch.compiler.is_exporting() and not isinstance(length, int)  # a graph without guards on it
         # As in Swin, there is no shift where one window holds the axis.
-        shift = same_length(self.shift, (0,) * self.rank)[0][axis] if padded > multiple else 0
+        shift: int | Tensor = (
+            same_length(self.shift, (0,) * self.rank)[0][axis] if any_length or padded > multiple else 0
+        )
         sizes = tuple([given.get(name, padded // multiple) for name in names])
         order = sorted(range(len(names)), key=lambda i: names[i] in line.tokens)  # tiles first, then tokens
         tiles = product([n for n, name in zip(sizes, names, strict=True) if name in line.groups])
@@ -56,12 +59,16 @@ class LinePattern(AnyPattern):
             return along.view(sizes).permute(order).reshape(tiles, padded // tiles)
 
         coords = torch.arange(padded // tiles, device=device)[None]
-        if not shift and (multiple == 1 or padded == length):
+        if not shift and (multiple == 1 or (not any_length and padded == length)):
             layout = AxisLayout(in_tiles(torch.arange(length, device=device)), coords, sizes)
             return AxisTiles(layout, layout, padded // tiles)
         # Padding is a region that no position of the map attends to. Where the axis is shifted, its two ends meet in
         # one tile: they do not attend to each other.
-        position = torch.arange(padded, device=device).roll(-shift, 0)
+        position = torch.arange(padded, device=device)
+        if any_length:
+            shift = shift * (position[-1:] >= multiple).long()
+        position = position + shift
+        position = torch.where(position >= padded, position - padded, position)
         region = in_tiles((position >= length).long() - (position < shift).long())
         layout = AxisLayout(in_tiles(position.masked_fill(position >= length, -1)), coords)
         return AxisTiles(layout, layout, padded // tiles, region[:, :, None] == region[:, None, :])

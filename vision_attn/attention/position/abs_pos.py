@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from vision_attn.attention.patterns.grouping import Grouping
+from vision_attn.attention.patterns.layout import is_fixed
 from vision_attn.attention.patterns.pattern import check_lengths, for_axes
 from vision_attn.attention.position.encoding import AXIS_NAMES, AttentionShape, Encoded, PositionEncoding
 
@@ -74,7 +75,7 @@ class AbsPosEncoding(PositionEncoding):
 
 
 def resize_by_position(table: Tensor, length: int) -> Tensor:
-    """Interpolate a table by position, ``(positions, d)``, linearly; a graph is for any length, and always does."""
-    if not torch.compiler.is_compiling() and len(table) == length:
+    """Interpolate a table by position, ``(positions, d)``, linearly; a graph for any length always does."""
+    if is_fixed([length]) and len(table) == length:
         return table
     return interpolate(table.T[None], size=length, mode="linear")[0].T

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vision_attn.attention.patterns.layout import is_fixed
 from vision_attn.attention.patterns.pattern import check_lengths, for_axes
 from vision_attn.attention.position.encoding import AttentionShape
 
@@ -40,13 +41,13 @@ def resize_by_offset(table: Tensor, length: int, axis: int = 0) -> Tensor:
     """Interpolate a table by offset, ``2s - 1`` long along an axis, linearly to another length.
 
     The first, the middle and the last offset stay the first, the middle and the last: a map of another size is the same
-    image at another resolution. A graph is for any length, and always interpolates.
+    image at another resolution. A graph for any length always interpolates.
 
     >>> resize_by_offset(torch.tensor([[0.0], [2.0], [4.0]]), 5).flatten()
     tensor([0., 1., 2., 3., 4.])
     """
     old = table.shape[axis]
-    if not torch.compiler.is_compiling() and old == length:
+    if is_fixed([length]) and old == length:
         return table
     dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
     ratio = (old - 1) / max(length - 1, 1)

@@ -1,0 +1,72 @@
+"""Blocks on inference runtimes: the same output as in torch, and graphs of few operators."""
+
+from importlib.util import find_spec
+
+import pytest
+import runtimes
+import torch
+from runtime_cases import NETWORKS, RUNTIMES, measure
+
+from vision_attn.tools.export.formats import export_program
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of converters, about themselves
+
+#: A pattern of reshapes, one of gathered positions with a mask for each group, and one with overlapping keys.
+BLOCKS = "Window(4)", "Window(4, shift=2)", "Neighborhood(3)"
+#: Installed with the package's own tests; the others are skipped where they are not.
+MEASURED = "torch-export", "trace", "onnxruntime", "openvino", "openvino-trace", "executorch", "litert", "core-ml"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@torch.no_grad()
+def test_the_output_depends_on_queries_and_keys(name):
+    network, (images, *_) = NETWORKS[name].make(), NETWORKS[name].images("batch")
+    expected = network(images)
+    for key, weight in network.named_parameters():
+        if key.endswith("qkv.weight"):
+            weight[: 2 * len(weight) // 3].zero_()
+    assert (network(images) - expected).abs().max() > 0.01 * expected.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("runtime", MEASURED)
+def test_a_runtime_computes_what_torch_does(runtime, name):
+    if not find_spec(RUNTIMES[runtime].package.replace("-", "_")):
+        pytest.skip(f"{RUNTIMES[runtime].package} is not installed")
+    network = NETWORKS[name].make()
+    for mode in RUNTIMES[runtime].modes[: 1 if runtime == "core-ml" else 2]:
+        example, *others = NETWORKS[name].images(mode)
+        difference = measure(runtime, network, example, others, mode)
+        assert difference is None if runtime == "core-ml" else difference < runtimes.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["Window(4, shift=2)", "Halo(4, 1)", "Neighborhood(3)", "RelPosTable, Window(4)", "Rope2d"]
+)
+def test_graphs_for_one_size_compute_no_masks_and_indices(name):
+    network, (images, *others) = NETWORKS[name].make(), NETWORKS[name].images("batch")
+    with torch.no_grad():
+        program = export_program(network, images, ("batch",))
+        for batch in others:
+            torch.testing.assert_close(program.module()(batch), network(batch))
+    used = {node.target for node in program.run_decompositions({}).graph.nodes if node.op == "call_function"}
+    names = {target.name().removeprefix("aten::").partition(".")[0] for target in used if hasattr(target, "name")}
+    assert "index_select" in names or name == "Rope2d"
+    # Not all runtimes have them: apple/coremltools#2517 for alias.
+    unwanted = {"alias", "arange", "scatter", "index_put", "index", "logical_and", "eq", "lt", "ge", "cos"}
+    assert not names & unwanted
+
+
+@pytest.mark.slow
+def test_a_graph_for_any_size_pads_and_shifts_windows_where_a_feature_map_needs_it():
+    windows = NETWORKS["Window(4, shift=2)"]
+    network, (example, *others) = windows.make(), windows.images("size")
+    one_window_high = torch.rand(2, 3, 16, 56, generator=torch.Generator().manual_seed(2))
+    assert measure("onnxruntime", network, example, [*others, example, one_window_high], "size") < runtimes.TOLERANCE
+
+
+def test_no_runtime_computes_wrong_numbers():
+    page = runtimes.TABLE.read_text()
+    assert "**wrong" not in page
+    assert all(f"| `{name}` |" in page for name in NETWORKS)
