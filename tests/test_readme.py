@@ -138,7 +138,8 @@ def test_the_lines_of_the_patterns_are_those_that_run_and_its_terms_and_options_
     assert len(terms) == 6
     for term in terms:
         vision_attn.Attention2d(16, 2, position=eval(term, {"va": vision_attn}))
-    names = {word.partition("(")[0] for word in first_cells(page("patterns"), "| argument of `va.Attention2d` |")} - {"forward"}
+    options = first_cells(page("patterns"), "| argument of `va.Attention2d` |")
+    names = {word.partition("(")[0] for word in options} - {"forward"}
     assert len(names) >= 10
     assert names <= set(inspect.signature(vision_attn.Attention2d).parameters)
 
