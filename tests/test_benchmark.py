@@ -69,6 +69,7 @@ def test_candidates_of_a_row_compute_the_same(name, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, and of cuBLAS in a thread without a CUDA context
 @pytest.mark.parametrize("name", candidates.ROWS)
 def test_rows_on_cuda(name, capsys):
     compare("--rows", name, "--device", "cuda", "--rounds", "2")

@@ -88,6 +88,7 @@ def test_torch_hub_finds_the_networks():
         assert sum(p.numel() for p in model.parameters()) > 20_000
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in a thread without a CUDA context
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 def test_train_cifar_compares_networks_and_continues_a_run(image_folder, tmp_path, run_here, monkeypatch, device):
     for name, half in (("train", "train"), ("test", "val")):
