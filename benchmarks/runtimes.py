@@ -102,7 +102,6 @@ TABLES = {
     "PyTorch": ("torch-export", "aot-inductor", "trace"),
 }
 HEADINGS = {"fixed": "one image", "batch": "any batch", "size": "any size"}
-SUPERSCRIPTS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 #: Known causes of errors, and what to do.
 CAUSES = {
@@ -135,7 +134,7 @@ def cell(runtime: str, outcomes: dict[str, Any], numbers: dict[str, int]) -> str
     works = {mode: found for mode, found in outcomes.items() if found is None or found_is_close(found)}
     wrong = [found for found in outcomes.values() if isinstance(found, float) and not found_is_close(found)]
     causes = [cause(found) for found in outcomes.values() if isinstance(found, str)]
-    marks = "".join(SUPERSCRIPTS[numbers.setdefault(text, len(numbers))] for text in dict.fromkeys(causes))
+    marks = "".join(f"<sup>{numbers.setdefault(text, len(numbers) + 1)}</sup>" for text in dict.fromkeys(causes))
     if wrong:
         return f"**wrong: {max(wrong):.2g}**{marks}"
     if not outcomes or not works:
@@ -162,7 +161,7 @@ def shown(value: Any) -> str:
 
 
 def page(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
-    packages = dict.fromkeys(runtime.package for runtime in RUNTIMES.values())
+    packages = dict.fromkeys(runtime.package for runtime in RUNTIMES.values() if is_installed(runtime.package))
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in packages)
     sized = [RUNTIMES[name].title for name in RUNTIMES if any("size" in row.get(name, {}) for row in stored.values())]
     sizes = f", and with {' and '.join(sized)} a file for images of any size" if sized else ""
@@ -173,7 +172,7 @@ def page(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
             found = (cell(name, stored.get(network, {}).get(name, {}), numbers) for name in names)
             rows.append([f"`{network}`", *found])
         text.append(f"## {title}\n\n{markdown(rows, left=range(len(rows[0])))}\n")
-    limits = "\n".join(f"{number + 1}. {reason}" for reason, number in numbers.items())
+    limits = "\n".join(f"{number}. {reason}" for reason, number in numbers.items())
     return "\n".join([*text, f"## Limits\n\n{limits}\n", NOTES])
 
 
@@ -186,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     options.results.parent.mkdir(exist_ok=True)
     stored = json.loads(options.results.read_text()) if options.results.exists() else {}
-    installed = [name for name in options.runtimes if find_spec(RUNTIMES[name].package.replace("-", "_"))]
+    installed = [name for name in options.runtimes if is_installed(RUNTIMES[name].package)]
     for name in options.runtimes:
         if name not in installed:
             print(f"{name} is left out: {RUNTIMES[name].package} is not installed")
@@ -201,6 +200,10 @@ def main() -> None:
             print(network, runtime, mode, shown(found), sep="  ", flush=True)
         options.results.write_text(json.dumps(stored, indent=1))
     TABLE.write_text(page(stored))
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package.replace("-", "_")) is not None
 
 
 def cells(network: str, runtimes: list[str], modes: list[str]) -> list[Cell]:

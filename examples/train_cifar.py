@@ -2,7 +2,7 @@
 
     python examples/train_cifar.py --data ~/data                                    # downloads CIFAR-100, 170 MB
     python examples/train_cifar.py --data ~/data --variants attention --seeds 0     # one run
-    python examples/train_cifar.py --data ~/data --epochs 1 --images 2000 --seeds 0   # a trial
+    python examples/train_cifar.py --data ~/data --epochs 1 --images 2000 --seeds 0 --output runs/trial
     python examples/train_cifar.py --data ~/data --jobs 10                          # ten runs at a time share a GPU
 
 Measured, five seeds: top-1 66.8 ± 0.3 % without a block (40.8 M MACs), 69.0 ± 0.2 % with attention (45.5 M MACs), 1.8
@@ -72,6 +72,8 @@ def top1(predict, images, labels):
 
 
 def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_decay, compiled, images, device, states):
+    settings = {"data": data, "dataset": dataset, "model": model, "epochs": epochs, "batch_size": batch_size, "lr": lr,
+                "weight_decay": weight_decay, "images": images}  # fmt: skip
     torch.manual_seed(seed)
     (train_x, train_y), (test_x, test_y) = (load(data, dataset, device, train) for train in (True, False))
     chosen = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(0))[:images].to(device)
@@ -94,6 +96,8 @@ def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_d
     kept = {"network": network, "optimizer": optimizer, "schedule": schedule, "average": average}
     if state.exists():
         saved = torch.load(state, map_location=device, weights_only=True)
+        if saved["settings"] != settings:
+            raise ValueError(f"{state} is of a run with {saved['settings']}, not {settings}: choose another --output")
         first, step, seconds = saved["epochs"], saved["step"], saved["seconds"]
         for name, part in kept.items():
             part.load_state_dict(saved[name])
@@ -116,7 +120,8 @@ def run(variant, seed, *, data, dataset, model, epochs, batch_size, lr, weight_d
         print(f"{variant}, seed {seed}, epoch {epoch + 1}/{epochs}: loss {loss:.3f}, {seconds:.0f} s", flush=True)
         state.parent.mkdir(parents=True, exist_ok=True)
         saved = {name: part.state_dict() for name, part in kept.items()}
-        torch.save({**saved, "epochs": epoch + 1, "step": step, "seconds": seconds}, f"{state}.new")
+        saved |= {"settings": settings, "epochs": epoch + 1, "step": step, "seconds": seconds}
+        torch.save(saved, f"{state}.new")
         os.replace(f"{state}.new", state)
     best = average.module.eval()
     if BLOCKS[variant]:  # (3) how much the blocks add to their feature maps, and how many predictions depend on them

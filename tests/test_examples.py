@@ -106,6 +106,9 @@ def test_train_cifar_compares_networks_and_continues_a_run(image_folder, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", lambda *args: save(*args) if next(calls) == 0 else 1 / 0)
         assert run_here("train_cifar.py", *one)[0] == 1
+    code, _, err = run_here("train_cifar.py", *one, "--lr", "0.1")  # the state of another run is not continued
+    assert code == 1
+    assert re.search(r"attention-0\.pt is of a run with .*'lr': 0\.05.* choose another --output", err)
     code, out, _ = run_here("train_cifar.py", *one)
     assert (code, "seed 0, epoch 1/6" in out, "seed 0, epoch 2/6" in out) == (0, False, True)
     continued = json.loads((tmp_path / "continued/runs.json").read_text())["runs"]["attention"]

@@ -196,6 +196,16 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
         export_model(model, path, int8=image_folder, input_size=32)
     with pytest.raises(DataError, match="there is no such folder"):
         export_model(model, path, int8=tmp_path / "nothing", input_size=32)
+    model.classes = ()
+    with pytest.raises(DataError, match="int8: the network has no names of classes"):
+        export_model(model, path, int8=image_folder, input_size=32)
+    gray = small_network()
+    gray.pretrained_cfg = {**gray.pretrained_cfg, "input_size": (1, 32, 32)}
+    gray[0].in_channels = 1
+    gray[0].weight = nn.Parameter(gray[0].weight[:, :1].detach())
+    gray.pretrained_cfg |= {"mean": (0.5,), "std": (0.5,)}
+    with pytest.raises(DataError, match="int8: images of a folder have 3 channels, the network takes 1"):
+        export_model(gray, path, int8=image_folder)
     assert run(path, images).equal(rounded)
 
 
@@ -204,10 +214,12 @@ def test_the_accuracy_of_8_bits_is_that_of_the_file(tmp_path, image_folder):
     [
         ("net.pte", {"dynamic": ["batch", "size"]}, "dynamic: ExecuTorch files have a fixed size: leave out 'size'"),
         ("net.tflite", {"dynamic": ["batch"]}, "dynamic: LiteRT files have a fixed batch: leave out 'batch'"),
-        ("net.pt2", {"dynamic": ["width"]}, "dynamic must be of 'batch' and 'size'; got 'width'"),
+        ("net.pt2", {"dynamic": ["width"]}, r"dynamic must be a sequence of 'batch' and 'size'; got \['width'\]"),
+        ("net.pt2", {"dynamic": "batch"}, "dynamic must be a sequence of 'batch' and 'size'; got 'batch'"),
         ("net.xml", {"int8": "images"}, r"int8: only \.onnx files are quantized.*got 'net\.xml'"),
         ("net.onnx", {"input_size": (3, 8, 8)}, r"input_size must be .* got \(3, 8, 8\)"),
         ("net.onnx", {"input_size": 0}, "input_size must be .* got 0"),
+        ("net.onnx", {"input_size": 16.0}, "input_size must be .* got 16.0"),
     ],
 )
 def test_what_a_format_cannot_do_is_refused(tmp_path, name, options, message):
@@ -235,6 +247,26 @@ def test_what_cannot_be_exported_is_refused_and_an_old_file_survives(tmp_path, m
     with pytest.raises(error, match=message):
         export_model(network, tmp_path / name)
     assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [(name, b"old")]
+
+
+def test_a_network_that_does_not_fit_its_images_is_refused(tmp_path):
+    network = nn.Sequential(nn.Conv2d(3, 4, 9), nn.Flatten(), nn.LazyLinear(2)).eval()
+    with pytest.raises(ValueError, match=r"set model.pretrained_cfg = \{'input_size'"):
+        export_model(network, tmp_path / "net.pt2")
+    network.pretrained_cfg = {"input_size": (3, 16, 16), "mean": MEAN, "std": STD}
+    network(torch.zeros(1, 3, 16, 16))
+    for options in ({"input_size": 8}, {"dynamic": ["size"]}):
+        with pytest.raises(ExportError, match=r"does not take images of 3×.*RuntimeError"):
+            export_model(network, tmp_path / "net.pt2", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_beside_a_graph_do_not_overwrite_another_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS, ".xml", dataclasses.replace(FORMATS[".xml"], packages=()))
+    (tmp_path / "net.bin").write_bytes(b"other")
+    with pytest.raises(FileExistsError, match=r"net\.bin would be overwritten"):
+        export_model(small_network(), tmp_path / "net.xml")
+    assert (tmp_path / "net.bin").read_bytes() == b"other"
 
 
 def test_a_wrapped_network_in_half_precision_is_exported_in_float32_and_stays_as_it_was(tmp_path):

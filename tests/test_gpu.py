@@ -78,6 +78,7 @@ def test_a_captured_graph_replays_new_inputs(impl, pattern):
     x = torch.randn(2, 64, *SIZE, device="cuda")
     with torch.no_grad():
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             block(x)
         torch.cuda.current_stream().wait_stream(side)

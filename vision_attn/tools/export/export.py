@@ -119,9 +119,14 @@ def export_model(
     suffix = next((suffix for suffix in FORMATS if output.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"output must end in {', '.join(FORMATS)}; got {output.name!r}")
-    form, config = FORMATS[suffix], get_model_cfg(plain)
-    if unknown := set(dynamic or ()) - DIMS.keys():
-        raise ValueError(f"dynamic must be of 'batch' and 'size'; got {min(unknown)!r}")
+    form = FORMATS[suffix]
+    if isinstance(dynamic, str) or set(dynamic or ()) - DIMS.keys():
+        raise ValueError(f"dynamic must be a sequence of 'batch' and 'size'; got {dynamic!r}")
+    try:
+        config = get_model_cfg(plain)
+    except KeyError:
+        needed = "pretrained_cfg = {'input_size': (3, h, w), 'mean': (…), 'std': (…)}"
+        raise ValueError(f"model must have a configuration of its images: set model.{needed}") from None
     if fixed := [axis for axis in dynamic or () if axis not in form.dynamic]:
         raise ValueError(f"dynamic: {form.runtime} files have a fixed {fixed[0]}: leave out {fixed[0]!r}")
     if int8 is not None and suffix != ".onnx":
@@ -129,8 +134,8 @@ def export_model(
     open_batch: tuple[Axis, ...] = ("batch",) if "batch" in form.dynamic and form.max_batch is None else ()
     axes = open_batch if dynamic is None else tuple(dynamic)
     given = config["input_size"][1:] if input_size is None else input_size
-    sides = [given] * 2 if isinstance(given, int) else [*given]
-    if len(sides) != 2 or min(sides) < 1:
+    sides = [*given] if isinstance(given, Sequence) else [given] * 2
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"input_size must be a side, or a height and a width, in pixels; got {input_size!r}")
     about: dict[str, Any] = {
         "classes": list(vars(plain).get("classes") or ()),
@@ -152,6 +157,9 @@ def export_model(
     targets = {ending: output.with_suffix(ending) for ending in form.weights} | {suffix: output}
     for path in targets.values():
         check_writable(path)
+    for path in targets.values():
+        if path != output and path.exists() and not output.exists():
+            raise FileExistsError(f"{path} would be overwritten and belongs to another file: choose another name")
     if int8 is not None:
         from vision_attn.tools.export.int8 import load_images, quantize
 
@@ -186,9 +194,16 @@ def export_and_compare(
         for rows, columns in (ADDED if "size" in axes else ADDED[:1])
     ]
     set_impl_(network, IMPLS[0])
-    with torch.no_grad():
-        expected = [network(batch) for batch in images]
-    if not all(logits.isfinite().all() for logits in expected):
+    try:
+        with torch.no_grad():
+            expected = [network(batch) for batch in images]
+        finite = all(logits.isfinite().all() for logits in expected)
+    except Exception as error:  # of any network
+        sizes = ", ".join(dict.fromkeys("×".join(map(str, batch.shape[1:])) for batch in images))
+        raise ExportError(
+            f"the network does not take images of {sizes} ({describe(error)}); no file was written"
+        ) from error
+    if not finite:
         raise ExportError("The output of the network is not finite: training may have diverged. No file was written.")
     largest = max(float(logits.abs().max()) for logits in expected)
     failures: list[str] = []
@@ -205,8 +220,7 @@ def export_and_compare(
         except (ImportError, OSError):
             raise
         except Exception as error:  # torch's exporters, and what runs their graphs, may fail in any way
-            reason = str(error).strip().partition("\n")[0]
-            failures.append(f"cannot be exported for {form.runtime} ({type(error).__name__}: {reason})")
+            failures.append(f"cannot be exported for {form.runtime} ({describe(error)})")
         else:
             if difference <= TOLERANCE * largest:
                 notes = [
@@ -217,7 +231,13 @@ def export_and_compare(
                 f"computes something else in {form.runtime}: an output differs by {difference:.1e} from the network's, "
                 f"which are up to {largest:.3g}"
             )
-    raise ExportError(f"the network {failures[0]}; no file was written")
+    other = f"; with impl={IMPLS[1]!r} it {failures[1]}" if len(set(failures)) > 1 else ""
+    raise ExportError(f"the network {failures[0]}{other}; no file was written")
+
+
+def describe(error: Exception) -> str:
+    """Return the type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Format:
         """Raise unless the packages that write and run a file are installed."""
         for name in self.packages:
             if find_spec(name) is None:
-                remedy = 'pip install "vision-attn[export,runtimes]"'
+                remedy = f'pip install "vision-attn[{"export" if "onnx" in name else "runtimes"}]"'
                 raise ModuleNotFoundError(f"{self.runtime} needs the package {name}: {remedy}", name=name)
 
 

@@ -15,7 +15,7 @@ from vision_attn.tools.export.formats import open_onnx
 from vision_attn.tools.training.data import Decoded, eval_transform, open_data
 from vision_attn.tools.training.settings import Settings
 
-#: Numbers of images for calibration and for the accuracy, drawn evenly from all classes.
+#: Numbers of images for calibration and for the accuracy, spread evenly over the images in the order of classes.
 CALIBRATION, EVALUATION = 128, 1000
 
 
@@ -30,8 +30,8 @@ def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels
         def get_next(self) -> dict[str, Any] | None:
             return next(({"images": image.numpy()} for image in self.remaining), None)
 
-    before = torch.cat([*map(open_onnx(path), images)])
     try:
+        before = torch.cat([*map(open_onnx(path), images)])
         quant_pre_process(path, path, skip_symbolic_shape=True)  # only constants are quantized, which weights become
         # 7 bits of the weights, because sums of two 8-bit products saturate on CPUs without VNNI instructions.
         quantize_static(path, path, Reader(), per_channel=True, reduce_range=True)
@@ -50,7 +50,11 @@ def quantize(path: Path, calibration: list[Tensor], images: list[Tensor], labels
 def load_images(folder: Path, about: Mapping[str, Any], *, train: bool) -> tuple[list[Tensor], Tensor]:
     """Return batches of one image, as the exported file takes them, and their classes as the network numbers them."""
     source = open_data(Settings(data=folder), train=train)
-    classes = about["classes"] or list(source.classes)
+    classes = about["classes"]
+    if not classes:
+        raise DataError("int8: the network has no names of classes, which those of the folder are compared with")
+    if about["input_size"][0] != 3:
+        raise DataError(f"int8: images of a folder have 3 channels, the network takes {about['input_size'][0]}")
     if unknown := [name for name in source.classes if name not in classes]:
         raise DataError(f"{source.name} has images of {unknown[0]!r}, which is not one of the network's classes")
     count = min(CALIBRATION if train else EVALUATION, len(source))
