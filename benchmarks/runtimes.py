@@ -108,6 +108,12 @@ CAUSES = {
     r"only supports tensors with rank <= 5": "Core ML has tensors of at most five axes "
     "([coremltools#2291](https://github.com/apple/coremltools/issues/2291)); windows and grids in batches of any size "
     "have six. Convert for one image.",
+    r"Invalid target shape in `reshape`": "coremltools 9.0 does not fold the sizes of a relative position table in windows. "
+    "Use `RelPosTable`, or another runtime.",
+    r"Unsupported fx node addcmul": "coremltools 9.0 does not convert `addcmul`, by which `Rope2d` rotates queries and "
+    "keys. Use another position encoding, or another runtime.",
+    r"Failed to load method forward": "ExecuTorch 1.5 writes the file, but does not load it. Use `RelPosDecomposed`.",
+    r"SyntaxError": "pnnx writes a Python module with a syntax error. Use another position encoding, or another runtime.",
     r"ncnn does not load|ncnn returns": "ncnn has tensors of at most four axes, and pnnx writes layers that ncnn does "
     "not load for patterns and tables of positions that need more "
     "([ncnn#4708](https://github.com/Tencent/ncnn/issues/4708)). Use full attention, or another runtime.",
@@ -163,8 +169,8 @@ def shown(value: Any) -> str:
 def page(stored: dict[str, dict[str, dict[str, Any]]]) -> str:
     packages = dict.fromkeys(runtime.package for runtime in RUNTIMES.values() if is_installed(runtime.package))
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in packages)
-    sized = [RUNTIMES[name].title for name in RUNTIMES if any("size" in row.get(name, {}) for row in stored.values())]
-    sizes = f", and with {' and '.join(sized)} a file for images of any size" if sized else ""
+    sized = [f"`{network}`" for network, row in stored.items() if any("size" in modes for modes in row.values())]
+    sizes = f", and for {', '.join(sized)} a file for images of any size, where the runtime has one" if sized else ""
     text, numbers = [HEAD.format(versions=versions, date=date.today().isoformat(), sizes=sizes)], {}
     for title, names in TABLES.items():
         rows = [["block", *(RUNTIMES[name].title for name in names)]]
