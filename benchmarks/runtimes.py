@@ -108,12 +108,12 @@ CAUSES = {
     r"only supports tensors with rank <= 5": "Core ML has tensors of at most five axes "
     "([coremltools#2291](https://github.com/apple/coremltools/issues/2291)); windows and grids in batches of any size "
     "have six. Convert for one image.",
-    r"Invalid target shape in `reshape`": "coremltools 9.0 does not fold the sizes of a relative position table in windows. "
-    "Use `RelPosTable`, or another runtime.",
+    r"Invalid target shape in `reshape`": "coremltools 9.0 does not fold the sizes of decomposed relative positions in "
+    "windows. Use `RelPosTable`, or another runtime.",
     r"Unsupported fx node addcmul": "coremltools 9.0 does not convert `addcmul`, by which `Rope2d` rotates queries and "
     "keys. Use another position encoding, or another runtime.",
-    r"Failed to load method forward": "ExecuTorch 1.5 writes the file, but does not load it. Use `RelPosDecomposed`.",
-    r"SyntaxError": "pnnx writes a Python module with a syntax error. Use another position encoding, or another runtime.",
+    r"Failed to load method forward": "ExecuTorch 1.5 does not load the file. Use `RelPosDecomposed`.",
+    r"SyntaxError": "pnnx writes a Python module with a syntax error. Use another position encoding or runtime.",
     r"ncnn does not load|ncnn returns": "ncnn has tensors of at most four axes, and pnnx writes layers that ncnn does "
     "not load for patterns and tables of positions that need more "
     "([ncnn#4708](https://github.com/Tencent/ncnn/issues/4708)). Use full attention, or another runtime.",
