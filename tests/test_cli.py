@@ -198,7 +198,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_work(capsys, im
         (("-o", "net.pt2", "--int8", "EMPTY"), 2, r"int8: only \.onnx files are quantized"),
         (("-o", "net.onnx", "--int8", "EMPTY"), 1, "EMPTY has 0 class folders"),
         (("-o", "file/net.onnx"), 1, "'.*/file'"),
-        (("-o", "net.xml"), 1, r'OpenVINO needs the package openvino: pip install "vision-attn\[export,runtimes\]"\n'),
+        (("-o", "net.xml"), 1, r'OpenVINO needs the package openvino: pip install "vision-attn\[runtimes\]"\n'),
     ],
 )
 def test_what_export_cannot_do_is_one_line_and_leaves_nothing(capsys, tmp_path, monkeypatch, flags, status, message):
