@@ -54,7 +54,7 @@ def in_child(network: str, cells: list[Cell], pipe: Any, results: Path) -> None:
     for runtime, mode in cells:
         try:
             pipe.send(measure(runtime, model, images[mode][0], images[mode][1:], mode))
-        except BaseException as error:  # a panic of a runtime is no Exception
+        except BaseException as error:  # a panic in a runtime is not an Exception
             pipe.send(f"{type(error).__name__}: {error}")
     os._exit(0)
 
