@@ -56,6 +56,17 @@ def test_the_exporter_by_traces_writes_what_the_block_computes_without_dropout(o
     torch.testing.assert_close(torch.from_numpy(found), block(images(2)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["einx", "bmm", "auto"])
+@torch.no_grad()
+def test_a_compiled_block_takes_other_sizes(impl):
+    """From the second size on, the compiler's sizes are symbols, which einx cannot hash."""
+    torch.compiler.reset()
+    block = layer("full", impl=impl)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for batch, side in ((2, 8), (3, 7), (1, 9), (2, 6)):
+        torch.testing.assert_close(compiled(images(batch, side)), block(images(batch, side)))
+
+
 def pointer(x):
     return x.untyped_storage().data_ptr()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
     import einx
 
-    sizes = dict(zip(AXES[-len(size) :], size, strict=True))
+    # index() makes numbers of a compiler's symbols, which einx cannot look up in its cache: each size has its own graph
+    sizes = dict(zip(AXES[-len(size) :], map(index, size), strict=True))
     axes = " ".join(sizes)
     return channels_first(einx.id(f"b n ({axes}) e -> b {axes} (n e)", y, **sizes))
 
