@@ -320,7 +320,7 @@ def test_a_context_that_does_not_fit_is_refused(options, context, message):
 
 @pytest.mark.parametrize("queries", [torch.tensor([-1]), torch.tensor([12]), torch.ones(12).bool(), torch.ones(1), [1]])
 def test_queries_that_are_no_tokens_are_refused(queries):
-    with pytest.raises(ValueError, match=r"^queries must .*\(i,\) of indices of 12 tokens"):
+    with pytest.raises(ValueError, match=r"^queries must be a 1-d integer tensor with values from 0 to 11"):
         va.Attention2d(8, 2).attention_weights(torch.randn(1, 8, 3, 4), queries=queries)
 
 

@@ -1,4 +1,4 @@
-"""Attention on tensors: patterns, positions, implementations, and the blocks that are made of them.
+"""Attention on tensors: patterns, position encodings, implementations, and the blocks built from them.
 
-Needs torch alone, and einx when it is first used.
+The package depends on torch only; einx is imported on first use.
 """

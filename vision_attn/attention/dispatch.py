@@ -1,7 +1,7 @@
-"""Attention in the groups of a pattern: what ``impl="auto"`` selects, how a bias is added, and chunks on a CPU.
+"""Attention in the groups of a pattern: the selection of ``impl="auto"``, position biases, and chunks on a CPU.
 
-The choices were measured on two processors at least; docs/speed.md has the tables, and ``python benchmarks/speed.py
---rows choices`` measures the alternatives on your machine.
+Each threshold was measured on at least two processors. ``docs/performance.md`` has the tables, and ``python
+benchmarks/speed.py --rows choices`` measures the alternatives on your machine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vision_attn.attention.kernels import EINX, Kernel, attend_bmm, attend_sdpa
 from vision_attn.attention.masks import Mask, combine_masks, split_mask, zero_fully_masked_rows
 from vision_attn.attention.patterns.grouping import Grouping
 
-#: Logits that are computed at once on a CPU: they stay in its caches.
+#: Number of logits in a chunk on a CPU, which fit into its caches.
 CHUNK_LOGITS = 2**19
-#: The fewest queries in a chunk: products of fewer rows are slow.
+#: Minimum number of queries in a chunk; matrix products with fewer rows are slow.
 MIN_CHUNK_QUERIES = 192
-#: Logits up to which training stores all weights; above, they are recomputed for the gradients.
+#: Number of logits above which training recomputes the weights in the backward pass instead of storing them.
 RECOMPUTE_ABOVE = 2**25
 
 
@@ -31,15 +31,18 @@ class PositionBias:
     """The bias that a position encoding adds to the logits."""
 
     def apply(self, q: Tensor, k: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor, float, Mask]:
-        """Return queries, keys, scale and mask of the attention that includes the bias."""
+        """Include the bias in queries, keys, scale and mask, and return them."""
         raise NotImplementedError
 
     def rel_logits(self, q: Tensor) -> list[Tensor] | None:
-        """Return the terms of a sum over axes, ``(b·groups, n, i, <keys along the axis; 1 along the others>)``."""
+        """Return one term per axis, ``(b·groups, n, i, <keys along this axis, 1 along the others>)``, or None.
+
+        The bias is the sum of the terms.
+        """
         return None
 
     def scores(self, q: Tensor) -> Callable[..., Tensor]:
-        """Return the bias as a function of batch, head, query, and the coordinates of query and key, for flex."""
+        """Return the bias for FlexAttention: a function of batch, head, query, and coordinates of query and key."""
         raise ValueError(f"impl='flex' does not support {type(self).__name__}. Use another implementation: impl='sdpa'")
 
 
@@ -52,12 +55,12 @@ class AttentionInputs(NamedTuple):
     scale: float
     grouping: Grouping
     bias: PositionBias | None = None
-    mask: Mask = None  # the user's, on the map: broadcastable to (b, n, tokens, key tokens)
+    mask: Mask = None  # the mask passed by the user, broadcastable to (b, n, tokens, key tokens)
     causal: bool = False
 
 
 def attend_in_groups(kernel: Kernel, inputs: AttentionInputs, dropout: float) -> Tensor:
-    """Attend in the groups of a pattern, ``(b·groups, n, i, e)``; zeros for rows that may attend to nothing."""
+    """Attend in the groups of a pattern, ``(b·groups, n, i, e)``; fully masked rows are zero."""
     q, k, v, scale, grouping, bias = inputs[:6]
     with without_autocast(q):
         if kernel.attend_inputs is not None:
@@ -77,12 +80,12 @@ def attend_in_groups(kernel: Kernel, inputs: AttentionInputs, dropout: float) ->
 
 
 def repeat_kv(q: Tensor, k: Tensor) -> Tensor:
-    """Repeat keys or values ``(b, m, j, d)`` for the heads of the queries that share them, ``(b, n, j, d)``."""
+    """Repeat keys or values ``(b, m, j, d)`` for the query heads that share them, ``(b, n, j, d)``."""
     n, m = q.shape[1], k.shape[1]
     if n == m:
         return k
     if n % m:
-        raise ValueError(f"q must have a multiple of the heads of k and v; got {n} and {m}")
+        raise ValueError(f"the heads of q must be a multiple of the heads of k and v; got {n} and {m}")
     return k.unsqueeze(2).expand(-1, -1, n // m, -1, -1).flatten(1, 2)
 
 
@@ -93,11 +96,11 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-# --- what is fastest where --------------------------------------------------------------------------------------------
+# --- selection of the fastest implementation --------------------------------------------------------------------------
 
 
 def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, **options: Any) -> Tensor:
-    """Attend by the faster of the fused kernel and bmm; by bmm, for as many images at once as fit into the caches."""
+    """Attend with the fused kernel or with bmm, whichever is faster; bmm runs in chunks that fit into the caches."""
     if fused_is_faster(q, k, mask, dropout):
         return attend_sdpa(q, k, v, mask=mask, dropout=dropout, **options)
     groups = 1 if mask is None else mask.shape[1]
@@ -110,12 +113,12 @@ def attend_auto(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: float, 
 
 
 def fused_is_faster(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
-    """Return True if torch's fused kernel is faster than products of matrices.
+    """Return True if torch's fused kernel is faster than ``torch.bmm``.
 
-    On a GPU it is, and a graph always has it, for any batch and size. On a CPU it is with many tokens; not with few in
-    bfloat16, for which that kernel is slow, nor with gradients in many groups of few tokens and narrow heads. With
-    dropout, or a mask that needs gradients as the bias of a table does, torch has no fused kernel for a CPU: it would
-    write attention out, in more steps than bmm.
+    The fused kernel is faster on a GPU, and graphs always contain it, because they run at any batch and size. On a CPU
+    it is faster with many tokens. It is slower with few tokens in bfloat16, and in training with many groups of few
+    tokens and narrow heads. torch has no fused CPU kernel for dropout or for a mask that requires gradients, such as
+    the bias from a table: its fallback takes more steps than bmm.
     """
     if q.device.type != "cpu":
         return True
@@ -134,26 +137,26 @@ def fused_is_faster(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
 
 
 def can_chunk(q: Tensor) -> bool:
-    """Return True if attention is computed in chunks that fit into a CPU's caches; a graph would keep the chunks."""
+    """Return True if attention may run in chunks that fit into a CPU's caches. Graphs would store the chunks."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or type(q) is not Tensor or q.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(q)
 
 
 def batch_chunk(q: Tensor, keys: int, groups: int) -> int:
-    """Return how many images, of so many groups, are in a chunk."""
+    """Return the number of images in a chunk."""
     return max(1, CHUNK_LOGITS // (groups * q.shape[1] * q.shape[2] * keys))
 
 
 def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor], mask: Mask, dropout: float) -> Tensor:
-    """Attend on a CPU, whose kernels read any mask, with a bias that is made for a chunk of queries at a time.
+    """Attend on a CPU with a bias that is computed for one chunk of queries at a time.
 
-    Of many queries it is made again for the gradients.
+    With many queries, the backward pass computes the bias again instead of storing it.
     """
     q, k, v, scale, grouping = inputs[:5]
     keys, groups = k.shape[2], grouping.groups
     images = batch_chunk(q, keys, groups)
-    rows = max(MIN_CHUNK_QUERIES, CHUNK_LOGITS // (groups * q.shape[1] * keys))  # of each group of an image
+    rows = max(MIN_CHUNK_QUERIES, CHUNK_LOGITS // (groups * q.shape[1] * keys))  # queries of each group in a chunk
 
     def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *logits: Tensor) -> Tensor:
         added = sum(logits[1:], logits[0]).flatten(3).unflatten(0, (-1, groups))
@@ -163,7 +166,7 @@ def attend_chunked(kernel: Kernel, inputs: AttentionInputs, terms: list[Tensor],
     run: Callable[..., Tensor] = attend_chunk
     if torch.is_grad_enabled() and q.shape[:3].numel() * keys > RECOMPUTE_ABOVE:
         run = partial(checkpoint, attend_chunk, use_reentrant=False, preserve_rng_state=dropout > 0)
-        if kernel is EINX:  # it converts every exception, among them that by which torch stops early
+        if kernel is EINX:  # einx wraps every exception, including the one with which torch stops early
             run = partial(run, early_stop=False)
     by_image: Any = [x.split(images * groups) for x in (q, k, v, *terms)]
     done = []

@@ -1,9 +1,9 @@
 """``impl="flex"``: a pattern and a position encoding, compiled into one fused sparse kernel by FlexAttention.
 
-No tensor has an element for every query and key. A pattern is one small bool table per axis,
-``allowed_h[y_q, y_k] & allowed_w[x_q, x_k]``, from which FlexAttention derives the blocks of keys that it skips
-(``BlockMask``). A bias is a function of the score (``score_mod``). A pattern that is a plain reshape is attention in
-its groups, as in the other implementations; any other pattern runs on the whole map, and copies no tokens.
+No tensor of size queries × keys is stored. A pattern is one small bool table per axis,
+``allowed_h[y_q, y_k] & allowed_w[x_q, x_k]``, from which FlexAttention derives the blocks of keys to skip
+(``BlockMask``). A bias is a function of the score (``score_mod``). A pattern that is a plain reshape runs in groups, as
+in the other implementations; any other pattern runs on the complete feature map without copying tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vision_attn.attention.masks import Mask, broadcast_mask
 from vision_attn.attention.patterns.grouping import Grouping
 from vision_attn.attention.scopes import outside_scopes
 
-#: Devices that FlexAttention has kernels for.
+#: Devices that FlexAttention supports.
 DEVICES = ("cpu", "cuda", "hpu", "xpu")
 
 #: ``(score, b, h, q, kv) -> score``, on indices.
@@ -44,7 +44,7 @@ def attend_inputs_flex(inputs: AttentionInputs, dropout: float) -> Tensor:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """Attend between tokens, with a mask of five axes and one group."""
+    """Attend between tokens; the mask has five axes and one group."""
     score_mods = []
     if mask is not None:
         score_mods.append(mask_score_mod(mask[:, 0], torch.arange(k.shape[2], device=k.device)))
@@ -56,8 +56,8 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def run_flex(
     q: Tensor, k: Tensor, v: Tensor, scale: float, score_mods: Sequence[ScoreMod], block_mask: Any, dropout: float
 ) -> Tensor:
-    """Call FlexAttention, compiled; raise where torch does not support it."""
-    # It takes as long to import as a third of torch.
+    """Call compiled FlexAttention; raise if torch does not support the inputs."""
+    # The import is deferred because it is slow, a third of the time that importing torch takes.
     from torch.nn.attention.flex_attention import flex_attention
 
     check_flex(q, k, v, dropout)
@@ -69,7 +69,7 @@ def run_flex(
 
     e = v.shape[3]
     if q.device.type == "cpu":
-        # Heads of width 8 and 16 give wrong numbers or NaN in torch 2.14's CPU kernel, with 8, 24, 40, … keys.
+        # With heads of width 8 or 16 and 8, 24, 40, … keys, torch 2.14's CPU kernel returns wrong values or NaN.
         q, k, v = (F.pad(x, (0, -x.shape[3] % 32)) for x in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() else compiled(q.shape, k.shape)
     options = {"block_mask": block_mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -78,32 +78,32 @@ def run_flex(
 
 @cache
 def compiled(*shapes: Sequence[int]) -> Any:
-    """Compile FlexAttention for these shapes, on first use; it never runs unfused.
+    """Compile FlexAttention for these shapes on first use, so that it never runs unfused.
 
-    With a symbolic batch, torch 2.14 writes C++ that does not compile.
+    Shapes are static, because torch 2.14 generates invalid C++ for a symbolic batch size.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return flex_attention(q, k, v, **options)
 
-    attend.__code__ = attend.__code__.replace()  # torch limits how often the code of one function is compiled
+    attend.__code__ = attend.__code__.replace()  # torch limits the number of compilations per code object
     return partial(outside_scopes, torch.compile(attend, fullgraph=True, dynamic=False))
 
 
 def check_flex(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
-    """Raise for what FlexAttention does not support, and name another implementation."""
+    """Raise if FlexAttention does not support the inputs, and recommend another implementation."""
     device, width = q.device.type, min(q.shape[3], v.shape[3])
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     graph = torch.compiler.is_compiling()
     transformed = not graph and (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(q))
     for is_refused, what in (
-        (dropout > 0, f"cannot drop attention weights: attn_drop must be 0 in training, got {dropout}"),
-        (device not in DEVICES, f"runs on {', '.join(DEVICES)}, got a tensor on {device}"),
-        (q.dtype == torch.float64, "computes in float32, float16 or bfloat16, got float64"),
-        (device == "cpu" and trained, "has no gradients on a CPU"),
-        (device == "cuda" and width < 16, f"needs heads of width 16 or more on CUDA, got {width}"),
-        (transformed, "runs neither in torch.jit.trace nor in the transforms of torch.func"),
+        (dropout > 0, f"does not support dropout: attn_drop must be 0 in training, got {dropout}"),
+        (device not in DEVICES, f"requires a device of {', '.join(DEVICES)}, got a tensor on {device}"),
+        (q.dtype == torch.float64, "requires float32, float16 or bfloat16, got float64"),
+        (device == "cpu" and trained, "does not support gradients on a CPU"),
+        (device == "cuda" and width < 16, f"requires heads of width 16 or more on CUDA, got {width}"),
+        (transformed, "does not support torch.jit.trace and transforms of torch.func"),
     ):
         if is_refused:
             raise ValueError(f"impl='flex' {what}. Use another implementation, for example impl='sdpa'")
@@ -119,7 +119,7 @@ def unravel(index: Tensor, size: Sequence[int]) -> list[Tensor]:
 
 
 def pattern_mask(grouping: Grouping, causal: bool) -> Any:
-    """Build the ``BlockMask`` of a pattern on the map: blocks of 128 queries and keys that are not empty."""
+    """Build the ``BlockMask`` of a pattern on a feature map: the non-empty blocks of 128 queries by 128 keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     tables = [None if axis.allowed is None else axis.allowed[0] for axis in grouping.axes]
@@ -138,7 +138,7 @@ def pattern_mask(grouping: Grouping, causal: bool) -> Any:
 
 
 def mask_score_mod(mask: Tensor, positions: Tensor) -> ScoreMod:
-    """Apply a mask ``(b or 1, n or 1, i or 1, j or 1)``, where each key lies at a position, or at -1 unmasked."""
+    """Return a ``score_mod`` for a mask ``(b or 1, n or 1, i or 1, j or 1)``; keys at position -1 are not masked."""
     batch, heads, queries, keys = (int(length > 1) for length in mask.shape)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Implementations by name, and attention between tokens by one of them."""
+"""Implementations by name, and ``attend``, which runs one of them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     "auto": replace(BMM, attend=attend_auto),
 }
 
-#: Names of the implementations that come with the package; ``"auto"`` selects among them.
+#: Names of the implementations in this package; ``"auto"`` selects one of them.
 IMPLS = tuple(name for name in IMPLEMENTATIONS if name != "auto")
 
 
 def register_impl(name: str, function: Callable[..., Tensor]) -> None:
-    """Make another implementation available to every block, by name.
+    """Register an implementation by name, for the argument ``impl`` of every block.
 
     Args:
-        name: the name for ``impl=``.
-        function: ``function(q, k, v, *, scale, mask, causal, dropout)``, all as in :func:`attend`, on queries, keys and
-            values with the same number of heads. They may be strided views. ``mask`` has four axes, or is None; every
-            row of it has a key to attend to.
+        name: a new name.
+        function: ``function(q, k, v, *, scale, mask, causal, dropout)`` with the arguments of :func:`attend`. Queries,
+            keys and values have the same number of heads and may be strided views. ``mask`` is None or has four axes,
+            and allows at least one key for every query.
 
     Raises:
-        ValueError: the name is taken, or the function does not take these arguments.
+        ValueError: the name exists already, or the function does not accept these arguments.
 
     >>> import torch
     >>> register_impl("mine", lambda q, k, v, **options: attend(q, k, v, impl="bmm", **options))
@@ -46,11 +46,13 @@ def register_impl(name: str, function: Callable[..., Tensor]) -> None:
     torch.Size([2, 4, 49, 8])
     """
     if not isinstance(name, str) or not name or name in IMPLEMENTATIONS:
-        raise ValueError(f"name must be a new one, none of {', '.join(map(repr, IMPLEMENTATIONS))}; got {name!r}")
+        raise ValueError(f"name must be new, not one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {name!r}")
     try:
         inspect.signature(function).bind(None, None, None, scale=1.0, mask=None, causal=False, dropout=0.0)
     except TypeError as error:
-        raise ValueError(f"function must take (q, k, v, *, scale, mask, causal, dropout); got {function!r}") from error
+        raise ValueError(
+            f"function must accept (q, k, v, *, scale, mask, causal, dropout); got {function!r}"
+        ) from error
 
     def with_groups(q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask, **options: float) -> Tensor:
         if mask is None:
@@ -72,24 +74,23 @@ def attend(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Multi-head attention ``softmax(scale q kᵀ + mask) v`` by a named implementation.
+    """Compute multi-head attention, ``softmax(scale q kᵀ + mask) v``, with a named implementation.
 
     Args:
         q: queries, ``(b, n, i, d)``.
-        k: keys, ``(b, m, j, d)``, where each of ``m`` heads serves ``n/m`` consecutive heads of the queries.
+        k: keys, ``(b, m, j, d)``; each of the ``m`` heads is shared by ``n/m`` consecutive query heads.
         v: values, ``(b, m, j, e)``.
-        impl: one of :data:`IMPLS`, ``"auto"``, or one that was registered.
-        scale: factor on the logits; ``d ** -0.5`` when None.
+        impl: one of :data:`IMPLS`, ``"auto"``, or a name registered with :func:`register_impl`.
+        scale: factor on the logits; ``d ** -0.5`` if None.
         mask: bool (True = may attend) or additive float, broadcastable to ``(b, n, i, j)``.
-        causal: whether a query attends to no later key than itself.
-        dropout: probability of dropping an attention weight, in training or not.
+        causal: prevent queries from attending to later keys.
+        dropout: dropout probability of attention weights, which also applies in evaluation.
 
     Returns:
-        ``(b, n, i, e)`` in the dtype of ``v``; zeros for a query that may attend to nothing.
+        ``(b, n, i, e)`` in the dtype of ``v``; zeros for fully masked queries.
 
     Raises:
-        ValueError: unknown ``impl``, heads that are not a multiple, or a mask of another dtype or of a shape that does
-            not broadcast.
+        ValueError: ``impl`` is unknown, ``n`` is not a multiple of ``m``, or an argument has the wrong dtype or shape.
 
     Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3.2, https://arxiv.org/abs/1706.03762
 
@@ -108,10 +109,10 @@ def attend(
         same = {"k": (0, 3), "v": (0, 1, 2)}.get(name, ())
         if x.dim() != 4 or not x.is_floating_point() or any(x.shape[axis] != like.shape[axis] for axis in same):
             expected = "(batch, heads, tokens, width), k with q's batch and width, v with k's heads and tokens"
-            raise ValueError(f"{name} must be of floating point and {expected}; got {x.dtype} {tuple(x.shape)}")
+            raise ValueError(f"{name} must be floating-point with shape {expected}; got {x.dtype} {tuple(x.shape)}")
     if mask is not None:
         masks.check_mask(mask, q.shape[0], q.shape[1], q.shape[2:3], k.shape[2:3])
-    if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # not every implementation supports them
+    if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # some implementations do not support empty tensors
         return (q @ repeat_kv(q, k).mT).to(v.dtype) @ repeat_kv(q, v)
     row_has_key = None
     if mask is not None:

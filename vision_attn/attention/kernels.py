@@ -1,7 +1,7 @@
 """Attention between the tokens of each group, in einx, torch.bmm, einsum and torch's fused kernels.
 
-A kernel takes five steps, side by side here. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i`` query
-token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
+Every implementation consists of the same five steps. Letters: ``b`` batch, ``n`` heads, ``m`` key/value heads, ``i``
+query token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
 
     partition     (b, c, h, w)                                             ->  (b·groups, c, h', w')
     split heads   (b·groups, n·d, h', w')                                  ->  (b·groups, n, i, d)
@@ -9,10 +9,11 @@ token, ``j`` key token, ``d`` width of queries and keys, ``e`` width of values.
     merge heads   (b·groups, n, i, e)                                      ->  (b·groups, n·e, h', w')
     reverse       (b·groups, c, h', w')                                    ->  (b, c, h, w)
 
-The first and the last are for a pattern that is a plain reshape; any other gathers its tokens with one index.
+The first and the last step are for patterns that are a plain reshape; any other pattern gathers its tokens with one
+index.
 
-``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, in which each
-row has a key to attend to; with ``causal`` it is None. Logits and softmax are computed in at least float32.
+``mask`` is None, bool (True = may attend) or an additive float, ``(b or 1, groups or 1, n or 1, i, j)``, and allows at
+least one key for every query. It is None if ``causal`` is True. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from vision_attn.attention.masks import Mask, add_mask, split_mask, upcast
 from vision_attn.attention.patterns.layout import TokenLayout
 from vision_attn.attention.patterns.line import AXES, BoundRearrangement
 
-#: Keys from which values are widened for flash attention.
+#: Number of keys from which padding the values for flash attention is worth its cost.
 FLASH_FROM_KEYS = 2048
-#: The largest batch, and the most heads, of torch's CUDA kernels: the second and third axis of a CUDA grid.
+#: Maximum batch size, and number of heads, of torch's CUDA kernels: the limit of the last two axes of a CUDA grid.
 MAX_BATCH = 65_535
 
 
@@ -47,7 +48,7 @@ class Kernel:
     attend: Callable[..., Tensor]
     merge_heads: Callable[[Tensor, Sequence[int]], Tensor]
     reverse: Callable[[Tensor, BoundRearrangement], Tensor]
-    #: attention from the pattern and the bias themselves, instead of a mask made from them
+    #: if given, runs instead of ``attend``, on the pattern and the bias rather than a mask built from them
     attend_inputs: Callable[..., Tensor] | None = None
 
 
@@ -62,7 +63,7 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
-    """Cut a feature map ``(b, c, *size)`` into its groups, ``(b·groups, c, *group_size)``."""
+    """Partition a feature map ``(b, c, *size)`` into groups, ``(b·groups, c, *group_size)``."""
     if layout.is_whole:
         return x
     if layout.line is not None:
@@ -75,7 +76,7 @@ def to_groups(kernel: Kernel, layout: TokenLayout, x: Tensor) -> Tensor:
 
 
 def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
-    """Put groups ``(b·groups, c, *group_size)`` back into a feature map, ``(b, c, *size)``."""
+    """Reverse :func:`to_groups`: ``(b·groups, c, *group_size)`` to a feature map ``(b, c, *size)``."""
     if layout.is_whole:
         return y
     if layout.line is not None:
@@ -84,7 +85,7 @@ def from_groups(kernel: Kernel, layout: TokenLayout, y: Tensor) -> Tensor:
     return y.index_select(1, layout.inverse_index).transpose(1, 2).unflatten(2, layout.size)
 
 
-# --- einx: every axis by its name -------------------------------------------------------------------------------------
+# --- einx: axes by name -----------------------------------------------------------------------------------------------
 
 
 def partition_einx(x: Tensor, bound: BoundRearrangement) -> Tensor:
@@ -112,7 +113,7 @@ def attend_einx(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 def merge_heads_einx(y: Tensor, size: Sequence[int]) -> Tensor:
     import einx
 
-    # index() makes numbers of a compiler's symbols, which einx cannot look up in its cache: each size has its own graph
+    # index() turns the symbolic sizes of torch.compile into integers, because einx hashes them: one graph per size.
     sizes = dict(zip(AXES[-len(size) :], map(index, size), strict=True))
     axes = " ".join(sizes)
     return channels_first(einx.id(f"b n ({axes}) e -> b {axes} (n e)", y, **sizes))
@@ -124,7 +125,7 @@ def reverse_einx(y: Tensor, bound: BoundRearrangement) -> Tensor:
     return einx.id(f"{bound.groups_text} -> {bound.map_text}", channels_last(y), **bound.sizes)
 
 
-# --- torch.bmm: every axis by its place -------------------------------------------------------------------------------
+# --- torch.bmm: axes by position --------------------------------------------------------------------------------------
 
 
 def partition_torch(x: Tensor, bound: BoundRearrangement) -> Tensor:
@@ -159,7 +160,7 @@ def reverse_torch(y: Tensor, bound: BoundRearrangement) -> Tensor:
 
 
 def drop(weights: Tensor, dropout: float) -> Tensor:
-    """Drop attention weights; a graph holds no dropout where there is none."""
+    """Apply dropout to attention weights; with probability zero, no operation is added to graphs."""
     return F.dropout(weights, dropout) if dropout else weights
 
 
@@ -167,7 +168,7 @@ EINX = Kernel(partition_einx, split_heads_einx, attend_einx, merge_heads_einx, r
 BMM = Kernel(partition_torch, split_heads_torch, attend_bmm, merge_heads_torch, reverse_torch)
 
 
-# --- einsum: every axis by its letter ---------------------------------------------------------------------------------
+# --- einsum: axes by letter -------------------------------------------------------------------------------------------
 
 
 def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
@@ -178,23 +179,23 @@ def attend_einsum(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, 
     return torch.einsum("bnij,bnje->bnie", weights, v)
 
 
-# --- scaled_dot_product_attention: a fused kernel of torch, which never stores the weights ----------------------------
+# --- scaled_dot_product_attention: torch's fused kernels, which never store the weights -------------------------------
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, causal: bool, dropout: float) -> Tensor:
     shape, e, on_cpu, width = q.shape[:3], v.shape[3], q.device.type == "cpu", max(q.shape[3], v.shape[3])
     if not on_cpu:
         q, k, v = align_widths(q, k, v, mask)
-    elif q.shape[3] != e:  # this kernel takes one width for all
+    elif q.shape[3] != e:  # the CPU kernel requires equal widths
         q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
     elif not torch.compiler.is_compiling() and k.shape[2] > 1024 and k.stride(2) * k.element_size() >= 1024:
-        # It reads all keys for each block of queries: where they are many and far apart, a copy saves time.
+        # The kernel reads all keys for each block of queries: a contiguous copy of many strided keys saves time.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     inputs = q, k, v
     if mask is not None:
         mask = mask if mask.dtype in (torch.bool, q.dtype) else cast_mask(mask, q.dtype)
         q, k, v, mask = with_four_axes(q, k, v, mask)
-    elif causal and scale <= 0:  # the kernel multiplies its -inf by the scale
+    elif causal and scale <= 0:  # the kernel would multiply its -inf by the scale
         q, scale = scale * q, 1.0
     sdpa = F.scaled_dot_product_attention if on_cpu else sdpa_on_gpu
     y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
@@ -205,9 +206,9 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Mask, ca
 
 
 def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: Any) -> Tensor:
-    """Call torch's attention, with at most as many images and groups at once as a CUDA grid holds.
+    """Call torch's attention in chunks that do not exceed the limits of a CUDA grid.
 
-    cuDNN's kernel is excluded where there is a mask: its gradients can be NaN (pytorch/pytorch#196678).
+    With a mask, cuDNN's kernel is excluded, because its gradients can be NaN (pytorch/pytorch#196678).
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with nullcontext() if attn_mask is None or not q.is_cuda else sdpa_kernel(backends):
@@ -219,13 +220,13 @@ def sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Mask, **options: 
 
 
 def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Widen heads with zeros to widths that a GPU has a fused kernel for, which changes nothing.
+    """Pad heads with zeros to widths that torch's fused GPU kernels support; the result does not change.
 
-    Flash attention, for half precision without a mask, takes any width up to 256 if it is the same for all. The
-    memory-efficient kernel takes values of another width; widths, strides and offsets are multiples of 16 bytes
-    (``check_head_dim_size_flash``, ``check_head_dim_size_mem_efficient``, ``minimum_gemm_alignment`` in
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Values are widened for flash attention where there are so
-    many keys that its speed outweighs the bytes.
+    Flash attention requires half precision, no mask, and one width of at most 256 for queries, keys and values. The
+    memory-efficient kernel supports values of another width, but widths, strides and offsets must be multiples of 16
+    bytes (``check_head_dim_size_flash``, ``check_head_dim_size_mem_efficient``, ``minimum_gemm_alignment`` in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Values are padded for flash attention only if there are so
+    many keys that its speed outweighs the additional bytes.
     """
     d, e = q.shape[3], v.shape[3]
     half = q.dtype in (torch.float16, torch.bfloat16)
@@ -240,22 +241,22 @@ def align_widths(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, T
 def align(x: Tensor, width: int, step: int) -> Tensor:
     if x.shape[3] != width:
         return F.pad(x, (0, width - x.shape[3]))
-    if torch.compiler.is_compiling():  # the compiler aligns what it passes to the kernel
+    if torch.compiler.is_compiling():  # the compiler aligns the inputs of the kernel
         return x
     aligned = x.stride(3) == 1 and not any(stride % step for stride in (*x.stride()[:3], x.storage_offset()))
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the same attention with a mask of four axes.
+    """Return inputs for the same attention whose mask has four axes.
 
-    Where each group has its own mask, either the mask is repeated over the batch, or groups become heads, over which
-    the batch broadcasts: whichever copies less.
+    If groups have different masks, either the mask is repeated over the batch, or groups become heads, so that the mask
+    broadcasts over the batch; the alternative that copies less is used.
     """
     batch, groups, heads = mask.shape[:3]
     i, j = q.shape[2], k.shape[2]
     aligned = q.device.type != "cpu"
-    if aligned:  # as the kernels read it, or torch copies it: additive, with rows at multiples of 8
+    if aligned:  # torch copies a mask unless it is additive and its rows start at multiples of 8 elements
         mask = F.pad(mask.expand(-1, -1, -1, -1, j), (0, -j % 8))
         if mask.dtype == torch.bool:
             mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -torch.inf)
@@ -275,7 +276,7 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tenso
 
 
 def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast an additive mask: half precision holds a row minus its largest value."""
+    """Cast an additive mask; rows are reduced by their maximum first, which keeps them in the range of float16."""
     if torch.finfo(dtype).bits < torch.finfo(mask.dtype).bits:
         mask = mask - mask.detach().amax(dim=-1, keepdim=True)
     return mask.to(dtype)
@@ -286,7 +287,7 @@ def refuse_second_derivative(gradient: Tensor) -> None:
 
 
 def name_missing_derivative(y: Tensor, *inputs: Tensor) -> None:
-    """Let gradients of gradients raise an error that names ``impl="bmm"``, where autograd runs as usual."""
+    """Make second derivatives raise an error that recommends ``impl="bmm"``, in ordinary eager execution."""
 
     def add_error(gradient: Tensor) -> None:
         if gradient.requires_grad:  # as with create_graph=True

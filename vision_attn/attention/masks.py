@@ -1,7 +1,7 @@
-"""Attention masks: checked, combined, and rows that may attend to nothing.
+"""Attention masks: checks, combinations, and fully masked rows.
 
 Letters: ``b`` batch, ``n`` heads, ``i`` query token, ``j`` key token. A mask is bool (True = may attend) or an additive
-float. In the groups of a pattern it has five axes, ``(b or 1, groups or 1, n or 1, i, j)``.
+float. For the groups of a pattern, it has five axes, ``(b or 1, groups or 1, n or 1, i, j)``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vision_attn.checks import product
 
-#: None is a mask that hides nothing.
+#: None masks nothing.
 Mask = Tensor | None
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Return a tensor in at least float32: half precision rounds large logits and their differences."""
+    """Return a tensor in at least float32, because half precision rounds large logits and their differences."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -35,7 +35,7 @@ def add_mask(logits: Tensor, mask: Mask, causal: bool) -> Tensor:
 
 
 def split_groups(mask: Tensor) -> tuple[int, int]:
-    """Return the sizes that the axis ``b·groups`` is split into for a mask."""
+    """Return the sizes into which the axis ``b·groups`` is split for a mask."""
     return (-1, mask.shape[1]) if mask.shape[0] == 1 else (mask.shape[0], -1)
 
 
@@ -56,7 +56,7 @@ def combine_masks(first: Tensor, second: Mask) -> Tensor:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return which keys do not follow the query, ``(1, 1, 1, i, j)``.
+    """Return the causal mask ``(1, 1, 1, i, j)``: True for keys that do not follow the query.
 
     >>> causal_mask(2, 3, torch.device("cpu"))[0, 0, 0]
     tensor([[ True, False, False],
@@ -71,27 +71,27 @@ def broadcast_mask(mask: Tensor) -> Tensor:
 
 
 def split_mask(mask: Mask, size: int, axis: int) -> Iterable[Mask]:
-    """Return the mask of each chunk of that size; the same mask for every chunk where it broadcasts along the axis."""
+    """Split a mask into chunks of a size along an axis; a mask that broadcasts there is repeated for every chunk."""
     return repeat(mask) if mask is None or mask.shape[axis] == 1 else mask.split(size, dim=axis)
 
 
 def unmask_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask in which every row has a key to attend to, and which rows ``(…, i, 1)`` had one before.
+    """Return a mask in which every row allows a key, and a bool tensor ``(…, i, 1)`` of the rows that already did.
 
-    The output of the other rows must be set to zero: kernels differ in it. The largest value of each row is subtracted
-    from an additive mask: softmax does not change, and half precision holds the rest.
+    Set the output of the other rows to zero, because kernels compute different values for them. Rows of an additive
+    mask are reduced by their maximum, which does not change the softmax and keeps them in the range of float16.
     """
     if mask.dtype == torch.bool:
         row_has_key = mask.any(dim=-1, keepdim=True)
         return torch.logical_or(mask, ~row_has_key), row_has_key
     mask = upcast(mask)
     largest = mask.detach().amax(dim=-1, keepdim=True)
-    row_has_key = largest != -torch.inf  # a NaN stays a NaN and is visible
+    row_has_key = largest != -torch.inf  # NaN remains NaN, so that it is visible in the output
     return (mask - torch.where(row_has_key, largest, 0.0)).masked_fill(~row_has_key, 0.0), row_has_key
 
 
 def zero_fully_masked_rows(y: Tensor, row_has_key: Mask) -> Tensor:
-    """Set the rows of ``(b·groups, n, i, …)`` to zero that have no key, by ``(b or 1, groups or 1, n or 1, i, 1)``."""
+    """Set fully masked rows of ``(b·groups, n, i, …)`` to zero; the mask is ``(b or 1, groups or 1, n or 1, i, 1)``."""
     if row_has_key is None:
         return y
     y = y.unflatten(0, split_groups(row_has_key))
@@ -99,7 +99,7 @@ def zero_fully_masked_rows(y: Tensor, row_has_key: Mask) -> Tensor:
 
 
 def check_mask(mask: Tensor, batch: int, heads: int, size: Sequence[int], keys_size: Sequence[int]) -> None:
-    """Raise unless a mask is for so many images and heads, and for queries and keys from maps of these sizes."""
+    """Raise unless a mask broadcasts to ``(batch, heads, queries, keys)`` for feature maps of these sizes."""
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a tensor or None, got {type(mask).__name__}. Convert it with torch.as_tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():

@@ -1,8 +1,8 @@
-"""Values that hold inside a ``with`` block, in the thread or task that entered it; nothing is stored on a model.
+"""Values that are valid inside a ``with`` block, in the thread or task that entered it; models store nothing.
 
-Threads and tasks have separate ``contextvars``: others run the same model at the same time, and see no difference. A
-task that is started inside the block inherits it, as does :func:`asyncio.to_thread`. A new thread does not, and neither
-do the threads in which autograd recomputes checkpointed activations on a GPU.
+The values are kept in a ``ContextVar``, so other threads and tasks can run the same model at the same time without
+being affected. Tasks started inside the block inherit the values, as does :func:`asyncio.to_thread`. New threads do not
+inherit them, and neither do the threads in which autograd recomputes checkpointed activations on a GPU.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: The attribute of a copy, which runs instead of a module, that holds this module.
+#: If a copy runs in place of a module, this attribute of the copy holds the module.
 ORIGINAL = "original"
 
-#: The ``with`` blocks that this thread or task is inside of, the innermost last: values by kind and module.
+#: The active ``with`` blocks of this thread or task, innermost last: values by kind and module.
 SCOPES: ContextVar[tuple[dict[tuple[str, nn.Module], Any], ...]] = ContextVar("SCOPES", default=())
 
 
 @contextmanager
 def scope(model: nn.Module, kind: str, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Give modules of a model values inside a ``with`` block, for :func:`scoped_values`.
+    """Assign values to modules of a model inside a ``with`` block; :func:`scoped_values` reads them.
 
-    A compiled model runs in eager meanwhile, in this thread or task alone: a compiled graph does not read the values.
+    A compiled model runs eagerly meanwhile, in this thread or task only, because a compiled graph cannot read them.
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-        raise ValueError("model must run in this thread, got nn.DataParallel on several GPUs. Pass model.module.")
+        raise ValueError("model must run in this thread; got nn.DataParallel on several GPUs. Pass model.module.")
     entered = {(kind, module): value for module, value in values.items()}
     STANCE.enter()
     SCOPES.set((*SCOPES.get(), entered))
     try:
         yield
     finally:
-        entered.clear()  # tasks that were started inside of the block have it, too
+        entered.clear()  # tasks started inside the block share this dict
         SCOPES.set(tuple(other for other in SCOPES.get() if other is not entered))
         STANCE.exit()
 
 
 def scoped_values(kind: str, module: nn.Module) -> list[Any]:
-    """Return the values of a module in the ``with`` blocks that run now, of the innermost last."""
+    """Return the values of a module in the active ``with`` blocks, innermost last."""
     if torch.compiler.is_dynamo_compiling() and not in_scope():
         return []
     key = kind, vars(module).get(ORIGINAL, module)
@@ -51,35 +51,36 @@ def scoped_values(kind: str, module: nn.Module) -> list[Any]:
 
 
 def scoped_output(block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the output of a block that adds to a feature map ``x``, after the functions of the ``with`` blocks."""
+    """Apply the functions of the active ``with`` blocks to the output ``y`` of a residual block with input ``x``."""
     for function in scoped_values("output", block):
         y = function(x, y)
     return y
 
 
 def in_scope() -> bool:
-    """Return True inside of a ``with`` block; a constant for torch's compiler.
+    """Return True inside a ``with`` block; the value is a constant for torch's compiler.
 
-    It traces a model inside of one only for ``torch.export.export(…, strict=True)``, whose graph is a separate program.
+    The compiler traces a model inside such a block only for ``torch.export.export(…, strict=True)``, whose graph is a
+    separate program.
     """
     return any(SCOPES.get())
 
 
-# As torch.compiler.assume_constant_result does, which takes seconds to import.
+# This is the effect of torch.compiler.assume_constant_result, which takes seconds to import.
 in_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside_scopes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function as outside of all ``with`` blocks, so that it runs compiled."""
+    """Call a function outside all ``with`` blocks, so that it runs compiled."""
     context = copy_context()
     context.run(SCOPES.set, ())
     return context.run(function, *args, **kwargs)
 
 
 class EagerInScopes(str):
-    """A stance of torch.compile: eager inside of a scope, and everywhere else the stance that was set before.
+    """A stance of torch.compile: ``force_eager`` inside a scope, and the previous stance everywhere else.
 
-    torch has one stance for all threads, and compares it with the name of each. It is set while any thread is inside.
+    torch has one stance for all threads and compares it by name. This stance is set while any thread is in a scope.
     """
 
     lock = Lock()
@@ -96,7 +97,7 @@ class EagerInScopes(str):
         with self.lock:
             if not self.entered:
                 self.handle = torch.compiler.set_stance(self)  # type: ignore[arg-type]
-                self.previous = str(self.handle.prev.stance) or "default"  # this one is empty
+                self.previous = str(self.handle.prev.stance) or "default"  # this class is an empty string
             self.entered += 1
 
     def exit(self) -> None:

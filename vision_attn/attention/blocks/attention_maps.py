@@ -1,4 +1,4 @@
-"""Attention weights on the feature map, from what a block gives its kernel: a fused kernel never stores them."""
+"""Attention weights on the feature map, computed from the inputs of a kernel: fused kernels never store weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vision_attn.checks import product
 
 
 def attn_hook(block: nn.Module, hook: Callable[[AttentionInputs], object]) -> AbstractContextManager[None]:
-    """Call a hook with what a block gives its kernel in each forward pass of this thread, inside a ``with`` block."""
+    """Call a hook with the inputs of a block's kernel in each forward pass of this thread, inside a ``with`` block."""
     return scope(block, "attention", {block: hook})
 
 
@@ -26,10 +26,10 @@ def weights_on_map(
     heads: Tensor | None = None,
     grouping: Grouping | None = None,
 ) -> Tensor:
-    """Return the weights of the keys on the map, ``(b, n, i, j)``, with zeros outside of the group of a query.
+    """Return attention weights for all keys on the feature map, ``(b, n, i, j)``; zero outside a query's group.
 
-    Only chosen queries (indices of tokens) and heads need memory. ``grouping`` is given for inputs whose batch are the
-    groups of larger maps.
+    Weights are computed for the selected queries (token indices) and heads only, which saves memory. Pass ``grouping``
+    if the batch axis of the inputs holds the groups of larger feature maps.
     """
     q, k, _, scale, inner, bias, mask, causal = inputs
     k = repeat_kv(q, k)
@@ -42,20 +42,20 @@ def weights_on_map(
         both = [mask, row_has_key]
         if grouping is None:
             grouping = inner
-        else:  # the batch of these masks is that of the groups
+        else:  # here the batch axis of the masks runs over groups
             groups = (-1, grouping.groups)
             both = [x if x is None or x.shape[0] == 1 else x[:, 0].unflatten(0, groups) for x in both]
         if heads is not None:
             q, k, both = q[:, heads], k[:, heads], [select(x, 2, heads) for x in both]
         layout, is_whole = grouping.query_layout, grouping.query_layout.is_whole
-        if is_whole:  # one group, which class tokens precede
+        if is_whole:  # there is one group; class tokens may come first
             row = torch.arange(q.shape[2], device=q.device) if queries is None else queries
             group = torch.zeros_like(row)
         else:
             group, row = grouping.locate(queries)
         if queries is not None and is_whole:
             q, both = q[:, :, queries], [select(x, 3, queries) for x in both]
-        elif queries is not None:  # each query is a separate group
+        elif queries is not None:  # each query becomes a separate group
             q = q.unflatten(0, (-1, layout.groups))[:, group, :, row].movedim(0, 1).flatten(0, 1)[:, :, None]
             k = k.unflatten(0, (-1, layout.groups))[:, group].flatten(0, 1)
             shape = (-1, layout.groups, -1, layout.tokens, -1)
@@ -75,8 +75,9 @@ def select(mask: masks.Mask, axis: int, index: Tensor) -> masks.Mask:
 
 
 def check_queries(queries: Tensor, size: Sequence[int]) -> None:
-    """Raise unless queries are indices ``(i,)`` of the tokens of a map of this size."""
+    """Raise unless queries are token indices ``(i,)`` on a feature map of this size."""
     tokens = product(size)
     integers = isinstance(queries, Tensor) and queries.dim() == 1 and queries.dtype in (torch.int32, torch.int64)
     if not integers or not ((queries >= 0) & (queries < tokens)).all():
-        raise ValueError(f"queries must be a tensor (i,) of indices of {tokens} tokens, or None for all; got {queries}")
+        expected = f"a 1-d integer tensor with values from 0 to {tokens - 1}, or None for all tokens"
+        raise ValueError(f"queries must be {expected}; got {queries}")

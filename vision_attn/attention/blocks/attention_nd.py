@@ -1,4 +1,4 @@
-"""Multi-head attention on feature maps with any number of axes: one forward pass for all of them."""
+"""Multi-head attention on feature maps with one, two or three axes, which share one forward pass."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Attention(ConfigurableImpl):
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = POINTWISE[self.rank]
-        if groups > 1:  # of the map three times, so that the rows are ordered (qkv, heads, head_dim)
+        if groups > 1:  # the input is repeated three times, which keeps the rows in the order (qkv, heads, head_dim)
             self.qkv: Conv = conv(3 * channels, 3 * n * d, 1, groups=3 * groups, bias=qkv_bias, **factory)
         elif context_channels is None:
             self.qkv = conv(channels, n * d + m * (d + e), 1, bias=qkv_bias, **factory)
@@ -107,25 +107,26 @@ class Attention(ConfigurableImpl):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend, in the same steps for every pattern, position encoding and implementation.
+        """Attend; the steps are the same for every pattern, position encoding and implementation.
 
         Args:
-            x: feature maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``; with the number of axes of the block.
-            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``,
-                tokens row-major.
-            context: the maps of keys and values, with ``context_channels`` channels, or ``channels`` where that is
-                None; ``x`` when None.
+            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``. Blocks with one or three axes expect as
+                many instead of ``h, w``.
+            mask: bool (True = may attend) or additive float, broadcastable to ``(b, heads, tokens, key tokens)``, with
+                tokens in row-major order.
+            context: feature maps from which keys and values are projected, with ``context_channels`` channels, or
+                ``channels`` if ``context_channels`` is None. Keys and values come from ``x`` if ``context`` is None.
 
         Returns:
-            ``(b, out_channels, h, w)`` in the memory format of ``x``; a query that may attend to nothing gives the bias
-            of ``proj``.
+            ``(b, out_channels, h, w)`` in the memory format of ``x``. The output for a query without any allowed key is
+            the bias of ``proj``.
 
         Raises:
-            ValueError: ``x``, ``context`` or ``mask`` has another shape or type; the message names the expected one.
+            ValueError: the shape or type of ``x``, ``context`` or ``mask`` is wrong; the message states which.
         """
         plain = mask is None and context is None and self.context_channels is None and self.kv_stride == 1
         keys_size = tuple(x.shape[2:]) if plain else self.check_inputs(x, mask, context)
-        if 0 in x.shape:  # not every implementation and pattern supports it
+        if 0 in x.shape:  # some implementations and patterns do not support empty tensors
             return self.proj(x.new_zeros(x.shape[0], self.proj.in_channels, *x.shape[2:]))
         scoped = in_scope() if torch.compiler.is_dynamo_compiling() else SCOPES.get()
         kernel = IMPLEMENTATIONS[self.impl if scoped else self._impl]
@@ -141,12 +142,12 @@ class Attention(ConfigurableImpl):
     def kernel_inputs(
         self, kernel: Kernel, x: Tensor, keys_size: tuple[int, ...], mask: Tensor | None, context: Tensor | None
     ) -> AttentionInputs:
-        """Project, split into groups and heads, normalize and add positions: all that a kernel needs."""
+        """Project, split into groups and heads, normalize, and encode positions; return the inputs of a kernel."""
         masks_map = kernel.attend_inputs is not None
         grouping = self.groupings.get(x, keys_size, masks_map, unmasked=mask is None and not self.causal)
         q, k, v = self.project(kernel, grouping, x, context)  # (b·groups, n, i, d), (…, m, j, d), (…, m, j, e)
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the norms return float32: the kernel gets the dtype of the values.
+            # Under autocast, normalization returns float32; the kernel expects the dtype of the values.
             q, k = self.q_norm(q).to(v.dtype), grouping.zero_padding(self.k_norm(k).to(v.dtype))
         bias = None
         if self.position is not None:
@@ -156,17 +157,17 @@ class Attention(ConfigurableImpl):
     def project(
         self, kernel: Kernel, grouping: Grouping, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project maps to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
+        """Project to queries ``(b·groups, n, i, d)``, keys ``(…, m, j, d)`` and values ``(…, m, j, e)``."""
         n, m, d, e = self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim
         queries, keys, widths = grouping.query_layout, grouping.key_layout, [n * d, m * d, m * e]
         if self.position is not None and self.position.adds_to_map:
             x = self.position.add_to_map(x, grouping)
             context = None if context is None else self.position.add_to_map(context, grouping)
-        if self.groups > 1:  # queries, keys and values have their own groups
+        if self.groups > 1:  # queries, keys and values have separate groups of channels
             x = torch.cat([x] * 3, dim=1)
             context = None if context is None else torch.cat([context] * 3, dim=1)
         if context is None and keys is queries and self.qk_norm != "match":
-            # One map is cut into groups, and not the three that are projected from it.
+            # Rearranging one input is cheaper than rearranging its three projections.
             q, k, v = self.qkv(to_groups(kernel, queries, x)).split(widths, dim=1)
         else:
             if self.context_channels is None:
@@ -182,18 +183,19 @@ class Attention(ConfigurableImpl):
         return kernel.split_heads(q, n), kernel.split_heads(k, m), kernel.split_heads(v, m)
 
     def pool_kv(self, y: Tensor) -> Tensor:
-        """Average a projected map over squares of ``kv_stride``, which equals projecting the averaged map."""
+        """Average projected keys or values over squares of side ``kv_stride``; averaging and projecting commute."""
         if self.kv_stride == 1:
             return y
         squares = tuple(min(self.kv_stride, length) for length in y.shape[2:])
-        # On a CPU, torch has no average of volumes in half precision.
+        # torch does not implement avg_pool3d in half precision on CPUs.
         exact = upcast(y) if self.rank == 3 and y.device.type == "cpu" else y
         return getattr(F, f"avg_pool{self.rank}d")(exact, squares, ceil_mode=True).to(y.dtype)
 
     def check_inputs(self, x: Tensor, mask: Tensor | None, context: Tensor | None) -> tuple[int, ...]:
-        """Raise for a mask or context that :meth:`forward` does not take; return the size of the map of the keys."""
+        """Raise for an invalid mask or context; return the size of the keys' feature map."""
         if context is None and self.context_channels is not None:
-            raise ValueError(f"context must be given to a block with context_channels={self.context_channels}")
+            expected = f"feature maps with {self.context_channels} channels for a block with context_channels"
+            raise ValueError(f"context must be {expected}; got None")
         if context is not None:
             channels = self.context_channels or self.channels
             if not isinstance(context, Tensor) or context.dim() != x.dim() or context.shape[1] != channels:
@@ -211,26 +213,26 @@ class Attention(ConfigurableImpl):
         return keys_size
 
     def keys_size(self, x: Tensor, context: Tensor | None = None) -> tuple[int, ...]:
-        """Return the size of the map of the keys, in positions."""
+        """Return the size of the keys' feature map, in positions."""
         size, stride = (x if context is None else context).shape[-self.rank :], self.kv_stride
         return tuple(size if stride == 1 else [(length + stride - 1) // stride for length in size])
 
     def attention_weights(
         self, x: Tensor, mask: Tensor | None = None, queries: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
-        """Return how much every query attends to every key, for the inputs of :meth:`forward`.
+        """Return the attention weights for the inputs of :meth:`forward`.
 
         Args:
             x: as in :meth:`forward`.
             mask: as in :meth:`forward`.
-            queries: indices of tokens, ``(i,)``, row-major; all when None.
+            queries: token indices in row-major order, ``(i,)``; all tokens if None.
             context: as in :meth:`forward`.
 
         Returns:
-            ``(b, heads, i, key tokens)``.
+            Weights ``(b, heads, i, key tokens)``. Each row sums to one, or is zero for a query without any allowed key.
 
         Raises:
-            ValueError: as :meth:`forward`, or ``queries`` are not such indices.
+            ValueError: as in :meth:`forward`, or ``queries`` is not a tensor of token indices.
 
         >>> from vision_attn.attention.blocks import Attention2d
         >>> Attention2d(8, 2, pattern="rows").attention_weights(torch.randn(1, 8, 3, 4)).shape
@@ -250,7 +252,7 @@ class Attention(ConfigurableImpl):
 
     @property
     def default_scale(self) -> float:
-        """The factor on the logits that follows from the other arguments."""
+        """The factor on the logits if ``scale`` is None."""
         return 1.0 if isinstance(self.q_norm, CosineNorm) else self.key_dim**-0.5
 
     def non_default_config(self) -> dict[str, object]:
@@ -268,9 +270,9 @@ class Attention(ConfigurableImpl):
 
     def get_config(self) -> dict[str, object]:
         config = {"num_heads": self.num_heads, "pattern": self.pattern, **self.non_default_config()}
-        config.pop("attn_drop", None)  # of training alone
+        config.pop("attn_drop", None)  # affects training only
         if self.position is not None:
             config["position"] = position = copy(self.position.config)
-            if self.position.has_tables:  # whose size is in their shapes, and which are resized when loaded
+            if self.position.has_tables:  # their shapes state the size, and loading resizes them
                 object.__setattr__(position, "feat_size", None)
         return config

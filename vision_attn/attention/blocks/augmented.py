@@ -1,4 +1,4 @@
-"""Attention as a replacement of a convolution, and beside a convolution."""
+"""Attention that replaces a convolution, or is concatenated with one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from vision_attn.checks import check_count, check_counts, check_divides, check_n
 
 
 class AugmentedConv2d(Configurable):
-    """``[conv(x), attention(x)]``, side by side: an attention-augmented convolution.
+    """``concat(conv(x), attention(x))`` over channels: an attention-augmented convolution.
 
-    It replaces ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a
-    stride, attention runs on the map averaged over squares of that side.
+    Replaces ``Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2)``. With a stride above
+    one, the input of the attention is averaged over squares of side ``stride``.
 
     Args:
-        in_channels: channels of the map.
-        out_channels: channels of the result, ``value_channels`` of them from attention.
+        in_channels: input channels.
+        out_channels: output channels, of which attention computes ``value_channels``.
         kernel_size: side of the convolution's kernel, in positions; odd.
-        stride: positions from one output to the next.
+        stride: stride of the block, in positions.
         num_heads: number of heads.
-        key_channels: channels of queries, and of keys, in all heads; divisible by ``num_heads``.
-        value_channels: channels from attention in the result; divisible by ``num_heads``, fewer than ``out_channels``.
-        bias: whether the convolution has a bias.
+        key_channels: channels of the queries, and of the keys, over all heads; divisible by ``num_heads``.
+        value_channels: output channels of the attention; divisible by ``num_heads``, fewer than ``out_channels``.
+        bias: add a bias in the convolution.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **attention: further arguments of :class:`Attention2d`; the paper has ``position=RelPosDecomposed(…)``.
+        **attention: further arguments of :class:`Attention2d`; the paper uses ``position=RelPosDecomposed(…)``.
 
     Raises:
-        ValueError: an argument is out of range; the message names it, with the expected and the given value.
+        ValueError: an argument is out of range; the message names it and states the expected and the given value.
 
     Source: Bello et al., *Attention Augmented Convolutional Networks*, 2019, https://arxiv.org/abs/1904.09925
 
@@ -62,9 +62,9 @@ class AugmentedConv2d(Configurable):
         check_new(device, dtype, in_channels=in_channels, out_channels=out_channels, num_heads=num_heads)
         check_counts(kernel_size=kernel_size, stride=stride, key_channels=key_channels, value_channels=value_channels)
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that both branches give maps of one size; got {kernel_size}")
+            raise ValueError(f"kernel_size must be odd, for branches with outputs of equal size; got {kernel_size}")
         for name in {"key_dim", "value_dim", "out_channels", "context_channels"} & attention.keys():
-            raise ValueError(f"{name} must be left out of AugmentedConv2d, which has key_channels and value_channels")
+            raise ValueError(f"AugmentedConv2d does not support {name}: pass key_channels and value_channels")
         check_divides("num_heads", num_heads, "key_channels", key_channels)
         check_divides("num_heads", num_heads, "value_channels", value_channels)
         if value_channels >= out_channels:
@@ -77,17 +77,17 @@ class AugmentedConv2d(Configurable):
         self.attn: Attention2d = Attention2d(in_channels, num_heads, out_channels=value_channels, **attention)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Convolve and attend.
+        """Convolve, attend, and concatenate both outputs.
 
         Args:
-            x: maps, ``(b, in_channels, h, w)``, or one map, ``(in_channels, h, w)``.
-            mask: as in :meth:`Attention2d.forward`, for the map after the stride.
+            x: feature maps, ``(b, in_channels, h, w)``, or a single one, ``(in_channels, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the size after the stride.
 
         Returns:
             ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
 
         Raises:
-            ValueError: ``mask`` does not fit.
+            ValueError: the shape or dtype of ``mask`` is wrong.
         """
         pooled = x if self.stride == 1 else F.avg_pool2d(x, self.stride, ceil_mode=True)
         return torch.cat([self.conv(x), self.attn(pooled, mask)], dim=-3)
@@ -97,24 +97,24 @@ class AugmentedConv2d(Configurable):
 
 
 class StridedAttention2d(Configurable):
-    """``average(attention(x))``: attention that replaces ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
+    """``avg_pool(attention(x))``: attention that replaces ``Conv2d(channels, out_channels, 3, stride, padding=1)``.
 
-    Attention runs on the complete map; with a stride, its output is averaged over squares of that side. A square over
-    the border is averaged over the positions in it that are on the map. The state dict is ``attn.*``.
+    Attention runs at full resolution. With a stride above one, its output is averaged over squares of side ``stride``;
+    a square at the border is averaged over the positions inside the feature map. The state dict is ``attn.*``.
 
     Args:
-        channels: channels of the map.
+        channels: input channels.
         num_heads: number of heads.
-        stride: positions from one output to the next.
-        out_channels: channels of the result; ``channels`` when None.
-        feat_size: size of the map, in positions before the stride: ``position`` is ``RelPosDecomposed(feat_size)``
-            where it is not given.
+        stride: stride of the block, in positions.
+        out_channels: output channels; ``channels`` if None.
+        feat_size: size of the feature map before the stride, in positions. If it is given, ``position`` defaults to
+            ``RelPosDecomposed(feat_size)``.
         device: device of the parameters.
         dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`.
 
     Raises:
-        ValueError: an argument is out of range; the message names it, with the expected and the given value.
+        ValueError: an argument is out of range; the message names it and states the expected and the given value.
 
     Source: Srinivas et al., *Bottleneck Transformers*, 2021, section 3, https://arxiv.org/abs/2101.11605
 
@@ -146,15 +146,15 @@ class StridedAttention2d(Configurable):
         """Attend, then average.
 
         Args:
-            x: maps, ``(b, c, h, w)``.
-            mask: as in :meth:`Attention2d.forward`, for the map before the stride.
+            x: feature maps, ``(b, c, h, w)``.
+            mask: as in :meth:`Attention2d.forward`, for the size before the stride.
             context: as in :meth:`Attention2d.forward`.
 
         Returns:
             ``(b, out_channels, ⌈h / stride⌉, ⌈w / stride⌉)``.
 
         Raises:
-            ValueError: as :meth:`Attention2d.forward`.
+            ValueError: as in :meth:`Attention2d.forward`.
         """
         y = self.attn(x, mask, context)
         return y if self.stride == 1 else F.avg_pool2d(y, self.stride, ceil_mode=True)

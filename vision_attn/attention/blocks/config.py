@@ -19,12 +19,12 @@ CONFIG_KEY = "block"
 class Configurable(nn.Module):
     """A block whose state dict contains its configuration.
 
-    It is in the metadata in which torch keeps the version of every module, and which ``torch.save`` writes. The keys
-    stay the same, and code that does not know of it is not affected.
+    The configuration is part of the state dict's metadata, where torch stores the version of each module and which
+    ``torch.save`` writes. The keys of the state dict do not change, and other code ignores the additional entry.
     """
 
     def get_config(self) -> dict[str, object]:
-        """Return the arguments that change the result and do not follow from the shapes of the weights."""
+        """Return the arguments that affect the output and cannot be derived from the shapes of the weights."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -49,14 +49,14 @@ class ConfigurableImpl(Configurable):
         self._impl = impl
 
     def check_impl(self, impl: str) -> None:
-        """Raise for an implementation that the block cannot run."""
+        """Raise if the block does not support an implementation."""
         check_choice("impl", impl, IMPLEMENTATIONS)
 
 
 def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
-    """Return every block of a model that has a choice of implementation, by its path.
+    """Return all blocks of a model with a choice of implementation, by path.
 
-    A module that runs a block which is not its child has it as ``running_block``.
+    The attribute ``running_block`` of a module is the block that it runs, if that block is not its child.
     """
     check_type("model", model, nn.Module, "a network, an nn.Module")
     blocks = {name: getattr(module, "running_block", module) for name, module in model.named_modules()}
@@ -64,7 +64,7 @@ def blocks_with_impl(model: nn.Module) -> dict[str, Any]:
 
 
 def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
-    """Return the blocks of a model for another implementation; raise if one of them cannot run it."""
+    """Return the blocks of a model; raise if one of them does not support an implementation."""
     blocks = blocks_with_impl(model)
     for path, block in blocks.items():
         try:
@@ -79,17 +79,17 @@ def blocks_for_impl(model: nn.Module, impl: str) -> Iterable[Any]:
 def set_impl_(model: nn.Module, impl: str) -> int:
     """Set the implementation of every attention block in a model; the weights stay the same.
 
-    Inside a :func:`use_impl`, whose choice takes precedence there, it holds from the end of that ``with`` block.
+    Inside a :func:`use_impl` context, whose choice takes precedence, the new setting applies after the context ends.
 
     Args:
         model: any module.
-        impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or one that was registered.
+        impl: one of :data:`vision_attn.IMPLS`, ``"auto"``, or a name registered with :func:`register_impl`.
 
     Returns:
         The number of modules whose implementation changed.
 
     Raises:
-        ValueError: unknown ``impl``, or one that a block cannot run; then no block is changed.
+        ValueError: ``impl`` is unknown, or a block does not support it; no block is changed in this case.
 
     >>> from vision_attn.attention.blocks import Attention2d
     >>> set_impl_(nn.Sequential(Attention2d(8, 2), Attention2d(8, 2, impl="bmm")), "bmm")
@@ -103,10 +103,10 @@ def set_impl_(model: nn.Module, impl: str) -> int:
 
 @contextmanager
 def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
-    """Run another implementation inside a ``with`` block, in this thread or task alone.
+    """Run another implementation inside a ``with`` block, in the current thread or task only.
 
-    Nothing on the model is changed: other threads and copies of the model run the implementation that was set. A
-    compiled model runs in eager inside. A thread that is started inside the ``with`` block is outside of it.
+    The model is not modified: other threads, including threads started inside the ``with`` block, and copies of the
+    model keep their implementation. A compiled model runs eagerly inside the block.
 
     Args:
         model: any module.
@@ -116,7 +116,7 @@ def use_impl(model: nn.Module, impl: str) -> Iterator[nn.Module]:
         The model.
 
     Raises:
-        ValueError: as :func:`set_impl_`.
+        ValueError: as in :func:`set_impl_`.
 
     >>> import torch
     >>> from vision_attn.attention.blocks import Attention2d

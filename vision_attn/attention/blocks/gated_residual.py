@@ -1,4 +1,4 @@
-"""Attention for a backbone: a gated residual branch that is an identity at initialization."""
+"""Attention blocks for a backbone: a gated residual branch, which is an identity at initialization."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vision_attn.attention.blocks.projection import ChannelNorm, on_feature_maps
 from vision_attn.attention.scopes import scoped_output
 from vision_attn.checks import check_new, check_number
 
-#: Parameters of layers that the hooks of ``torch.nn.utils.spectral_norm`` and ``weight_norm`` normalize.
+#: Parameters that ``torch.nn.utils.spectral_norm`` and ``weight_norm`` add to a layer.
 NORMALIZED = {"weight_orig", "weight_g"}
-#: Layers with a normalized weight that is known to be finite.
+#: Layers whose normalized weight has been found to be finite.
 FINITE: WeakSet[nn.Module] = WeakSet()
 
 
 def check_same_channels(channels: int, out_channels: int | None = None, **attention: Any) -> None:
-    """Raise for other ``out_channels`` than those of the feature map that a residual block adds to."""
+    """Raise if ``out_channels`` differs from the channels of the feature map to which a residual block adds."""
     if out_channels not in (None, channels):
-        raise ValueError(f"out_channels must be left out of a residual block, got {out_channels!r} beside {channels}")
+        raise ValueError(f"out_channels must equal channels={channels} in a residual block; got {out_channels!r}")
 
 
 def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
@@ -33,17 +33,17 @@ def refuse_normalized_zeros(owner: nn.Module, layer: nn.Module) -> None:
         return
     if isinstance(weight := getattr(layer, "weight", None), Tensor) and not weight.isfinite().all():
         name = next(name for name, module in owner.named_modules() if module is layer)
-        cause = f"{name!r} of {type(owner).__name__} has a weight of zeros, NaN after spectral_norm and weight_norm"
-        raise ValueError(f"{cause}. Create the block with gate_init=0, or another block with exact=False")
+        cause = f"{name!r} of {type(owner).__name__} is NaN: spectral_norm or weight_norm divided a zero weight by zero"
+        raise ValueError(f"{cause}. Create the block with gate_init=0, or insert another block with exact=False")
     FINITE.add(layer)
 
 
 class GatedResidual(nn.Module):
-    """``x + gate · branch(norm(x))``, with one gate a channel, for maps with ``rank`` axes.
+    """``x + gate · branch(norm(x))`` with one gate per channel, for feature maps with ``rank`` axes.
 
-    A branch of zeros or a gate of zero leaves ``x`` bitwise identical. With a gate of zero at initialization a block
-    learns later than its network: parameters behind the gate get no gradient until it opens, by one number a channel.
-    Behind an open gate, an output projection of zeros is trained as fast as any other matrix of the network.
+    The output is bitwise identical to ``x`` while the branch or the gate is zero. With a zero gate, the parameters of
+    the branch receive no gradient until the gate has changed, so the block learns more slowly than the network. With a
+    gate of one, the zero-initialized output projection learns as fast as any other layer.
     """
 
     rank = 2
@@ -62,17 +62,17 @@ class GatedResidual(nn.Module):
         raise NotImplementedError
 
     def zero_init_last(self) -> None:
-        """Initialize the branch as zeros, if the gate is open.
+        """Initialize the output projection with zeros if ``gate_init`` is None.
 
-        timm initializes every convolution of a new network, and then calls a method of this name, in some families
-        ``init_weights``.
+        timm reinitializes every convolution of a new network and then calls this method, or ``init_weights`` in some
+        families.
         """
         if self.zero_init:
             for parameter in self.last_projection().parameters():
                 nn.init.zeros_(parameter)
 
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """Call :meth:`zero_init_last`, for timm's families that call this method; with False, do nothing."""
+        """Call :meth:`zero_init_last`, for the timm families that use this method; do nothing if False is passed."""
         if zero_init_last:
             self.zero_init_last()
 
@@ -80,11 +80,11 @@ class GatedResidual(nn.Module):
         """Return ``x + gate · branch``, ``(b, c, h, w)``, in the dtype of ``x``."""
         if self.zero_init:
             refuse_normalized_zeros(self, self.last_projection())
-        # Under autocast the normalization gives float32: the map keeps the dtype that the backbone gave it.
+        # Under autocast, normalization returns float32; the feature map keeps the dtype of the backbone.
         return scoped_output(self, x, x + (self.gate.view(-1, *(1,) * self.rank) * branch).to(x.dtype))
 
 
-#: The block for feature maps with one, two and three axes.
+#: The attention layer for feature maps with one, two and three axes.
 ATTENTION: dict[int, type[Attention]] = {1: Attention1d, 2: Attention2d, 3: Attention3d}
 
 
@@ -116,24 +116,24 @@ class AttentionBlock(GatedResidual):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend and add.
+        """Normalize, attend, and add to the input.
 
         Args:
-            x: maps, ``(b, c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``.
             mask: as in :meth:`Attention2d.forward`.
             context: as in :meth:`Attention2d.forward`.
 
         Returns:
-            ``(b, c, h, w)`` in the type of ``x``.
+            ``(b, c, h, w)`` in the dtype of ``x``.
 
         Raises:
-            ValueError: as :meth:`Attention2d.forward`.
+            ValueError: as in :meth:`Attention2d.forward`.
         """
         return self.add(x, self.attn(self.norm(x), mask, context))
 
 
 class AttentionBlock1d(AttentionBlock):
-    """:class:`AttentionBlock2d` for maps with one axis, ``(b, c, w)``, such as sound.
+    """:class:`AttentionBlock2d` for feature maps with one axis, ``(b, c, w)``, such as audio.
 
     Arguments and errors are those of :class:`AttentionBlock2d`.
 
@@ -145,25 +145,26 @@ class AttentionBlock1d(AttentionBlock):
 
 
 class AttentionBlock2d(AttentionBlock):
-    """Attention ready for a backbone: ``x + gate · attention(norm(x))``, normalized over channels, gated by channel.
+    """Residual attention block: ``x + gate · attention(norm(x))``, with a norm over channels and a gate per channel.
 
-    At initialization the output projection is zero and the block is an identity, bit for bit: inserting it leaves the
-    output of a pretrained network unchanged. The projection learns first; the attention before it follows.
+    The output projection is zero at initialization, so the block returns its input bitwise unchanged: inserting it does
+    not change the output of a pretrained network. The projection is the first to receive a gradient; the layers before
+    it follow after its first update.
 
     Args:
-        channels: channels of the map; divisible by ``num_heads``.
+        channels: input and output channels; divisible by ``num_heads``.
         num_heads: number of heads.
-        gate_init: None for a gate of one and an output projection of zeros; a number for that gate in every channel and
-            the output projection of :class:`Attention2d`.
+        gate_init: initial gate of every channel. If None, the gate is one and the output projection is initialized with
+            zeros; otherwise the output projection is initialized as in :class:`Attention2d`.
         device: device of the parameters.
         dtype: dtype of the parameters.
         **attention: further arguments of :class:`Attention2d`.
 
     Raises:
-        ValueError: an argument is out of range; the message names it, with the expected and the given value.
+        ValueError: an argument is out of range; the message names it and states the expected and the given value.
 
-    Source: the gate by channel is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
-    https://arxiv.org/abs/2103.17239; a projection of zeros ends a new branch in Zhang et al., *Adding Conditional
+    Source: the gate is LayerScale, Touvron et al., *Going Deeper with Image Transformers*, 2021,
+    https://arxiv.org/abs/2103.17239; zero-initialized projections of new branches: Zhang et al., *Adding Conditional
     Control to Text-to-Image Diffusion Models* (zero convolutions), 2023, https://arxiv.org/abs/2302.05543
 
     >>> x = torch.randn(2, 64, 7, 7)
@@ -175,7 +176,7 @@ class AttentionBlock2d(AttentionBlock):
 
 
 class AttentionBlock3d(AttentionBlock):
-    """:class:`AttentionBlock2d` for maps with three axes, ``(b, c, t, h, w)``, such as video.
+    """:class:`AttentionBlock2d` for feature maps with three axes, ``(b, c, t, h, w)``, such as video.
 
     Arguments and errors are those of :class:`AttentionBlock2d`.
 

@@ -1,13 +1,14 @@
-"""Linear (efficient) attention, in einx and in torch: ``φ(q) (ψ(k)ᵀ v)``, keys and values first; and its block.
+"""Linear (efficient) attention in einx and in torch, ``φ(q) (ψ(k)ᵀ v)``, which multiplies keys and values first.
 
-``φ`` and ``ψ`` are a feature map: softmax over the width and over the keys, ``elu + 1`` of both, or none.
+``φ`` and ``ψ`` are the kernel's feature maps: softmax over the width of queries and over the keys, ``elu + 1`` of both,
+or the identity.
 
-No matrix of queries by keys exists: the product of keys and values is ``(d, e)`` in each head, whatever the number of
-tokens. The rows of ``φ(q) ψ(k)ᵀ`` are weights, except without a feature map: they are positive and sum to one.
+The matrix of queries by keys is never computed: the product of keys and values is ``(d, e)`` per head for any number of
+tokens. The rows of ``φ(q) ψ(k)ᵀ`` are positive and sum to one, as attention weights do, except with the identity.
 
     q (b, n, i, d)    k (b, n, j, d)    v (b, n, j, e)    ->    (b, n, i, e)
 
-``mask`` is None or bool, ``(b or 1, n or 1, j, 1)``: the keys that may be attended to at all.
+``mask`` is None or bool, ``(b or 1, n or 1, j, 1)``, and True for the keys that queries may attend to.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vision_attn.attention.kernels import BMM, EINX
 from vision_attn.attention.masks import broadcast_mask, check_mask, unmask_empty_rows, upcast
 from vision_attn.checks import check_choice, check_divides, check_flags, check_new, check_probability
 
-#: Names of the feature maps.
+#: Names of the kernel's feature maps.
 FEATURE_MAPS = ("softmax", "elu", "none")
 FOR_LINEAR = " for linear attention"
 
@@ -54,34 +55,34 @@ def linear_bmm(q: Tensor, k: Tensor, v: Tensor, feature_map: str) -> Tensor:
 
 
 def elu_features(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries and keys as ``elu + 1``, which is 0 for ``-inf``; queries divided by the sum of their weights."""
+    """Return ``elu + 1`` of queries and keys, with queries divided by the sum of their weights; -inf becomes 0."""
     q, k = F.elu(q) + 1, F.elu(k) + 1
     total = k.sum(dim=-2, keepdim=True)
-    # One factor for all keys leaves the weights as they are, and sums over a large map fit into half precision.
+    # A common factor of all keys does not change the weights and keeps sums over many keys in the range of float16.
     level = total.mean(dim=-1, keepdim=True)
     return q / (q @ (total / level).mT), k / level
 
 
-#: The implementations of linear attention.
+#: The implementations of linear attention by name.
 LINEAR_IMPLS = {"einx": replace(EINX, attend=linear_einx), "bmm": replace(BMM, attend=linear_bmm)}
 
 
 def attend_linear(
     q: Tensor, k: Tensor, v: Tensor, *, impl: str = "bmm", mask: Tensor | None = None, feature_map: str = "softmax"
 ) -> Tensor:
-    """Linear attention ``φ(q) (ψ(k)ᵀ v)`` by a named implementation.
+    """Compute linear attention, ``φ(q) (ψ(k)ᵀ v)``, with a named implementation.
 
     Args:
         q: queries, ``(b, n, i, d)``.
         k: keys, ``(b, n, j, d)``.
         v: values, ``(b, n, j, e)``.
         impl: one of :data:`LINEAR_IMPLS`.
-        mask: bool (True = may be attended to), broadcastable to ``(b, n, j, 1)``.
+        mask: bool (True = queries may attend to this key), broadcastable to ``(b, n, j, 1)``.
         feature_map: ``"softmax"`` over the width of queries and over the keys; ``"elu"`` for ``elu + 1`` of both, with
             weights divided by their sum; ``"none"`` for ``q (kᵀ v)``.
 
     Returns:
-        ``(b, n, i, e)`` in the dtype of ``v``; zeros where nothing may be attended to.
+        ``(b, n, i, e)`` in the dtype of ``v``; zeros where all keys are masked.
 
     >>> q = k = v = torch.randn(2, 4, 49, 8)
     >>> attend_linear(q, k, v).shape
@@ -89,7 +90,7 @@ def attend_linear(
     """
     q, k, row_has_key = upcast(q), upcast(k), None
     if mask is not None:
-        rows, row_has_key = unmask_empty_rows(mask.mT)  # of keys: there is one row for all queries
+        rows, row_has_key = unmask_empty_rows(mask.mT)  # all queries share one row of keys
         k = k.masked_fill(~rows.mT, 0.0 if feature_map == "none" else -torch.inf)
     with without_autocast(q):
         y = LINEAR_IMPLS[impl].attend(q, k, v, feature_map)
@@ -97,7 +98,7 @@ def attend_linear(
 
 
 class LinearAttention2d(ConfigurableImpl):
-    """Attention at a cost that grows with the positions of a map, not with their square.
+    """Linear attention: its cost is linear, not quadratic, in the number of positions.
 
     ::
 
@@ -105,22 +106,22 @@ class LinearAttention2d(ConfigurableImpl):
         y       = softmax_d(q) (softmax_j(k)ᵀ v)    by default; q (kᵀ v) without a feature map
         out     = Conv2d(c, c, 1)(y)
 
-    The function differs from that of :class:`Attention2d`, though names and shapes in the state dict are the same:
-    weights trained for one do not fit the other. Its implementations are ``"einx"`` and ``"bmm"``.
+    The names and shapes in the state dict equal those of :class:`Attention2d`, but the function differs: weights
+    trained for one of the two layers are not suitable for the other.
 
     Args:
-        channels: channels of the map, in and out; divisible by ``num_heads``.
+        channels: input and output channels; divisible by ``num_heads``.
         num_heads: number of heads.
-        impl: ``"bmm"`` or ``"einx"``; they give the same result.
+        impl: the implementation, ``"bmm"`` or ``"einx"``; both return the same result.
         feature_map: ``"softmax"``; ``"elu"`` for ``elu + 1`` of queries and keys, with weights divided by their sum;
             ``"none"``.
-        qkv_bias: whether queries, keys and values have a bias.
-        proj_drop: probability of dropping an element of the output, in training.
+        qkv_bias: add a bias to queries, keys and values.
+        proj_drop: dropout probability of the output.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: an argument is out of range; the message names it, with the expected and the given value.
+        ValueError: an argument is out of range; the message names it and states the expected and the given value.
 
     Source: Shen et al., *Efficient Attention: Attention with Linear Complexities*, 2021,
     https://arxiv.org/abs/1812.01243; with ``elu + 1``: Katharopoulos et al., *Transformers are RNNs*, 2020,
@@ -164,23 +165,23 @@ class LinearAttention2d(ConfigurableImpl):
         """Attend.
 
         Args:
-            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
-            mask: bool (True = may be attended to), broadcastable to ``(b, heads, 1, h·w)``: a key is masked for every
-                query.
+            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``.
+            mask: bool (True = queries may attend to this key), broadcastable to ``(b, heads, 1, h·w)``. A key is masked
+                for all queries.
 
         Returns:
             ``(b, c, h, w)`` in the memory format of ``x``.
 
         Raises:
-            ValueError: ``x`` is no batch of maps of ``channels`` channels, or ``mask`` is not bool, differs by query or
-                does not fit.
+            ValueError: ``x`` does not have ``channels`` channels, or ``mask`` is not bool, differs between queries or
+                does not broadcast.
         """
         if mask is not None:
             check_mask(mask, x.shape[0], self.num_heads, (1,), x.shape[2:])
             if mask.dtype != torch.bool:
-                raise ValueError(f"mask must be bool (True = may be attended to){FOR_LINEAR}; got {mask.dtype}")
+                raise ValueError(f"mask must be bool (True = may attend){FOR_LINEAR}; got {mask.dtype}")
             mask = broadcast_mask(mask).mT
-        if 0 in x.shape:  # einx does not support it
+        if 0 in x.shape:  # einx does not support empty tensors
             return self.proj(torch.zeros_like(x))
         kernel = LINEAR_IMPLS[impl := self.impl]
         q, k, v = (kernel.split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=1))

@@ -1,4 +1,4 @@
-"""1×1 convolutions as linear layers, layer norm over channels, and the feature maps that blocks take and return."""
+"""1×1 convolutions as linear layers, layer norm over channels, and checks and memory formats of feature maps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vision_attn.attention.kernels import channels_first, channels_last
 #: A convolution on feature maps with any number of axes.
 Conv = nn.modules.conv._ConvNd
 
-#: The axes of a feature map in messages, by their number.
+#: Names of the axes of a feature map in messages, by their number.
 AXES_IN_WORDS = {1: "width", 2: "height, width", 3: "depth, height, width"}
 
 
 def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Check the map of a block, also accept one without a batch, and make the block one node of a torch.fx graph."""
+    """Check the input of a block, accept an unbatched one, and make the block a single node of a torch.fx graph."""
 
     @wraps(forward)
     def batched(self: Any, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        given = (mask,) if context is None else (mask, context)  # not every block has a context
-        if isinstance(x, torch.fx.Proxy):  # the operations depend on the size of the map
+        given = (mask,) if context is None else (mask, context)  # some blocks have no argument context
+        if isinstance(x, torch.fx.Proxy):  # the operations inside depend on the size of the feature map
             return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *given), {})
         if isinstance(x, Tensor) and x.dim() == 2 + self.rank and x.shape[1] == self.channels:
             return forward(self, x, *given)
@@ -38,15 +38,15 @@ def on_feature_maps(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def not_a_map(name: str, x: Any, channels: int, rank: int) -> ValueError:
-    """Return the error for what is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
+    """Return the error for an argument that is not a batch of feature maps ``(b, channels, …)`` with ``rank`` axes."""
     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    return ValueError(f"{name} must be maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
+    return ValueError(f"{name} must be feature maps of shape (batch, {channels}, {AXES_IN_WORDS[rank]}); got {got}")
 
 
 class Pointwise:
-    """A convolution with kernel and stride 1 as a matrix product.
+    """A 1×1 convolution that runs as a matrix product.
 
-    The library behind a convolution may reorder its weights in every call, which takes as long as the product.
+    Convolution libraries may reorder the weights in every call, which can take as long as the product itself.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class Pointwise:
         return y.transpose(1, 2).unflatten(2, x.shape[2:])
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Keep the strides of a matrix, which its gradient has, also in a channels-last network.
+        """Keep the weight's strides equal to those of its gradient, also in channels-last networks.
 
-        Strides of axes of length one do not affect the memory, but DistributedDataParallel compares them and warns.
+        Strides of axes of length one do not affect memory, but DistributedDataParallel warns if they differ.
         """
         super()._apply(fn, recurse)  # type: ignore[misc]
         weight = self._parameters.get("weight")
@@ -90,10 +90,10 @@ POINTWISE: dict[int, Callable[..., Conv]] = {1: Pointwise1d, 2: Pointwise2d, 3: 
 
 
 def reads_in_place(x: Tensor, weight: Tensor) -> bool:
-    """Return True if one product per image, which needs no copy of x, is faster than one for all images.
+    """Return True if one matrix product per image is faster than one for the batch, which copies ``x``.
 
-    It is for feature maps with many positions. In training it is not: gradients of weights would be computed for each
-    image, and summed. Quantized weights are for one product.
+    This holds for inference on feature maps with many positions. In training, a product per image would compute weight
+    gradients per image and sum them. Quantized weights support one product only.
     """
     if x.dtype != torch.float32 or type(weight) is not Tensor or not can_chunk(x):
         return False
@@ -109,9 +109,9 @@ class ChannelNorm(nn.LayerNorm):
 
 
 def to_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """Return a map in the memory format of x; where x is in both formats, in the default one."""
+    """Return ``y`` in the memory format of ``x``, or contiguous if ``x`` is in both formats."""
     if x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous():
         return channels_first(channels_last(y).contiguous())
-    if y.shape[0] == 1 and y.stride(1) == 1:  # a matrix is transposed in blocks, up to four times as fast on a CPU
+    if y.shape[0] == 1 and y.stride(1) == 1:  # torch transposes a matrix in tiles, up to four times as fast on a CPU
         return channels_last(y).reshape(-1, y.shape[1]).t().contiguous().view(y.shape)
     return y.contiguous()

@@ -1,9 +1,9 @@
-"""Normalized queries and keys: layer norm, cosines as in Swin v2, and ``qk_norm="match"``.
+"""Normalized queries and keys: layer norm, cosine similarity as in Swin v2, and ``qk_norm="match"``.
 
-With ``"match"`` a position attends to similar positions from the first step. Softmax ignores what all keys have in
-common, and what all queries have in common gives every query the same weights. So the mean over the map is subtracted
-from queries and keys, each is normalized to length one, and both are initialized as the same isometric projection: the
-product of two independent random projections is not a similarity.
+With ``"match"``, every position attends to similar positions from the first training step. A component that all keys
+share cancels in the softmax, and a component that all queries share gives all queries the same weights. Queries and
+keys are therefore centered over the feature map and normalized to unit length. Both are initialized as the same
+isometric projection, because the product of two independent random projections does not measure similarity.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from vision_attn.attention.masks import upcast
 
-#: The initial logit of a position for an identical one: enough to outweigh thousands of others.
+#: Initial logit between identical positions, which outweighs thousands of other positions.
 INIT_LOGIT_SCALE = 14.0
 
 
 class CosineNorm(nn.Module):
-    """Vectors ``(b, n, tokens, d)`` divided by their length, times ``exp(logit_scale)`` of their head."""
+    """Normalize ``(b, n, tokens, d)`` to unit length and multiply by the ``exp(logit_scale)`` of each head."""
 
     def __init__(self, num_heads: int | None = None, scale: float = 10.0, **factory: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class CosineNorm(nn.Module):
 
 
 def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """Build the norms of queries and keys: none, layer norms, or cosines."""
+    """Build the normalizations of queries and keys: none, layer norms, or unit length."""
     if isinstance(kind, str):
         scale = INIT_LOGIT_SCALE if kind == "match" else 10.0
         return CosineNorm(num_heads, scale, **factory), CosineNorm()
@@ -45,18 +45,19 @@ def qk_norms(kind: bool | str, width: int, num_heads: int, **factory: Any) -> tu
 
 @torch.no_grad()
 def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, width: int) -> None:
-    """Initialize the heads of queries with the rows of their keys, which are orthogonal; biases are zero.
+    """Initialize each head of the queries with the orthogonal rows of its keys, and biases with zeros.
 
     Args:
-        queries: the convolution whose first rows are the queries.
-        keys: the convolution whose first rows are the keys; if it is that of the queries, those after the queries.
-        num_heads: heads of queries.
-        num_kv_heads: heads of keys.
+        queries: convolution whose first rows project to queries.
+        keys: convolution whose first rows project to keys. If it is the same as ``queries``, the keys follow the
+            queries.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads.
         width: width of a head.
     """
     first = num_heads * width if keys is queries else 0
     heads_of_keys = keys.weight[first : first + num_kv_heads * width].split(width)
-    for rows in heads_of_keys:  # the factorization behind it has no half precision on a CPU
+    for rows in heads_of_keys:  # the QR factorization of orthogonal_ does not support half precision on a CPU
         rows.copy_(nn.init.orthogonal_(upcast(torch.empty_like(rows.flatten(1)))).view_as(rows))
     for head, rows in enumerate(queries.weight[: num_heads * width].split(width)):
         rows.copy_(heads_of_keys[head // (num_heads // num_kv_heads)])
@@ -66,5 +67,5 @@ def init_qk_tied_(queries: Any, keys: Any, num_heads: int, num_kv_heads: int, wi
 
 
 def center(x: Tensor) -> Tensor:
-    """Subtract from a feature map its mean over all positions."""
+    """Subtract the mean over all positions from a feature map."""
     return x - x.mean(tuple(range(2, x.dim())), keepdim=True)

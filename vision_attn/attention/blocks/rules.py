@@ -1,4 +1,4 @@
-"""The rules that the arguments of :class:`Attention2d` must follow."""
+"""Checks of the arguments of :class:`Attention2d`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vision_attn.checks import check_counts, check_divides, check_flags, check_n
 
 
 def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
-    """Raise for the first rule that the arguments of a block break; ``pattern`` is the resolved one.
+    """Raise if arguments are out of range or contradict each other; ``pattern`` is the resolved pattern.
 
     Returns:
         ``num_kv_heads``, ``key_dim``, ``value_dim`` and ``out_channels``, with the defaults filled in.
@@ -36,12 +36,12 @@ def check_arguments(a: Any, pattern: AnyPattern) -> tuple[int, int, int, int]:
 
     layer_norm, match = isinstance(a.qk_norm, bool), a.qk_norm == "match"
     refuse("qk_norm", not (layer_norm or match or a.qk_norm == "cosine"), "must be False, True, 'cosine' or 'match'")
-    same = "must be 1 with other num_kv_heads, value_dim or context_channels: queries, keys and values share groups"
+    same = "must be 1 unless queries, keys and values have equal widths, heads and input"
     refuse("groups", a.groups > 1 and ((m, e) != (n, d) or context is not None), same)
-    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with keys of another map")
+    refuse("causal", a.causal and (a.kv_stride > 1 or context is not None), "must be False with kv_stride or context")
     refuse("causal", a.causal and isinstance(pattern, Neighborhood), "must be False: use Neighborhood(causal=True)")
-    refuse("qk_norm", match and a.causal, "must not be 'match' with causal: the mean over the map has later positions")
-    tied = f"must not be 'match' with context_channels={context}: queries and keys are initialized as one projection"
+    refuse("qk_norm", match and a.causal, "must not be 'match' with causal=True: its mean includes later positions")
+    tied = f"must not be 'match' with context_channels={context}: queries and keys need inputs of equal width"
     refuse("qk_norm", match and context not in (None, a.channels), tied)
     refuse("pattern", a.kv_stride > 1 and not pattern.is_global, f"must be 'full' with kv_stride={a.kv_stride}")
     return m, d, e, out_channels

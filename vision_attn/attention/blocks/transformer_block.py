@@ -1,4 +1,4 @@
-"""The encoder layer of a transformer on the positions of a feature map."""
+"""A transformer encoder layer on the positions of a feature map."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 
 
 class TransformerBlock2d(Configurable):
-    """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; or with the norms after the sums.
+    """``x + attn(norm1(x))``, then ``x + fc2(act(fc1(norm2(x))))``; with post-norm, each sum is normalized instead.
 
-    This is ``torch.nn.TransformerEncoderLayer``, with the positions of a map as tokens.
+    This is ``torch.nn.TransformerEncoderLayer`` with the positions of a feature map as tokens.
 
     Args:
-        channels: channels of the map.
+        channels: input and output channels.
         num_heads: number of heads.
-        mlp_ratio: hidden channels of the 1×1 convolutions, in units of ``channels``.
-        norm_first: whether each branch is normalized (pre-norm), or each sum (post-norm, as in the original).
-        activation: ``"gelu"`` (by the error function) or ``"relu"``.
-        mlp_drop: probability of dropping a hidden element and one of the second convolution's output, in training.
-        bias: whether norms, convolutions and projections have a bias.
-        eps: added to the variance by the norms.
+        mlp_ratio: ratio of the hidden channels of the MLP to ``channels``.
+        norm_first: normalize the input of each branch (pre-norm) instead of each sum (post-norm, as in the original).
+        activation: ``"gelu"`` (exact, with the error function) or ``"relu"``.
+        mlp_drop: dropout probability after the activation and after the second layer of the MLP.
+        bias: add biases in norms, convolutions and projections.
+        eps: constant that the norms add to the variance.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **attention: further arguments of :class:`Attention2d`; ``attn_drop`` and ``proj_drop`` among them.
+        **attention: further arguments of :class:`Attention2d`, such as ``attn_drop`` and ``proj_drop``.
 
     Raises:
-        ValueError: an argument is out of range; the message names it, with the expected and the given value.
+        ValueError: an argument is out of range; the message names it and states the expected and the given value.
 
-    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; norms first:
+    Source: Vaswani et al., *Attention Is All You Need*, 2017, section 3, https://arxiv.org/abs/1706.03762; pre-norm:
     Xiong et al., *On Layer Normalization in the Transformer Architecture*, 2020, https://arxiv.org/abs/2002.04745
 
     >>> TransformerBlock2d(64, num_heads=4, activation="relu")(torch.randn(2, 64, 7, 5)).shape
@@ -86,18 +86,18 @@ class TransformerBlock2d(Configurable):
 
     @on_feature_maps
     def forward(self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Attend and transform.
+        """Apply attention, then the MLP, each with a residual connection.
 
         Args:
-            x: maps, ``(b, c, h, w)``, or one map, ``(c, h, w)``.
+            x: feature maps, ``(b, c, h, w)``, or a single one, ``(c, h, w)``.
             mask: as in :meth:`Attention2d.forward`.
             context: as in :meth:`Attention2d.forward`.
 
         Returns:
-            ``(b, c, h, w)`` in the type and memory format of ``x``.
+            ``(b, c, h, w)`` in the dtype and memory format of ``x``.
 
         Raises:
-            ValueError: as :meth:`Attention2d.forward`.
+            ValueError: as in :meth:`Attention2d.forward`.
         """
         if self.norm_first:
             y = x + self.attn(self.norm1(x), mask, context).to(x.dtype)
@@ -108,7 +108,7 @@ class TransformerBlock2d(Configurable):
         return to_memory_format_of(x, y)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Apply the two 1×1 convolutions to a map ``(b, c, h, w)``."""
+        """Apply the two 1×1 convolutions to a feature map ``(b, c, h, w)``."""
         return self.mlp_drop(self.fc2(self.mlp_drop(ACTIVATIONS[self.activation](self.fc1(x)))))
 
     def get_config(self) -> dict[str, object]:

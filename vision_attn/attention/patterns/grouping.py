@@ -124,7 +124,7 @@ class Grouping:
         return k.reshape(-1, *beyond.shape[:1], *k.shape[1:]).masked_fill(beyond, 0.0).flatten(0, 1)
 
     def locate(self, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the group of each wanted query of the map, row-major, and its row in the group; of all when None."""
+        """Return the group of each wanted query of the map, row-major, and its row in the group; of all if None."""
         index = self.query_layout.index().flatten()
         token = inverse_index(index, product(self.query_layout.size))
         token = token if wanted is None else token[wanted]
