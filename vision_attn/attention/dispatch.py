@@ -1,6 +1,6 @@
 """Attention in the groups of a pattern: what ``impl="auto"`` selects, how a bias is added, and chunks on a CPU.
 
-The choices were measured on two processors at least; docs/speed.md has the tables, and ``python benchmarks/speed.py
+The choices were measured on two processors at least; docs/performance.md has the tables, and ``python benchmarks/speed.py
 --rows choices`` measures the alternatives on your machine.
 """
 
