@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="print the rows of these families, and do not write the page")
     only = parser.parse_args().only
-    warnings.simplefilter("ignore")  # about small feature maps
+    warnings.simplefilter("ignore")  # warnings about small feature maps
     rows = []
     for entry in ENTRIES:
         if (not only or entry.family in only) and find_spec(entry.library):

@@ -174,7 +174,7 @@ def measure(library, family, names):
             before = outputs(model, images)
             break
         except Exception as error:
-            failure = f"does not run on images alone ({type(error).__name__})"
+            failure = f"does not run with images as its only input ({type(error).__name__})"
     else:
         row.notes.append(failure)
         return row
@@ -223,7 +223,7 @@ def format_section(rows):
 
 
 def main():
-    warnings.simplefilter("ignore")  # about small feature maps
+    warnings.simplefilter("ignore")  # warnings about small feature maps
     rows = []
     for library, family, names in families():
         if family in sys.argv[1:] or len(sys.argv) == 1:

@@ -56,7 +56,7 @@ def run_in_process(network: str, cases: list[Case], pipe: Any, results: Path) ->
     for runtime, mode in cases:
         try:
             pipe.send(measure(runtime, model, images[mode][0], images[mode][1:], mode))
-        except BaseException as error:  # a panic in a runtime is not an Exception
+        except BaseException as error:  # a panic in a runtime does not raise an Exception
             pipe.send(f"{type(error).__name__}: {error}")
     os._exit(0)
 
@@ -95,7 +95,7 @@ TABLES = {
 }
 HEADINGS = {"fixed": "one image", "batch": "any batch", "size": "any size"}
 
-#: Limitations by a pattern of the error message, and alternatives.
+#: Known limitations and alternatives, by a pattern of the error message.
 LIMITATIONS = {
     r"only supports tensors with rank <= 5": (
         "Core ML tensors have at most five axes ([coremltools#2291](https://github.com/apple/coremltools/issues/2291)),"
